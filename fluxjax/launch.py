@@ -30,7 +30,8 @@ from .config import cli, run_folder
 from .run import snapshot_folder
 
 GRACE = 10.0  # seconds in which all must have ended when one has failed
-STOPPED = 20.0  # seconds after which a process that was stopped (SIGSTOP) has failed; others may notice before
+AT_ONCE = 15.0  # seconds in which all must have ended after a second signal
+STOPPED = 20.0  # seconds after which a process has failed that was stopped (SIGSTOP), or did not end with the others
 LOOK_SECONDS = 0.05
 
 
@@ -83,21 +84,21 @@ class Supervisor:
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
-        self._stopping = False
+        self._signals = 0
 
     def run(self) -> int:
         """Returns the exit status: 0, or that of the process that failed first in the last attempt."""
         attempt, idle, status = 0, 0, 0
-        while not self._stopping:
+        while not self._signals:
             attempt += 1
             before = self._newest(attempt)
             failed = self._attempt(self._count(attempt))
             if failed is None:
                 return 0
             status = failed.status
-            if self._stopping:
-                break
             print(f"{failed}; all have ended", file=sys.stderr)
+            if self._signals:
+                break
             if failed.by_user:
                 return USER
             newest = self._newest(attempt + 1)
@@ -109,17 +110,20 @@ class Supervisor:
         return status
 
     def stop(self, number: int) -> None:
-        """Passes a signal on to process 0, which ends the others in good order; there is no further attempt."""
-        self._stopping = True
+        """Passes a signal on to process 0, which ends the others in good order, or at once if it is the second one;
+        there is no further attempt."""
+        self._signals += 1
         if self._run is not None:
             self._run.signal(number)
+            if self._signals == 2:
+                self._run.deadline = time.monotonic() + AT_ONCE
 
     def _attempt(self, count: int) -> Failure | None:
         with contextlib.ExitStack() as stack:
             logs = [stack.enter_context(self._log(process).open("a")) for process in range(1, count)]
             self._run = Processes(count, self._train, logs)
             stack.callback(self._run.kill)
-            if self._stopping:  # the signal came while it was started
+            if self._signals:  # the signal came while it was started
                 self._run.signal(signal.SIGTERM)
             return self._run.wait()
 
@@ -180,6 +184,7 @@ class Processes:
         command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
         command += shared if count > 1 else []
         self._children: list[subprocess.Popen[bytes]] = []
+        self.deadline = float("inf")  # when `wait` kills what runs
         for process in range(count):
             out = logs[process - 1] if process else None
             rank = [f"--config.distributed.process={process}"] if process else []
@@ -198,8 +203,8 @@ class Processes:
             self._note(ended)
             stopped = [process for process in running if _is_stopped(self._children[process])]
             now = time.monotonic()
-            since, going = since if ended else now, going if stopped else now
-            if now > min(since + GRACE, going + STOPPED):
+            since, going = since if len(running) < len(self._children) else now, going if stopped else now
+            if now > min(since + (GRACE if ended else STOPPED), going + STOPPED, self.deadline):
                 frozen = sorted(running, key=lambda process: process not in stopped)
                 self.kill()
             time.sleep(LOOK_SECONDS)

@@ -50,8 +50,9 @@ def tensor_names(config: AnyConfig) -> list[TensorName]:
 class _Files:
     """The open safetensors files of a folder; `where` has the file of each tensor."""
 
-    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
-        self.folder = folder
+    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack, progress: Callable[[float], object]) -> None:
+        self.folder, self._progress = folder, progress
+        self._read: set[str] = set()
         claims: dict[str, str] = {}
         if (folder / INDEX).exists():
             claims = read_json(folder / INDEX, needed=True).get("weight_map", {})
@@ -101,6 +102,8 @@ class _Files:
             raise CheckpointError(
                 f"{self.path(name)}: tensor {name} has shape {list(found)}, but config.json means {list(shape)}"
             )
+        self._read.add(name)
+        self._progress(len(self._read) / len(self.where))
         return file.get_tensor(name)
 
 
@@ -162,14 +165,17 @@ def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Ite
 
 
 def load(
-    path: str | os.PathLike[str], dtype: DTypeLike | None = None, shardings: Callable[[Decoder], Params] | None = None
+    path: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    shardings: Callable[[Decoder], Params] | None = None,
+    progress: Callable[[float], object] = float,
 ) -> Decoder:
     """Reads a local Hugging Face checkpoint folder tensor by tensor.
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
     `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
     (default: this process's first device). Weights go there directly: beside them the host holds two tensors of the
-    files at most, and a device its share of one.
+    files at most, and a device its share of one. `progress` hears the share of the tensors that are being read.
 
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.
@@ -183,7 +189,7 @@ def load(
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, stack)
+        files = _Files(folder, stack, progress)
         files.check_dtypes()
         if isinstance(config, Qwen25VLConfig):
             config = dataclasses.replace(config, names=qwen2_5_vl.name_layout(files.where))

@@ -152,7 +152,7 @@ def test_display_shows_preprocessors_as_they_are_now(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     lost = place(1, up=False, lost=1, reason="it has moved\nelsewhere")
     with Display(2, console=console) as display:
-        display.show_preprocessors(lambda: [place(0), lost])
+        display.show(preprocessors=lambda: [place(0), lost])
         display.phase("RL", 2)
         display.step(2, {"reward/mean": 0.25, "data/waited": 0.5, "data/fetched_mb": 3.0}, {})
     assert isinstance(console.file, io.StringIO)

@@ -144,9 +144,11 @@ def test_summary(fitted):
     assert set(values["accuracy"]["reverse"]) == {"start", "end"}
     assert values["blind"] == {}  # nothing to see in a text task
     assert 0 < values["chance"]["reverse"] <= 1
-    assert {"data", "build", "warm_start", "rollout", "reward", "train", "sync", "eval", "checkpoint", "report"} < set(
-        values["seconds"]
-    )
+    stages = {"data", "build", "warm_start", "rollout", "reward", "train", "sync", "eval", "checkpoint", "report"}
+    assert stages | {"compile"} < set(values["seconds"])
+    first, *_, last = (r for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "rl")
+    assert first["seconds/compile"] > 0 and last.get("seconds/compile", 0.0) < first["seconds/compile"]
+    assert any(span.name == "compile" for span in trainer.timeline.spans())
     assert values["seconds"]["total"] > 0
     assert 0 < values["logprob_gap_max"] < 1e-4 and values["logprob_gap_alarms"] == 0
     assert values["samples_trained"] == 4 * 4 * 4

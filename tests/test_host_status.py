@@ -144,7 +144,7 @@ def test_of_many_hosts_the_slowest_are_shown():
 def test_the_display_has_a_line_a_host(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     with Display(1, console=console) as display:
-        display.show_hosts(lambda: [status(0), status(1, layout=1.5)])
+        display.show(hosts=lambda: [status(0), status(1, layout=1.5)])
         display.phase("RL", 1)
         display.step(1, {"reward/mean": 0.25}, {})
     assert isinstance(console.file, io.StringIO)

@@ -1,10 +1,12 @@
 """Display, metrics, samples, pictures and summary: what they write, and what survives a kill."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
 import queue
+import re
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import prometheus_client
 import pytest
 from PIL import Image
@@ -21,8 +24,9 @@ from rich.console import Console
 from rich.text import Text
 from tensorboardX.proto import event_pb2
 
-from fluxjax.base.timeline import Span
+from fluxjax.base.timeline import Span, Timeline
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.base.under_way import activity
 from fluxjax.config import ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
@@ -140,6 +144,60 @@ def test_pictures_are_pictures(tmp_path):
             assert image.format == "PNG" and len(image.convert("RGB").getcolors(1 << 24) or []) > 2
 
 
+@contextlib.contextmanager
+def compiling():
+    """As JAX says it."""
+    event = "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.record_scalar(event, 0.0)
+    try:
+        yield
+    finally:
+        jax.monitoring.record_event_duration_secs(event, 0.0)
+
+
+def test_compilations_are_a_stage_of_their_own():
+    timeline = Timeline()
+    for name, start, end in [("train", 0.0, 5.0), ("train", 4.0, 6.0), ("compile", 1.0, 4.5), ("rollout", 4.0, 9.0)]:
+        timeline.add(Span(name, "lane", start, end, 1))
+    assert timeline.seconds(1) == {"train": 2.5, "compile": 3.5, "rollout": 4.5}
+    summary = Summary()
+    with summary.stage("eval"), compiling():
+        time.sleep(0.1)
+    assert summary.seconds["eval"] < 0.05 and summary.seconds["compile"] >= 0.1
+
+
+def test_compilations_are_no_part_of_the_estimate():
+    file = io.StringIO()
+    display = Display(100, console=Console(file=file, width=300))
+    display.phase("RL", 100)
+    with compiling():
+        time.sleep(0.3)
+    display.step(1, {}, {})
+    [eta] = re.findall(r"eta (\d+) s", file.getvalue())
+    assert int(eta) < 10, "0.3 s for each of 99 steps"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_silence_is_broken_by_words(terminal):
+    """Also where nothing is said to be under way, but the run stops."""
+    file = io.StringIO()
+    with Display(2, console=Console(file=file, force_terminal=terminal, width=200)) as display:
+        display.phase("RL", 2)
+        with activity(lambda: "evaluating 3/200"), compiling():
+            display._noted -= 30
+            assert until(lambda: "evaluating 3/200, compiling" in file.getvalue())
+        display.stopping = True
+        display._noted -= 30
+        assert until(lambda: "stopping, waits for: this step" in file.getvalue())
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
 def test_summary_round_trip(tmp_path):
     summary = Summary(name="x", accuracy={"digits": {"start": 0.25}}, samples_skipped={"missing file": 2})
     summary.add_seconds("train", 1.5)
@@ -164,7 +222,7 @@ def test_display_shows_servers_as_they_are_now(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
     servers = [server(0), server(1, **LOST)]
     with Display(2, console=console) as display:
-        display.show_servers(lambda: servers)
+        display.show(lambda: servers)
         display.phase("RL", 2)
         display.step(2, {"reward/mean": 0.25}, {})
         servers = [server(0), server(1, version=4, restarts=1, running=77)]  # between steps, too
@@ -181,7 +239,7 @@ def test_display_shows_servers_as_they_are_now(terminal):
 def test_a_lost_server_has_its_reason_in_the_table():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, soft_wrap=True)
     with Display(2, console=console) as display:
-        display.show_servers(lambda: [server(0, up=False, version=-1), server(1, **LOST), server(2, **LONG)])
+        display.show(lambda: [server(0, up=False, version=-1), server(1, **LOST), server(2, **LONG)])
         display.note("a note")
     assert isinstance(console.file, io.StringIO)
     lines = [Text.from_ansi(line).plain for line in console.file.getvalue().splitlines()]
@@ -344,7 +402,7 @@ class NobodyListens(Callbacks):
 
 @pytest.mark.parametrize("servers", [True, False])
 def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
-    clock = itertools.count(0, 10)  # asked twice a step
+    clock = itertools.count(0, 20)  # asked once a step
     monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     statuses = [server(0), server(1)] if servers else []
     log, display = MetricsLog(tmp_path), Display(2, console=Console(file=io.StringIO()))

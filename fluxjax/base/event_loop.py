@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import signal
 import threading
 import types
@@ -14,6 +15,30 @@ from rollout.engine import Engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
+    """Has each Ctrl-C and SIGTERM, from now on, call what it takes out of `stops`, or `end` with its number where there
+    is nothing. For a command; `take_signals` again after `jax.distributed.initialize`, which takes SIGTERM for itself.
+    A thread calls: Python would wait for the main thread, which may compile for minutes, or wait for others for ever.
+    """
+    heard, pipe = os.pipe()
+
+    def hear() -> None:
+        while number := os.read(heard, 1)[0]:
+            if number in _NUMBERS:
+                stops.pop()() if stops else end(number)
+
+    threading.Thread(target=hear, name="signals", daemon=True).start()
+    os.set_blocking(pipe, False)
+    signal.set_wakeup_fd(pipe)
+    take_signals()
+
+
+def take_signals() -> None:
+    for number in _NUMBERS:
+        signal.signal(number, lambda *_: None)
 
 
 @contextlib.contextmanager
@@ -31,7 +56,7 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
         log.warning("stopping after this step; once more to stop at once")
         stop()
 
-    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {n: signal.signal(n, handle) for n in _NUMBERS}
     try:
         yield
     finally:

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from .under_way import activity
+
 K = TypeVar("K")
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Time that one lane was busy. `name` is the stage (data, rollout, reward, train, sync, eval, checkpoint), `lane`
-    who was busy, such as an engine. `start` and `end` are seconds on the timeline's clock; `step` counts from 1."""
+    """Time that one lane was busy. `name` is the stage (compile, data, rollout, reward, train, sync, eval, checkpoint),
+    `lane` who was busy, such as an engine. `start` and `end` are seconds on the timeline's clock; `step` is from 1."""
 
     name: str
     lane: str
@@ -35,7 +37,8 @@ class Timeline:
         """Records the time that its body takes, also if the body fails."""
         start = self._clock()
         try:
-            yield
+            with activity(name):
+                yield
         finally:
             self.add(Span(name, lane, start, self._clock(), step))
 
@@ -55,9 +58,16 @@ class Timeline:
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Returns the wall seconds during which each stage of `step` was under way on at least one lane."""
-        stages = _join(self._steps.get(step, ()), lambda span: span.name)
-        return {name: sum(end - start for start, end in times) for name, times in stages.items()}
+        """Returns the wall seconds during which each stage of `step` was under way on at least one lane. Those of
+        `compile` are no part of the others."""
+        spans = self._steps.get(step, ())
+
+        def wall(*names: str) -> float:
+            times = _join((span for span in spans if span.name in names), lambda span: None)
+            return sum(end - start for start, end in times.get(None, ()))
+
+        names, compiled = dict.fromkeys(span.name for span in spans), wall("compile")
+        return {name: wall(name, "compile") - (name != "compile") * compiled for name in names}
 
 
 def _join(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:

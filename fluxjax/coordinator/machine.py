@@ -132,7 +132,7 @@ class Coordinator:
             return None
         step, was_full = self._last_evaluation
         done = step == self.step and (was_full or not full)
-        return None if done else messages.Evaluate(self.step, full)
+        return None if done or messages.Evaluate in self.awaiting else messages.Evaluate(self.step, full)
 
     def checkpoint_due(self) -> messages.SaveCheckpoint | None:
         """Returns what to save before the next step: a checkpoint every n steps and at the end, whatever ends the run;
@@ -255,9 +255,15 @@ class Coordinator:
         self.pace.trained(self.now)
         self._answered(messages.Accumulate, event)
 
-    @_hear.of(messages.Lent, messages.Evaluated, messages.CheckpointSaved)
-    def _done(self, event: messages.Lent | messages.Evaluated | messages.CheckpointSaved) -> None:
+    @_hear.of(messages.Lent, messages.CheckpointSaved)
+    def _done(self, event: messages.Lent | messages.CheckpointSaved) -> None:
         self._answered(messages.ANSWERS[type(event)], event)
+
+    @_hear.of(messages.Evaluated)
+    def _evaluated(self, event: messages.Evaluated) -> None:
+        order = self._answered(messages.Evaluate, event)
+        if not event.given_up:
+            self._last_evaluation = (order.step, order.full)
 
     @_hear.of(messages.ParallelismSet)
     def _parallelism_set(self, event: messages.ParallelismSet) -> None:
@@ -294,8 +300,8 @@ class Coordinator:
 
     # --- instructions ---------------------------------------------------------------------------
 
-    @_say.of(messages.DrawPrompts, messages.PublishWeights)
-    def _nothing(self, order: messages.DrawPrompts | messages.PublishWeights) -> None:
+    @_say.of(messages.DrawPrompts, messages.PublishWeights, messages.Evaluate)
+    def _nothing(self, order: messages.DrawPrompts | messages.PublishWeights | messages.Evaluate) -> None:
         """Does nothing: the books change with the answer to the instruction."""
 
     @_say.of(messages.Generate)
@@ -370,10 +376,6 @@ class Coordinator:
     def _set_parallelism(self, order: messages.SetParallelism) -> None:
         if self.awaiting or self.ledger.count(PromptStage.RUNNING, PromptStage.STOPPING):
             raise CoordinatorError(f"{order} while something is under way")
-
-    @_say.of(messages.Evaluate)
-    def _evaluate(self, order: messages.Evaluate) -> None:
-        self._last_evaluation = (order.step, order.full)
 
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:

@@ -111,6 +111,7 @@ class WeightsPublished(Event):
 
 class Evaluated(Event):
     step: int
+    given_up: bool = False  # for a stop: the resumed run makes it
 
 
 class CheckpointSaved(Event):

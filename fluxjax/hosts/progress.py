@@ -4,45 +4,18 @@ notice neither."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-import jax
-
 from sharding.links import LinkError, Links
+
+from ..base.under_way import compilations
 
 HEAD_START = 5.0  # seconds that others have before process 0, which waits for them, takes itself for stuck
 _LOOK = 0.5  # seconds between two looks at the clock
 _LONG = 3.0  # seconds after which a compilation is announced; short ones would be too many messages
 _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
-
-
-class Compilations:
-    """Counts the programs that this process is compiling at the moment, by the events of JAX."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.under_way = 0
-        jax.monitoring.register_event_listener(self._begun)
-        jax.monitoring.register_event_duration_secs_listener(self._ended)
-
-    def _begun(self, event: str, **_: str | int) -> None:
-        if event == "/jax/compilation_cache/compile_requests_use_cache":
-            with self._lock:
-                self.under_way += 1
-
-    def _ended(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            with self._lock:
-                self.under_way = max(self.under_way - 1, 0)
-
-
-@functools.cache
-def compilations() -> Compilations:
-    """Returns the one counter of this process: listeners of JAX can't be removed."""
-    return Compilations()
 
 
 class Progress:

@@ -13,6 +13,7 @@ import msgpack
 
 from ..base.host_status import HostStage, HostStatus
 from ..base.process import resident_bytes
+from ..base.under_way import activity
 from .orders import PROTOCOL, OrderError
 
 _MARK = b"status:"  # what else comes from a process is a fingerprint, which has no colon
@@ -41,7 +42,8 @@ class StepWatch:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with activity(lambda: "waiting for the other processes"):
+            yield
         self._waited += time.perf_counter() - start
 
     def agreed(self) -> None:

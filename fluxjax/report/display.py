@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from itertools import pairwise
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +21,7 @@ from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
 from ..base.preprocessor_status import PreprocessorStatus
+from ..base.under_way import under_way, working_time
 from .data_shown import PreprocessorTable, data_words
 from .hosts_shown import HostTable, host_lines
 from .rewards_shown import reward_words
@@ -48,42 +51,47 @@ class Display:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]} [dim]{task.fields[words]}"),
             console=self._console,
         )
-        self._task = self._progress.add_task("starting", total=None)
-        self._phase = ""
-        self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended
+        self._task = self._progress.add_task("starting", total=None, left="", words="")
+        self._phase = "starting"
+        self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended, by `working_time`
+        self.stopping = False  # whether the run ends in good order
         self._live = Live(self._progress, console=self._console, refresh_per_second=4) if self._terminal else None
 
     def __enter__(self) -> Display:
         if self._live:
             self._live.start()
+        self._left, self._noted = threading.Event(), time.monotonic()
+        threading.Thread(target=self._break_silence, args=(self._left,), name="display", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
         if self._live:
+            self._live.transient = self._phase == "starting"  # what was shown before the run began is of no use
             self._live.stop()
 
+    def _break_silence(self, left: threading.Event) -> None:
+        while not left.wait(0.5):
+            words = f"stopping, waits for: {under_way() or 'this step'}" if self.stopping else under_way()
+            self._progress.update(self._task, words=escape(words))
+            if words and not self._live and time.monotonic() > self._noted + (3 if self.stopping else 10):
+                self.note(f"{self._phase} {self._progress.tasks[0].completed:.0f}/{self._total} | {words}")
+
     def note(self, text: str) -> None:
+        self._noted = time.monotonic()
         self._console.print(Text(text), highlight=False)  # a `[word]` in it is no style
 
-    def show_servers(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
-        """Shows rollout servers as they are at each moment; `servers` is called from any thread."""
-        self._servers = servers
-        if self._live:
-            self._live.update(self._drawn())
-
-    def show_hosts(self, hosts: Callable[[], Sequence[HostStatus]]) -> None:
-        """Shows the processes of the run as they are at each moment; `hosts` is called from any thread."""
-        self._hosts = hosts
-        if self._live:
-            self._live.update(self._drawn())
-
-    def show_preprocessors(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
-        """Shows preprocessors as they are at each moment; `preprocessors` is called from any thread."""
-        self._preprocessors = preprocessors
+    def show(
+        self,
+        servers: Callable[[], Sequence[ServerStatus]] = tuple,
+        hosts: Callable[[], Sequence[HostStatus]] = tuple,
+        preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
+    ) -> None:
+        """Shows them as they are at each moment; the functions are called from any thread."""
+        self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
         if self._live:
             self._live.update(self._drawn())
 
@@ -95,33 +103,33 @@ class Display:
         """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
         self._phase = name
         self._ended.clear()
-        self._ended.append(time.monotonic())
+        self._ended.append(working_time())
         self._total = total
         self._rewards.clear()
-        self._progress.reset(self._task, description=name, total=total, completed=done)
+        self._progress.reset(self._task, description=name, total=total, completed=done, left="", words="")
 
     def evaluated(self, accuracy: Mapping[str, float]) -> None:
         self._eval = dict(accuracy)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Shows that `step` steps are done, with its `metrics` as in `metrics.jsonl` and its `seconds` by stage."""
-        self._ended.append(time.monotonic())
+        self._ended.append(working_time())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
-        self._progress.update(self._task, completed=step)
+        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # before some, the run was evaluated
+        left = f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s"
+        self._progress.update(self._task, completed=step, left=left)
         if self._live:
             self._live.update(self._drawn(self._table(metrics)))
         elif time.monotonic() - self._last_line > _PLAIN_SECONDS or step == self._total:
             self._last_line = time.monotonic()
-            self.note(self._line(step, metrics))
+            self.note(f"{self._line(step, metrics)} | {left}")
             if time.monotonic() - self._last_hosts > _PLAIN_HOSTS_SECONDS or step == self._total:
                 self._last_hosts = time.monotonic()
                 for line in host_lines(self._hosts()):
                     self.note(line)
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        # The median: a step that compiles takes a hundred times as long as the next one.
-        per_step = statistics.median(b - a for a, b in pairwise(self._ended))
         numbers = [f"{name} {value}" for name, value in self._numbers(metrics).items()]
         parts = [f"{self._phase} {step}/{self._total}", *numbers, self._shares()]
         if servers := self._servers():
@@ -129,7 +137,6 @@ class Display:
         preprocessors = self._preprocessors()
         if (up := sum(place.up for place in preprocessors)) < len(preprocessors):
             parts.append(f"preprocessors {up}/{len(preprocessors)} up")
-        parts.append(f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s")
         return " | ".join(part for part in parts if part)
 
     def _numbers(self, metrics: Mapping[str, float]) -> dict[str, str]:

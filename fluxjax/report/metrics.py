@@ -18,6 +18,7 @@ from ..base.host_status import HostStatus
 from ..base.import_path import as_if_missing
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.types import Group
+from ..base.under_way import activity, compilations, working_time
 from ..config.run_folder import replace_text
 from .hosts_shown import host_records
 from .prometheus import HostCollector, PreprocessorCollector, PrometheusPort, ServerCollector
@@ -87,17 +88,15 @@ class MetricsLog:
             self._board.flush()
             self._flushed = time.monotonic()
 
-    def export_servers(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
-        """Serves the state of rollout servers on the Prometheus port, as it is when it is asked for."""
-        self._port.export(ServerCollector(servers))
-
-    def export_hosts(self, hosts: Callable[[], Sequence[HostStatus]]) -> None:
-        """Serves the state of trainer processes on the Prometheus port, as it is when it is asked for."""
-        self._port.export(HostCollector(hosts))
-
-    def export_preprocessors(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
-        """Serves the state of preprocessors on the Prometheus port, as it is when it is asked for."""
-        self._port.export(PreprocessorCollector(preprocessors))
+    def export(
+        self,
+        servers: Callable[[], Sequence[ServerStatus]] = tuple,
+        hosts: Callable[[], Sequence[HostStatus]] = tuple,
+        preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
+    ) -> None:
+        """Serves their state on the Prometheus port, as it is when it is asked for."""
+        for collector in (ServerCollector(servers), HostCollector(hosts), PreprocessorCollector(preprocessors)):
+            self._port.export(collector)
 
     def close(self) -> None:
         self._stream.close()
@@ -188,12 +187,14 @@ class Summary:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of its body to the stage."""
-        started = time.monotonic()
+        """Adds the wall time of its body to the stage, but that of compilations to the stage `compile`."""
+        started, compiled = working_time(), compilations().seconds
         try:
-            yield
+            with activity(name.replace("_", " ")):
+                yield
         finally:
-            self.add_seconds(name, time.monotonic() - started)
+            self.add_seconds(name, working_time() - started)
+            self.add_seconds("compile", compilations().seconds - compiled)
 
     def write(self, run_dir: pathlib.Path) -> pathlib.Path:
         file = run_dir / FILE

@@ -22,6 +22,7 @@ _STAGE_COLOURS = {
     "decode": "#98df8a",
     "plan": "#bcbd22",
     "layout": "#c49c94",
+    "compile": "#393b79",
     "eval": "#7f7f7f",
     "checkpoint": "#8c564b",
     "start": "#f7b6d2",

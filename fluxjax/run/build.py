@@ -27,6 +27,7 @@ from sharding.weights import ShardingRules, shardings
 
 from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, give_back_large_blocks
+from ..base.under_way import activity
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
@@ -114,8 +115,10 @@ def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) ->
     places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
     if not config.model.path:
         return models.create(sizes, config.seed, places)
+    share = [0.0]
     try:
-        return models.load(config.model.path, dtype=jnp.float32, shardings=places)
+        with activity(lambda: f"loading weights {100 * share[-1]:.0f} %"):
+            return models.load(config.model.path, dtype=jnp.float32, shardings=places, progress=share.append)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from error
 

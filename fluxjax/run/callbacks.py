@@ -14,6 +14,7 @@ from ..base.host_status import HostStatus
 from ..base.process import settle_heap
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
+from ..base.under_way import working_time
 from ..config import Config, ReportConfig
 from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang
@@ -112,7 +113,7 @@ class Reporter(Observer):
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
-        self._since = time.perf_counter()  # when the last step, evaluation or checkpoint ended
+        self._since = working_time()  # when the last step, evaluation or checkpoint ended
         self._servers = servers
         self._served = time.perf_counter(), _tokens(servers())  # at the last step
         self._gang, self._timeline = gang or Gang(), timeline or Timeline()
@@ -126,7 +127,7 @@ class Reporter(Observer):
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
-        before, self._since = self._since, time.perf_counter()
+        before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = self._gang.statuses()
         metrics |= self._server_metrics() | self._host_metrics(hosts) | dict(self._pixels())
@@ -192,14 +193,14 @@ class Reporter(Observer):
                 + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
             )
         self._callbacks.tell(Callback.on_evaluation, step, result)
-        self._since = time.perf_counter()
+        self._since = working_time()
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self._summary.count_skip(reason)
 
     def on_checkpoint(self, step: int) -> None:
         self._callbacks.tell(Callback.on_checkpoint, step)
-        self._since = time.perf_counter()
+        self._since = working_time()
 
 
 def _tokens(servers: Sequence[ServerStatus]) -> int:

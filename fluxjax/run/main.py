@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 
@@ -11,6 +13,7 @@ from sharding.links import LinkError, Links, leave
 from sharding.odc import OdcError
 
 from ..base.errors import LOST, USER, DataError
+from ..base.event_loop import hear_signals, take_signals
 from ..base.process import use_compile_cache
 from ..config import Config, ConfigError
 from ..coordinator import CoordinatorError
@@ -40,22 +43,32 @@ USER_ERRORS = (
 def main(config: Config) -> int:
     """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
     can mend. Of several processes, each ends when one does; the status is `LOST` where another process is the
-    reason."""
+    reason. A second Ctrl-C or SIGTERM, or one before `fit`, ends all at once, with the status of shells for it."""
     use_compile_cache()
     links: Links | None = None
+
+    def end_at_once(number: int) -> None:
+        os.write(1, b"\x1b[?25h\n" * os.isatty(1))  # the cursor, which the display hides
+        leave(LinkError(f"stopped at once by {signal.Signals(number).name}."), links, 128 + number)
+
+    stops: list = []
+    hear_signals(stops, end_at_once)
     try:
         gang, links = join(config.distributed)
+        take_signals()
         if gang.process:
+            stops.append(lambda: None)  # clusters signal process 0, too, which ends this one
             follow(gang, config.algorithm.impl)
         else:
             with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
+                stops.append(trainer.stop)
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:
         if links is not None:
             leave(error, links, LOST if isinstance(links.explain(error), LinkError | OdcError) else USER)
         print(f"error: {error}", file=sys.stderr)
         return LOST if isinstance(error, LinkError) else USER
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too: the others would wait for ever
         if links is None:
             raise
         traceback.print_exc()

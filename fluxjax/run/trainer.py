@@ -41,7 +41,7 @@ from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.fleet_pool import FleetPool
-from ..runtime.held_out import HeldOut
+from ..runtime.held_out import EvaluationGivenUp, HeldOut
 from ..runtime.runtime import Runtime
 from .artifacts import export, export_adapters, server_checkpoint, write_pictures
 from .build import (
@@ -130,11 +130,11 @@ class FluxTrainer:
         policy, read_only = self._policy, self._read_only
 
         # --- data -------------------------------------------------------------------------------
-        with self.summary.stage("data"):
+        with self.display, self.summary.stage("data"):
             self.sources = open_sources(config.data)
             self.eval_sources = open_held_out(config.data)
 
-        with self.summary.stage("build"):
+        with self.display, self.summary.stage("build"):
             # --- model and learner --------------------------------------------------------------
             sizes, self.processor = describe_model(config, self.sources)
             self.vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
@@ -250,7 +250,8 @@ class FluxTrainer:
             with stop_on_signals(self.stop):
                 return run_async(self._fit(), on_interrupt=self.stop)
         finally:  # the next `fit` goes on from the newest checkpoint
-            self._runtime, self._stopping, self._loaded = None, False, None
+            self._runtime, self._loaded = None, None
+            self._stopping = self.display.stopping = False
             self.callbacks = own_callbacks
             self._close_source()  # no process outlives the run
             self._unlock()
@@ -266,8 +267,8 @@ class FluxTrainer:
 
     def stop(self) -> None:
         """Ends `fit` at the next step boundary, or within a step for which dynamic sampling would draw on, with a
-        checkpoint; a warm start is completed first. From any thread or signal handler."""
-        self._stopping = True
+        checkpoint; a warm start is completed first, an evaluation given up. From any thread or signal handler."""
+        self._stopping = self.display.stopping = True
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
 
@@ -377,12 +378,9 @@ class FluxTrainer:
             prometheus_port=config.report.prometheus_port,
             prometheus_host=config.report.prometheus_host,
         )
-        self.metrics.export_servers(self.pool.servers)
-        self.metrics.export_hosts(self.gang.statuses)
-        self.metrics.export_preprocessors(self.pixels.preprocessors)
-        self.display.show_servers(self.pool.servers)
-        self.display.show_hosts(self.gang.statuses)
-        self.display.show_preprocessors(self.pixels.preprocessors)
+        shown = self.pool.servers, self.gang.statuses, self.pixels.preprocessors
+        self.metrics.export(*shown)
+        self.display.show(*shown)
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)
         with self.display, contextlib.closing(self.metrics):
@@ -527,7 +525,8 @@ class FluxTrainer:
             limit = self.config.evaluation.samples
             self.summary.chance = self.held_out.chance(limit)
             if self.vision is not None:
-                self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
+                with contextlib.suppress(EvaluationGivenUp):
+                    self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -596,5 +595,6 @@ class FluxTrainer:
         if self._held_out is None:
             count = self.config.evaluation.samples
             prompts = held_out_prompts(self.eval_sources, count, self.source, self.summary.count_skip)
-            self._held_out = HeldOut(prompts, self.rewards.score_text, self.processor.decode, self.sampling)
+            score, decode = self.rewards.score_text, self.processor.decode
+            self._held_out = HeldOut(prompts, score, decode, self.sampling, stopping=lambda: self._stopping)
         return self._held_out

@@ -77,7 +77,9 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Evaluator(Protocol):
-    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]: ...
+    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
+        """Returns the accuracy of each source. Raises `EvaluationGivenUp` if the run is to stop before it is known."""
+        ...
 
 
 @runtime_checkable

@@ -9,16 +9,19 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
-from ..base.timeline import Timeline
+from ..base.timeline import Span, Timeline
 from ..base.types import Group, PreparedPrompt, Response
+from ..base.under_way import compilations
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
+from .held_out import EvaluationGivenUp
 from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
 
 T = TypeVar("T")
@@ -59,6 +62,7 @@ class Runtime:
         self._asleep: set[int] = set()  # engines that are lent
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
+        self._compiled = time.perf_counter()  # when the last compilation ended that the timeline has
         self._reports: list[StepReport] = []  # of steps trained, not yet published
         self._weights: dict[int, Mapping[str, Any]] = {}  # by version: what the coordinator knows of, and what is newer
 
@@ -336,6 +340,9 @@ class Runtime:
 
     async def _tell_steps(self) -> None:
         """Tells the observers of steps that are trained and published."""
+        for start, end in [span for span in compilations().spans if span[1] > self._compiled]:
+            self.timeline.add(Span("compile", "compiler", start, end, self.coordinator.step))
+            self._compiled = end
         for report in self._reports:
             done = dataclasses.replace(report, seconds=self.timeline.seconds(report.step))
             self._tell(lambda observer, done=done: observer.on_step(done))
@@ -345,8 +352,12 @@ class Runtime:
 
     @_carry_out.of(messages.Evaluate)
     async def _evaluate(self, order: messages.Evaluate) -> None:
-        with self.timeline.span("eval", "eval", order.step):
-            result = await self.evaluator.evaluate(order.step, order.full)
+        try:
+            with self.timeline.span("eval", "eval", order.step):
+                result = await self.evaluator.evaluate(order.step, order.full)
+        except EvaluationGivenUp:
+            return self._post(messages.Evaluated(order.step, given_up=True))
+        self._compiled = time.perf_counter()  # what was compiled for it is no part of a step
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
         await asyncio.sleep(0)  # as after `on_step`
         self._post(messages.Evaluated(order.step))

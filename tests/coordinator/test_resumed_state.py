@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from coordinator_cases import changed, prompt, response, reward
+from coordinator_cases import World, changed, names, prompt, response, reward
 from policy_cases import PolicyWorld
 
 from fluxjax.config import AdaptiveAsyncConfig, ParallelismConfig
@@ -22,7 +22,7 @@ from fluxjax.coordinator import (
     Synchronous,
     TailBatching,
 )
-from fluxjax.coordinator.messages import Generate, Park, Request, Started
+from fluxjax.coordinator.messages import Evaluate, Evaluated, Generate, Park, Request, Started, StopRequested
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 
 
@@ -115,3 +115,17 @@ def test_a_coordinator_that_runs_takes_no_state() -> None:
     coordinator.handle(Started(0))
     with pytest.raises(CoordinatorError, match="state can only be loaded before the start"):
         coordinator.load_state_dict(state)
+
+
+def test_an_evaluation_given_up_for_a_stop_is_made_by_whoever_resumes() -> None:
+    world = World(steps=5, evaluate_every=2)
+    world.until(Evaluate)
+    world.deliver(Evaluated)
+    world.until(Evaluate)
+    world.hear(StopRequested("enough"))
+    world.owed = [Evaluated(2, given_up=True)]
+    assert names(world.finish().said[-2:]) == ["SaveCheckpoint", "Finish"] and world.coordinator.step == 2
+    state, next_draw = world.states[0]
+    assert state["evaluated"] == [0, True]
+    resumed = World(steps=5, evaluate_every=2, state=state, next_draw=next_draw, served=2)
+    assert resumed.until(Evaluate) == Evaluate(2)

@@ -61,8 +61,9 @@ def test_what_was_saved_is_loaded(tmp_path) -> None:
     config = vl_config(tie_word_embeddings=True)
     model = models.create(config, seed=2)
     models.save(model, tmp_path)
-    again = models.load(tmp_path)
-    assert again.config == config
+    shares: list[float] = []
+    again = models.load(tmp_path, progress=shares.append)
+    assert again.config == config and shares == sorted(shares) and shares[-1] == 1 and len(set(shares)) > 10
     before, after = (models.split(m) for m in (model, again))
     assert before[0] == after[0], "the same compiled programs serve both"
     jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
