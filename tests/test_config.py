@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from fluxjax import config as sections
-from fluxjax.config import Config, ConfigError, DType, Importance, algorithms, cli, scheduling
+from fluxjax.config import Config, ConfigError, DType, Importance, algorithms, cli, run_folder, scheduling
 from fluxjax.config.cli import NEEDS, remarks
 from fluxjax.config.run_folder import from_json, to_json
 from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
@@ -66,7 +66,12 @@ def test_overrides_are_typed():
     ("argument", "expected"),
     [
         ("--config.optim.lrr=1", "--config.optim.lrr: no such field; did you mean --config.optim.lr?"),
-        ("--config.lr=1", "did you mean --config.warm_start.lr?"),
+        ("--config.lr=1", "did you mean --config.optim.lr?"),
+        ("--config.learning_rate=1", "did you mean --config.optim.lr?"),
+        ("--config.optim.learning_rate=1", "did you mean --config.optim.lr?"),
+        ("--config.warm_start.learning_rate=1", "did you mean --config.warm_start.lr?"),
+        ("--config.num_generations=1", "did you mean --config.rollout.group_size?"),
+        ("--config.output_dir=x", "did you mean --config.run_dir?"),
         ("--config.optm.lr=1", "did you mean --config.optim?"),
         ("--config.optim.lr=abc", "--config.optim.lr: 'abc' is not a number"),
         ("--config.rollout.slots=2.5", "--config.rollout.slots: '2.5' is not an integer"),
@@ -301,6 +306,22 @@ def test_warnings_name_the_field(settings, expected):
     assert not [line for line in remarks(config) if line.startswith("warning: ")]
 
 
+def test_other_peoples_names_are_of_settings_that_exist():
+    assert set(cli._OTHER_NAMES.values()) <= {name for name, _ in cli.flatten(Config())}
+
+
+def test_a_checkpoints_run_does_not_list_the_tiny_models_sizes(tmp_path):
+    """It would say that a model of 7B has a width of 64. A saved configuration that lists them is read as before."""
+    config = cli.load(["--config=configs/qwen2_5_7b.py", f"--config.run_dir={tmp_path}"])
+    run_folder.write(config, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model"] == {"path": config.model.path, "compute_dtype": "bfloat16"}
+    assert run_folder.read_config(tmp_path) == config
+    saved["model"] |= {"hidden_size": 64, "num_layers": 3}
+    assert from_json(saved) == config
+    assert "hidden_size" in str(to_json(Config())), "of the tiny model they are settings"
+
+
 def test_settings_that_may_be_unread_exist_and_are_named_once_each():
     """A renamed field must not silently lose its line."""
     names = {name for name, _ in cli.flatten(Config())}
@@ -313,6 +334,8 @@ def test_settings_that_may_be_unread_exist_and_are_named_once_each():
     ("line", "expected"),
     [
         ("config.optim.lrr = 3", "did you mean lr?"),
+        ("config.optim.learning_rate = 3", "did you mean optim.lr?"),
+        ("config.learning_rate = 3", "did you mean optim.lr?"),
         ("config.steps = '5'", "steps is '5'; it must be of type int"),
         ("config.optim.lr = True", "optim.lr is True; it must be of type float"),
         ("config.data.sources['a'] = 'x.jsonl'", "data.sources.a must be a SourceConfig, not 'x.jsonl'"),

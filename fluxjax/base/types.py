@@ -4,7 +4,6 @@
 Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses into `jit`.
 """
 
-import bisect
 import dataclasses
 import functools
 import math
@@ -102,11 +101,11 @@ class TrainedStep:
 
 def without_rounding(values: Sequence[float]) -> list[float]:
     """Returns the values; of those that are equal but for rounding (in float32, too) the smallest, for each of them."""
-    distinct: list[float] = []
+    smallest, least = {}, math.nan
     for value in sorted(values):
-        if not distinct or not math.isclose(value, distinct[-1], rel_tol=1e-6, abs_tol=1e-9):
-            distinct.append(value)
-    return [distinct[bisect.bisect(distinct, value) - 1] for value in values]
+        least = least if math.isclose(value, least, rel_tol=1e-6, abs_tol=1e-9) else value
+        smallest[value] = least
+    return [smallest[value] for value in values]
 
 
 def has_variance(group: Group, of: str = "value") -> bool:

@@ -91,6 +91,7 @@ class Schedule(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class ModelConfig:
+    of_any: ClassVar[tuple[str, ...]] = ("path", "compute_dtype")  # the other fields are the tiny model's
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
     vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
     hidden_size: int = positive(64)

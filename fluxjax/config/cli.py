@@ -159,7 +159,7 @@ _CLIPS = _of("algorithm", "clip_low", "clip_high", "dual_clip")
 _OF_TOKENS = [*_CLIPS, "algorithm.loss_aggregation"]
 _OF_TOKENS += [f"algorithm.importance.{name}" for name, _ in flatten(ImportanceConfig())]
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
-_TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ("path", "compute_dtype")]
+_TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ModelConfig.of_any]
 _SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 _STORED = _of("data", "cache_gib", "spill_gib", "spill", "ahead", "index", "decode_seconds", "decode_memory_gib")
 NEEDS = (
@@ -260,6 +260,11 @@ def remarks(config: Config) -> list[str]:
 
 
 DEFAULT_CONFIG = "configs/vlm.py"
+_NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_dir model_name_or_path=model.path
+    train_batch_size=rollout.prompts_per_step num_generations=rollout.group_size save_steps=checkpoint.every
+    max_response_length=rollout.max_new_tokens max_completion_length=rollout.max_new_tokens eval_steps=evaluation.every
+    beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low"""
+_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings, as verl and TRL call them
 _OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that the help leaves out
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
 C = TypeVar("C", bound=Config)
@@ -338,7 +343,7 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
     if not match or not dataclasses.is_dataclass(section):
         return str(error) + renamed(str(error))
     names = [field.name for field in dataclasses.fields(section)]
-    near = difflib.get_close_matches(match[2], names, 1)
+    near = difflib.get_close_matches(match[2], names, 1) or [_OTHER_NAMES[match[2]]] * (match[2] in _OTHER_NAMES)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
     return f"{match[1]} has no field {match[2]!r}; {hint}"
 
@@ -371,7 +376,10 @@ def _current(config: Config, field: str) -> object:
         names = children(value)
         if part not in names:
             every = [name for name, _ in flatten(config)]
-            near = [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+            other = _OTHER_NAMES.get(part, "")
+            near = [f"{section}.{name}" for name in names if other.endswith(f".{name}")]
+            near += [f"config.{other}"] * bool(other)
+            near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
             near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
             near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
             hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"

@@ -98,13 +98,16 @@ def read_config(folder: pathlib.Path) -> Config:
 
 def to_json(config: Config) -> dict[str, object]:
     """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, the name of
-    its class."""
+    its class, and of a model that is a checkpoint not the sizes, which are those of the checkpoint."""
     if config.algorithm.impl is not None:
         named = dataclasses.replace(config.algorithm, impl=object_label(config.algorithm.impl))
         config = dataclasses.replace(config, algorithm=named)
-    return dataclasses.asdict(
+    values = dataclasses.asdict(
         config, dict_factory=lambda items: {k: v.value if isinstance(v, enum.Enum) else v for k, v in items}
     )
+    if config.model.path:
+        values["model"] = {name: values["model"][name] for name in config.model.of_any}
+    return values
 
 
 def from_json(values: Mapping[str, Any]) -> Config:

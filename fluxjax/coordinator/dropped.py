@@ -8,7 +8,6 @@ import collections
 from collections.abc import Mapping
 
 from ..base.types import Group
-from ..config import SampledBy
 from .run_settings import Settings
 from .saved import SavedState, State
 
@@ -40,15 +39,13 @@ class Dropped:
         too_many = most and self.count > (most - 1) * size and kept < size
         if not too_many and self.in_a_row < settings.max_skipped_in_a_row:
             return ""
+        by = f"policy.dynamic_sampling_by is {settings.dynamic_sampling_by.value}"
         bound = f"policy.max_num_gen_batches is {most}" if too_many else f"{self.in_a_row} of them in a row"
-        by_value = settings.dynamic_sampling_by is SampledBy.VALUE
-        equal = "of equal rewards" if by_value else "of which all responses are right, or all wrong,"
         return (
-            f"dynamic sampling dropped {self.count} groups {equal} for step {step}, which needs {size} others "
-            f"({bound}): {self._told(settings.rewards)}; mend that reward, take prompts of another difficulty"
+            f"dynamic sampling dropped {self.count} groups of equal rewards ({by}) for step {step}, which needs {size} "
+            f"others ({bound}): {self._told(settings.rewards)}; mend that reward, take prompts of another difficulty"
             + (", raise the bound (0: none)" if too_many else "")
-            + ("" if by_value else ", compare rewards (policy.dynamic_sampling_by=value)")
-            + " or switch policy.dynamic_sampling off"
+            + ", choose another policy.dynamic_sampling_by or switch policy.dynamic_sampling off"
         )
 
     def _told(self, rewards: Mapping[str, str]) -> str:

@@ -97,9 +97,9 @@ class CodeReward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.time_limits.load_state_dict(state)
 
-    def _within(self, case: str, left: float = math.inf) -> SandboxLimits:
-        seconds = min(self.time_limits.seconds(case), left)
-        return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds)
+    def _within(self, case: str, left: float = math.inf, expected: str = "") -> SandboxLimits:
+        seconds, output = min(self.time_limits.seconds(case), left), len(expected.encode(errors="replace"))
+        return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds, output=self.limits.output + output)
 
     async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
         """Runs a program once for each input, until one has another output than expected (with `partial`, all)."""
@@ -109,8 +109,7 @@ class CodeReward:
             if left <= 0:
                 results.append(_Result(case, 0.0, f"input {number}: all inputs took more than {self.seconds:g} s"))
                 break
-            limits = self._within(case, left)
-            limits = dataclasses.replace(limits, output=limits.output + len(expected.encode(errors="replace")))
+            limits = self._within(case, left, expected)
             job = self._job("program", "solution.py", code, limits, given.encode(errors="replace"))
             outcome = await self.sandbox.run(job)
             self._count(outcome)

@@ -18,7 +18,6 @@ from typing import Any
 
 from ..base.errors import DataError
 from ..base.scored import Prompt
-from .inside.plain import LONGEST_LINE
 
 LONGEST_CODE = 100_000  # characters
 _FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
@@ -53,7 +52,7 @@ class CodeTask:
 def read_task(prompt: Prompt) -> CodeTask:
     """Returns the task in a prompt's answer. Raises `DataError`, which names prompt and field."""
     try:
-        return _task(json.loads(prompt.answer), len(prompt.answer))
+        return _task(json.loads(prompt.answer))
     except ValueError as error:
         raise DataError(
             f"prompt {prompt.id} of source {prompt.source}: answer is no coding task: {error}; it must be a JSON "
@@ -61,7 +60,7 @@ def read_task(prompt: Prompt) -> CodeTask:
         ) from error
 
 
-def _task(answer: Any, characters: int) -> CodeTask:
+def _task(answer: Any) -> CodeTask:
     if not isinstance(answer, dict):
         raise ValueError(f"it is of type {type(answer).__name__}")
     fields = {name: value for name, value in answer.items() if name in CodeTask.__dataclass_fields__}
@@ -81,29 +80,22 @@ def _task(answer: Any, characters: int) -> CodeTask:
         raise ValueError("inputs and outputs of a program (a task without entry_point) must be texts")
     if not task.program and not all(isinstance(arguments, list) for arguments in task.inputs):
         raise ValueError("each of the inputs of a function must be a list of its arguments")
-    values = (*task.inputs, *task.outputs) if characters > LONGEST_LINE // 8 else ()  # six bytes a character at most
-    if not task.program and any(len(json.dumps(value)) >= LONGEST_LINE for value in values):
-        raise ValueError(f"a call's arguments or result are longer than {LONGEST_LINE >> 20} MiB, the most there is")
     return task
 
 
 def find_code(text: str, entry_point: str = "") -> str:
     """Returns the code of a response, without the indentation of its fence; all of the response where it has no fence.
-
-    Of several fenced blocks it is the last one: of those that define `entry_point`, if any does; of those that are
-    called Python, if any is; of those that have a statement, unlike samples of output, if any has. Empty if there is
-    none, or more than anybody would write.
-    """
+    Empty if there is none, or more than anybody would write."""
     found = [(language.lower(), _dedented(body, len(before))) for before, language, body in _FENCE.findall(text)]
     defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
-    for preferred in (
-        lambda block: bool(entry_point and defines.search(block[1])),
-        lambda block: block[0] in _LANGUAGES,
-        lambda block: bool(_STATEMENT.search(block[1])),
-    ):
-        blocks = list(filter(preferred, blocks)) or blocks
-    code = blocks[-1][1] if blocks else "" if found else text
+
+    def rank(block: tuple[str, str]) -> tuple[bool, ...]:
+        """What is asked for counts most, then what is called Python, then what, unlike an output, has a statement."""
+        language, body = block
+        return bool(entry_point and defines.search(body)), language in _LANGUAGES, bool(_STATEMENT.search(body))
+
+    code = max(reversed(blocks), key=rank)[1] if blocks else "" if found else text
     return code if code.strip() and len(code) <= LONGEST_CODE else ""
 
 

@@ -218,7 +218,7 @@ def test_shaping_alone_tells_no_responses_apart(name: str, by: SampledBy, monkey
 def test_a_run_that_compares_right_and_wrong_says_how_to_compare_rewards(monkeypatch) -> None:
     """A reward without a right answer, such as a grade, has `correct` False throughout."""
     monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(int(rid[-1]) / 4, correct=False))
-    with pytest.raises(CoordinatorError, match=r"all wrong, .* compare rewards \(policy\.dynamic_sampling_by=value"):
+    with pytest.raises(CoordinatorError, match=r"dynamic_sampling_by is correct.*another policy\.dynamic_sampling_by"):
         world_of("synchronous", 1, max_num_gen_batches=2).go()
     assert world_of("synchronous", 1, steps=1, dynamic_sampling_by=SampledBy.VALUE).go().trained
 

@@ -64,7 +64,7 @@ def test():
     assert len(b) == 0 and list(b) == []
     b.put(3); b.put(5)
     assert len(b) == 2 and list(b) == [3, 5] and 5 in b and 4 not in b and b['sum'] == 8
-    assert len(Keys()) == 2 and len(Bag.Doubles()) == 2 and list(Bag.Doubles()) == [0, 2]
+    assert len(Keys()) == 2 and Keys()['b'] == 2
 """
 BAG = """
 class Keys:
@@ -76,8 +76,6 @@ class Bag:
     def __len__(self): return len(self.x)
     def __iter__(self): yield from self.x
     def __getitem__(self, key): return {'sum': sum(self.x)}[key]
-    class Doubles(Keys):
-        def __getitem__(self, n): return 2 * n
 """
 PRINTS = "print(eval(input().replace(' ', '+')))"
 SHAPES = {  # task, a right response, a wrong one

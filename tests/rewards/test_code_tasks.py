@@ -21,11 +21,6 @@ from fluxjax.rewards.code_tasks import find_code, read_task
         ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
         ('{"entry_point": "f", "inputs": [1], "outputs": [1]}', "a list of its arguments"),
         ('{"tests": {"a": 1}}', "tests is of type dict"),
-        pytest.param(
-            '{"entry_point": "f", "inputs": [[1]], "outputs": ["' + "x" * (16 << 20) + '"]}',
-            "longer than 16 MiB",
-            id="long",
-        ),
     ],
 )
 def test_an_answer_that_is_no_task_is_named(answer, message):

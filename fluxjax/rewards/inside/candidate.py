@@ -6,7 +6,6 @@ they expect, and nothing that it says but values of calls is listened to.
 
 import ast
 import builtins
-import itertools
 import json
 import os
 import sys
@@ -76,20 +75,10 @@ class Objects:
                 return plain.encode(target(*arguments, **keywords), self.keep)
             case "get":
                 return self.keep(target) if callable(target) else plain.encode(target, self.keep)
-            case "contents":
-                return plain.encode(_contents(target), self.keep)
+            case "contents":  # its items, to be copied once, and the length that it claims; None for what it has not
+                items = iter(target) if hasattr(target, "__iter__") else None
+                return plain.encode((items, len(target) if hasattr(target, "__len__") else None), self.keep)
         raise plain.NotPlain("an unknown request")
-
-
-def _contents(target: Any) -> tuple[Any, int | None]:
-    """Returns the items of an object, to be copied once, and the length that it claims; None for what it has not."""
-    length = len(target) if hasattr(target, "__len__") else None
-    if hasattr(target, "__iter__"):
-        return iter(target), length
-    try:  # as `iter` does it: item 0, item 1, ...
-        return iter(list(itertools.islice(target, plain.MOST_ITEMS if length is None else length))), length
-    except Exception:  # it has other keys, or none
-        return None, length
 
 
 def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:

@@ -67,7 +67,7 @@ class Conversation:
             raise Gone(self.broken) from None
         return self.hear()
 
-    def contents(self, number: int, path: tuple[str, ...]) -> tuple[list[Any] | None, int | None]:
+    def contents(self, number: int, path: tuple[str, ...]) -> tuple[Any, Any]:
         """Returns the items of an object and its length, None for what it has not. They are copied once: it can't say
         one thing to `len` and another to a loop."""
         if (number, path) not in self._contents:
@@ -113,7 +113,8 @@ class StandIn:
         raise TypeError("the code answered with an object, not with plain data")
 
     def __len__(self) -> int:
-        return self._content(1, "length")
+        conversation, *target = self._at
+        return conversation.contents(*target)[1]  # a TypeError where there is none
 
     def __getitem__(self, key: Any) -> Any:
         return self._method("__getitem__", key)
@@ -122,13 +123,8 @@ class StandIn:
         self._method("__setitem__", key, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._content(0, "items"))
-
-    def _content(self, index: int, name: str) -> Any:
-        conversation, number, path = self._at
-        if (content := conversation.contents(number, path)[index]) is None:
-            raise TypeError(f"the code answered with an object that has no {name}")
-        return content
+        conversation, *target = self._at
+        return iter(conversation.contents(*target)[0])
 
     def _method(self, name: str, *arguments: Any) -> Any:
         conversation, number, path = self._at

@@ -41,7 +41,7 @@ class Promises:
 
     def __init__(self, config: Config, settings: Settings) -> None:
         self.config, self.settings = config, settings
-        self.dynamic, self.varied_by = config.policy.dynamic_sampling, config.policy.dynamic_sampling_by
+        self.dynamic, self.varied_by = config.policy.dynamic_sampling, config.policy.dynamic_sampling_by.value
         self.books = Books(settings.engines)
         self.schedules = make_schedules(config.schedules)
         self._scored: list[Group] = []  # since the temperature of a prompt was last asked for

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Final
 
 from ...base.types import Group, Prompt, Response, Reward, Sample, without_rounding
-from ...config import SampledBy
 from ...coordinator import messages
 from ...coordinator.ledger import ABORTED, PromptStage
 from ...coordinator.messages import Handlers
@@ -43,8 +42,8 @@ class Seen:
     def group(self) -> Group:
         return Group(self.prompt, tuple(Sample(self.ended[i], self.rewards[i]) for i in sorted(self.ended)))
 
-    def varied(self, by: SampledBy) -> bool:
-        return len(set(without_rounding([getattr(reward, by.value) for reward in self.rewards.values()]))) > 1
+    def varied(self, by: str) -> bool:
+        return len(set(without_rounding([getattr(reward, by) for reward in self.rewards.values()]))) > 1
 
 
 class Books:
