@@ -2,6 +2,8 @@
 time has a folder."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -113,14 +115,13 @@ def test_what_a_resume_changes_is_in_its_first_lines(data, run_dir, capsys):
 def test_changes_of_any_setting_are_named(tmp_path):
     config = Config()
     config.lora.alpha, config.lora.rank = 8.0, 4
-    assert run_folder.changes(config, tmp_path) == []
     run_folder.write(config, tmp_path)
     assert run_folder.changes(config, tmp_path) == []
     config.run_dir, config.distributed.coordinator = "elsewhere", "127.0.0.1:1"  # another one at each start
     config.lora.alpha, config.report.prometheus_port = 64.0, 9
     changes = run_folder.changes(config, tmp_path)
     assert sorted(changes) == ["lora.alpha: 8.0 -> 64.0", "report.prometheus_port: 0 -> 9"]
-    for damaged in ("{", "[]", "\xff"):
+    for damaged in ("{", "[]", "\xff", ""):
         (tmp_path / run_folder.CONFIG).write_text(damaged, encoding="latin-1")
         (line,) = run_folder.changes(config, tmp_path)
         assert line.startswith("unknown") and run_folder.CONFIG in line
@@ -189,9 +190,8 @@ def test_what_a_crash_leaves_behind_does_not_bind(tmp_path):
 import os, pathlib, time
 from fluxjax.config.run_folder import Lock
 lock = Lock(pathlib.Path({str(tmp_path)!r}))
-child = os.fork()
-if child:
-    print(child, flush=True)
+if not os.fork():
+    print(os.getpid(), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -204,6 +204,14 @@ time.sleep(60)
             assert is_free(tmp_path) and os.path.exists(f"/proc/{child}")
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert is_free(tmp_path) and f"{tmp_path} cannot be kept to one run" in caplog.text
 
 
 def test_a_refused_launch_leaves_the_snapshots_of_the_run_that_lives(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import datetime
 import enum
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import weakref
@@ -16,6 +17,7 @@ from . import Config, renamed
 from .algorithms import object_label
 from .bounds import Section, flatten, lies_in
 
+log = logging.getLogger(__name__)
 CONFIG = "config.json"
 
 
@@ -51,6 +53,8 @@ class Lock:
         except BlockingIOError:
             self.close()
             raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
+        except OSError as error:  # the file system has no locks
+            log.warning("%s cannot be kept to one run (%s): start no second one in it", folder, error.strerror)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -68,14 +72,12 @@ def changes(config: Config, folder: pathlib.Path) -> list[str]:
     """Returns, for each setting that the folder's configuration has otherwise, `name: BEFORE -> NOW`."""
     try:
         before = dict(flatten(json.loads((folder / CONFIG).read_bytes())))
-    except FileNotFoundError:
-        return []
     except (OSError, ValueError, TypeError) as error:
         return [f"unknown, because {folder / CONFIG} cannot be read ({error})"]
     now = dict(flatten(json.loads(json.dumps(to_json(config)))))
     names = [name for name in {**now, **before} if not lies_in(name, ("run_dir", "distributed"))]
-    here, there = ([values.get(name, "none") for name in names] for values in (now, before))
-    return [f"{name}: {b!r} -> {n!r}" for name, b, n in zip(names, there, here, strict=True) if b != n]
+    pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in names}
+    return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in pairs.items() if old != new]
 
 
 def write(config: Config, folder: pathlib.Path) -> None:

@@ -27,10 +27,8 @@ class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         if not final.name.isdecimal():  # a part of a checkpoint
             return await super().finalize()
         self._final_path = complete = self.get().with_name(f"{self.get().name}-complete")
-        try:
-            await super().finalize()
-        finally:
-            self._final_path = final
+        await super().finalize()
+        self._final_path = final
         await asyncio.to_thread(write_sums, pathlib.Path(complete))
         await asyncio.to_thread(os.rename, complete, final)
 
@@ -42,10 +40,8 @@ def write_sums(folder: pathlib.Path) -> None:
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = threads.map(functools.partial(_digest, sync=True), files)
         sums = {str(file.relative_to(folder)): digest for file, digest in zip(files, digests, strict=True)}
-    with (folder / SUMS).open("w") as stream:
-        json.dump(sums, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    (folder / SUMS).write_text(json.dumps(sums))
+    _digest(folder / SUMS, sync=True)
 
 
 def damage(folder: pathlib.Path) -> str:

@@ -110,12 +110,9 @@ class FluxTrainer:
         self.callbacks = list(callbacks)
         self.display = display or Display(config.steps)
         self._read_only = read_only
-        self._lock: run_folder.Lock | None = None
+        self.run_dir, self._lock = (pathlib.Path(config.run_dir), None) if read_only else run_folder.create(config)
         if read_only:
-            self.run_dir = pathlib.Path(config.run_dir)
             config.data.preprocessors = 0  # they would write logs
-        else:
-            self.run_dir, self._lock = run_folder.create(config)
         self.timeline = Timeline(keep_steps=config.report.timeline_steps)
         self.summary = Summary(name=config.name, seed=config.seed)
         self._policy, self._stopping, self._began = policy, False, time.monotonic()
