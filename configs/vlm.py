@@ -4,9 +4,9 @@
     python -m fluxjax.train --config=configs/vlm.py:debug      (the whole loop in less than a minute)
     python -m fluxjax.train --config=configs/vlm.py:digits     (the strips alone)
 
-Expect, on two CPU cores in three to five minutes: strips from about 35 % held out after the warm start to between 90
-and 97 % by RL, clips from about 38 % to between 97 and 99 %; one seed of ten ends with one answer for all clips
-(docs/log.md).
+Expect, in 425 to 450 s on two idle CPU cores (eleven minutes on slow ones): strips from about 35 % held out after the
+warm start to between 90 and 97 % by RL, clips from about 38 % to between 97 and 99 %; one seed of ten ends with one
+answer for all clips (docs/log.md).
 
 Nothing is downloaded: strips of handwritten digits (PNG) and clips panned over photographs (h264) are built once
 from data inside scikit-learn and scikit-image.

@@ -29,6 +29,12 @@ def test_commands_of_the_readme_exist():
         assert (ROOT / file).exists(), file
 
 
+def test_the_default_run_takes_the_same_time_everywhere():
+    for file in ("README.md", "CHANGELOG.md", "configs/vlm.py"):
+        text = " ".join((ROOT / file).read_text().split())
+        assert re.findall(r"([\w.]+ to [\w.]+) \w+ on two idle CPU cores", text) == ["425 to 450"], file
+
+
 def test_imports_of_the_readme_work():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
