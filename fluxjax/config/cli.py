@@ -376,9 +376,9 @@ def _current(config: Config, field: str) -> object:
         names = children(value)
         if part not in names:
             every = [name for name, _ in flatten(config)]
-            other = _OTHER_NAMES.get(part, "")
-            near = [f"{section}.{name}" for name in names if other.endswith(f".{name}")]
-            near += [f"config.{other}"] * bool(other)
+            meant = _OTHER_NAMES.get(part, "")
+            near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
+            near += [f"config.{meant}"] * bool(meant)
             near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
             near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
             near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]

@@ -91,7 +91,7 @@ def find_code(text: str, entry_point: str = "") -> str:
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
 
     def rank(block: tuple[str, str]) -> tuple[bool, ...]:
-        """What is asked for counts most, then what is called Python, then what, unlike an output, has a statement."""
+        """A block counts if it defines what is asked for; else if it is called Python; else if it has a statement."""
         language, body = block
         return bool(entry_point and defines.search(body)), language in _LANGUAGES, bool(_STATEMENT.search(body))
 
