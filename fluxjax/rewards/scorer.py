@@ -72,7 +72,8 @@ class Scorer:
         reward can't grade. Raises `ConfigError` where their share is above `rewards.max_unreadable`."""
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
-            prompts = [Prompt("", name, text, answer) for text, answer in zip(some[::2], some[1::2], strict=True)]
+            pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
+            prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # a record without one is skipped
             for reward in (self._held_out if held_out else self._training)[name].rewards.values():
                 found = [f"{prompt.answer[:80]!r} {why}" for prompt in prompts if (why := reward.unreadable(prompt))]
                 line = (

@@ -30,7 +30,7 @@ def test_numbers_of_all_libraries(value, number):
     reward = as_reward(value)
     assert reward == Reward(number, number >= 1.0) and type(reward.value) is float and type(reward.correct) is bool
     parts = {"part": value}
-    inside = as_reward(Reward(value, value >= 0, parts=parts))
+    inside = as_reward(Reward(value, jnp.array(True), parts=parts))  # pyright: ignore[reportArgumentType]
     assert inside == Reward(number, True, parts={"part": number}) and type(inside.parts["part"]) is float
     assert to_message(value)[0] == number
     assert [as_reward(answer).value for answer in as_batch([value, 1], 2)] == [number, 1.0]

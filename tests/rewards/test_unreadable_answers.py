@@ -69,6 +69,7 @@ def test_a_few_are_a_warning(caplog):
     caplog.clear()
     checked(["5"] * 600 + [r"\frac{3}{5}"] * 900, max_unreadable=0.0)  # only the first 500 are read
     checked([r"\frac{3}{5}"] * 3, max_unreadable=1.0, reward="exact")
+    checked(["", "5"], max_unreadable=0.0)  # a record without an answer is skipped when it is drawn
     assert not caplog.text
 
 
