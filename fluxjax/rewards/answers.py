@@ -30,12 +30,13 @@ class RewardFailure(Exception):
 
 
 def as_reward(result: Any) -> Reward:
-    """Returns a reward's answer as a `Reward`; a bool or a number of at least 1 is correct. Raises RewardFailure."""
+    """Returns a reward's answer as a `Reward`; a bool or a number of at least 1, but for rounding, is
+    correct. Raises RewardFailure."""
     if isinstance(result, Reward):
         reward = _plain(result)
     else:
         value = _number(result)
-        reward = Reward(value, value >= 1.0)
+        reward = Reward(value, value > 1.0 - 1e-6)  # shares of a sum, or of float32
     for value in (reward.value, *reward.parts.values()):
         if not math.isfinite(value):
             raise RewardFailure(Failing.INVALID, f"returned {value}")

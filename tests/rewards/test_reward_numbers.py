@@ -36,6 +36,11 @@ def test_numbers_of_all_libraries(value, number):
     assert [as_reward(answer).value for answer in as_batch([value, 1], 2)] == [number, 1.0]
 
 
+@pytest.mark.parametrize("value", [0.7 + 0.2 + 0.1, np.float32(0.7) + np.float32(0.2) + np.float32(0.1), 1.0])
+def test_rounding_makes_nothing_wrong(value):
+    assert as_reward(value).correct and not as_reward(value - 1e-3).correct
+
+
 def test_an_array_of_them_is_a_batch():
     assert as_batch(np.array([True, False]), 2) == [True, False]
     assert as_batch(np.array([fractions.Fraction(1, 4)]), 1) == [fractions.Fraction(1, 4)]
