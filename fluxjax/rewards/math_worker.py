@@ -39,7 +39,7 @@ def equal(question: Mapping[str, Any]) -> bool:
     long as it takes: whoever calls this bounds it."""
     global _tolerance
     if "given" not in question:
-        return bool(_parsed(str(question["reference"])))
+        return not isinstance(_parsed(str(question["reference"]))[0], str)
     _tolerance = float(question.get("tolerance", 1e-6))
     reference, given = str(question["reference"]), str(question["given"])
     if not question["strict"]:
@@ -58,8 +58,8 @@ def equal(question: Mapping[str, Any]) -> bool:
 
 
 def _parsed(latex: str) -> list[Any]:
-    parsed = math_verify.parse(f"${latex}$", _LATEX, "no_fallback", parsing_timeout=cast(int, None))
-    with contextlib.suppress(TypeError):  # multiples of i have no order: there it stays a letter
+    parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # text, where it can't be
+    with contextlib.suppress(TypeError, AttributeError):  # multiples of i have no order: there it stays a letter
         return [tree.xreplace({x: sympy.I for x in tree.free_symbols if x.name == "i"}) for tree in parsed]
     return parsed
 
