@@ -25,6 +25,16 @@ class NameLayout(enum.Enum):
     NESTED = "nested"  # `model.visual.*`, `model.language_model.*`
 
 
+def _check_numbers(section: Any) -> None:
+    """Raises ModelConfigError, naming the field, for sizes and scales that no model has."""
+    for field in dataclasses.fields(section):
+        value, whole = getattr(section, field.name), field.type == "int"
+        least = int(whole and not field.name.endswith("_id"))
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if field.type in ("int", "float") and not (right and least <= value < (1 << 31 if whole else float("inf"))):
+            raise ModelConfigError(f"{field.name}={str(value)[:50]!r} is no {field.type} of at least {least}")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
@@ -61,6 +71,7 @@ class TextConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.num_heads % self.num_kv_heads:
             raise ModelConfigError(
                 f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
@@ -107,6 +118,7 @@ class VisionConfig(PatchLayout):
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.hidden_size % self.num_heads or self.head_dim % 4:
             raise ModelConfigError(
                 f"vision hidden_size={self.hidden_size} must give each of num_heads={self.num_heads} a size "
@@ -164,6 +176,7 @@ class Qwen25VLConfig:
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.vision.out_hidden_size != self.text.hidden_size:
             raise ModelConfigError(
                 f"vision out_hidden_size={self.vision.out_hidden_size} must equal the text hidden_size="

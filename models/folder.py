@@ -1,9 +1,11 @@
 """Checkpoint folders: their JSON files, and one line for a folder that is not there, on how a Hub id becomes one."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from .config import JsonObject
@@ -29,6 +31,17 @@ def why_missing(path: str | os.PathLike[str]) -> str:
     )
 
 
+@contextlib.contextmanager
+def one_line(kind: type[ValueError]) -> Iterator[None]:
+    """Raises an error of this `kind` for whatever values of other types than a checkpoint's files have end in."""
+    try:
+        yield
+    except (kind, OSError):
+        raise
+    except Exception as error:
+        raise kind(f"a value that no file of a checkpoint has there: {error!r}"[:300]) from error
+
+
 def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no file, unless it is `needed`. Raises CheckpointError."""
     if not needed and not path.is_file():
@@ -37,7 +50,7 @@ def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder must hold it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")

@@ -14,15 +14,19 @@ from .config import (
     TextConfig,
     VisionConfig,
 )
+from .folder import one_line
 from .hf_rope import read_rope, read_vision_theta, write_rope
 
 _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def _need(config: JsonObject, name: str, where: str) -> Any:
-    if config.get(name) is None:
+def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
+    value = config.get(name)
+    if value is None:
         raise ModelConfigError(f"{where} has no {name!r}")
-    return config[name]
+    if type(value) is not kind or value == 0:
+        raise ModelConfigError(f"{name}={str(value)[:50]!r} in {where} must be a {kind.__name__} that is not 0")
+    return value
 
 
 # Settings that change what other programs compute, and the value of each that means the computation of this decoder.
@@ -136,7 +140,7 @@ def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
         text=read_text(
             text, config, default_theta=1e6, default_eps=1e-5, default_section=(16, 24, 24), default_full_layers=80
         ),
-        vision=read_vision(_need(config, "vision_config", "config.json")),
+        vision=read_vision(_need(config, "vision_config", "config.json", dict)),
         **{name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
         names=NameLayout.FLAT,
         extra=json.dumps(config),
@@ -148,6 +152,7 @@ _READERS = {"Qwen2ForCausalLM": read_qwen2, "Qwen2_5_VLForConditionalGeneration"
 _MODEL_TYPES = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}  # for files without `architectures`
 
 
+@one_line(ModelConfigError)
 def read_config(config: JsonObject) -> AnyConfig:
     """The typed configuration of a `config.json`; `ModelConfigError` lists what is supported."""
     names = config.get("architectures") or []

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -21,8 +22,15 @@ def error_json(message: str, status: int) -> Json:
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
+class AsciiJSON(JSONResponse):
+    """JSON that can say whatever a client said, half of a surrogate pair, too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
 def error_response(message: str, status: int) -> JSONResponse:
-    return JSONResponse(error_json(message, status), status)
+    return AsciiJSON(error_json(message, status), status)
 
 
 @dataclasses.dataclass

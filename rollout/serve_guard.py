@@ -32,14 +32,15 @@ class Guarded:
         refusal: Response | None = None
         headers = dict(scope.get("headers", ()))
         given, length = headers.get(b"authorization", b""), headers.get(b"content-length", b"0")
-        stranger = bool(self._wanted) and not hmac.compare_digest(given, self._wanted)
+        open_to_all = (scope.get("method"), scope.get("path")) == ("GET", "/health")
         if self._stopping():
             refusal = error_response("the server is shutting down", 503)
-        elif stranger and scope.get("path") != "/health":
+        elif self._wanted and not open_to_all and not hmac.compare_digest(given, self._wanted):
             refusal = error_response("Authorization: Bearer TOKEN is wanted, with the token of this server", 401)
+            refusal.headers["connection"] = "close"
         elif length.isdigit() and int(length) > self._most:
             refusal = error_response(f"a request has at most {self._most} bytes, not {length.decode()}", 413)
-        await (refusal or self._app)(scope, self._bounded(receive), _closing(send) if stranger else send)
+        await (refusal or self._app)(scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
         """Refuses a body that comes in pieces without saying its length, as soon as it is too long."""
@@ -56,22 +57,11 @@ class Guarded:
         return bounded
 
 
-def _closing(send: Send) -> Send:
-    """Sends answers behind which the connection ends."""
-
-    async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await send(message)
-
-    return closing
-
-
 def health_route(path: str = "/health") -> Route:
     """The route by which a process says that it is well: it answers."""
 
     async def health(request: Request) -> Response:
-        return Response()
+        return Response(headers={"connection": "close"})  # to strangers, too
 
     return Route(path, health, methods=["GET"])
 

@@ -24,9 +24,26 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import checked_sampling
-from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
+from .wire import (
+    FIELDS,
+    BadRequest,
+    Incoming,
+    Json,
+    array_of,
+    given_prompt,
+    is_shadow,
+    our_media,
+    refuse_wishes,
+    sampling_of,
+)
 
 MOST = (1 << 31) - 1
+# The fields of a body that are read, and hints for routers and logs, which change no answer.
+READ = {
+    *FIELDS, "input_ids", "rid", "sampling_params", "stream", "return_logprob", "session_id", "modalities", "mm_hashes",
+    "mm_content_hashes", "log_metrics", "no_logs", "custom_labels", "routing_key", "conversation_id", "priority",
+    "extra_key", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +80,9 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """A body without its media. `eos_ids` end a response where the body says neither `stop_token_ids` nor
-    `ignore_eos`."""
+    """A body without its media. `eos_ids` end a response, beside its `stop_token_ids`, unless it has `ignore_eos`."""
     content = read_json_object(raw)
+    refuse_wishes("", content, READ)
     ids = content.get("input_ids")
     if not isinstance(ids, list) or not ids:
         raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
@@ -129,16 +146,14 @@ def _sample(
     given = custom.get("seed", params.get("sampling_seed"))
     number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
     interval = params.get("stream_interval")
-    _integer("n", params.get("n", 1), 1, 1)
+    _integer("n", 1 if params.get("n") is None else params["n"], 1, 1)
     sampling = sampling_of(params, begun)
     try:
         sampling = checked_sampling(sampling, vocabulary)
     except ValueError as error:
         raise BadRequest(f"sampling_params of {rid!r}: {error}") from None
-    if params.get("ignore_eos"):
-        sampling = dataclasses.replace(sampling, stop_ids=())
-    elif not sampling.stop_ids:
-        sampling = dataclasses.replace(sampling, stop_ids=eos_ids)
+    stop = () if params.get("ignore_eos") else tuple(sorted({*sampling.stop_ids, *eos_ids}))  # as in SGLang
+    sampling = dataclasses.replace(sampling, stop_ids=stop)
     return BodySample(
         rid,
         ids,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 import models
@@ -34,6 +34,7 @@ from sharding.walk import Params
 from sharding.weights import map_weights
 
 from .jax_engine import JaxEngine
+from .serve_calls import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.published import scratch_folder, served
 from .weights.pulls import Pulls
@@ -79,8 +80,8 @@ class WeightRoutes:
                 raise
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
-                return JSONResponse({"success": False, "message": message, "num_paused_requests": 0}, 400)
-            return JSONResponse({"success": True, "num_paused_requests": 0, **answer})
+                return AsciiJSON({"success": False, "message": message, "num_paused_requests": 0}, 400)
+            return AsciiJSON({"success": True, "num_paused_requests": 0, **answer})
 
         return handle
 
@@ -150,14 +151,12 @@ class WeightRoutes:
             await self._abort_if_asked(body)
             await self._engine.rename_weights(version)
         message = f"Weight version updated to {version}"
-        return JSONResponse({"success": True, "message": message, "new_version": str(version)})
+        return AsciiJSON({"success": True, "message": message, "new_version": str(version)})
 
     async def _check(self, request: Request) -> Response:
         action = read_json_object(await request.body()).get("action", "checksum")
         if action != "checksum":
-            return JSONResponse(
-                {"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400
-            )
+            return AsciiJSON({"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400)
         async with self._lock:
             tensors = await self._engine.disk_tensors()
             checksums = await asyncio.to_thread(_checksums, tensors)
@@ -170,7 +169,7 @@ class WeightRoutes:
             "per_gpu_checksum": hashlib.sha256(whole.encode()).hexdigest(),
             "parallelism_info": [place],
         }
-        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+        return AsciiJSON({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def _abort_if_asked(self, body: Json) -> None:
         if body.get("abort_all_requests") is True:

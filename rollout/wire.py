@@ -15,7 +15,7 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +35,7 @@ NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
 MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
 SHADOW = "shadow"  # of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array that is here, ...]}
+NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # values of SGLang's fields that ask for nothing, beside 0
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
@@ -321,15 +322,25 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
     return ModelInput(ids_T, positions_3T, feature_index, delta + len(ids_T), vision)
 
 
-def sampling_of(params: Mapping[str, Any], begun: int) -> SamplingParams:
+def refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
+    """Raises BadRequest for a field that is not `read` and asks for something; SGLang's other fields may be there."""
+    for name, value in fields.items():
+        nothing = NOTHING.get(name, False)
+        wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
+        if name not in read and any(wish != nothing and (wish or nothing) for wish in wishes):
+            raise BadRequest(f"{where}{name[:99]} is not known here: only null and {json.dumps(nothing)} are possible")
+
+
+def sampling_of(params: Json, begun: int) -> SamplingParams:
     """`sampling_params` of a body; what they leave out is as in SGLang. Raises BadRequest for what an embedded engine
-    can't do."""
+    can't do; numbers are checked by `requests.checked_sampling`."""
     known = {
         "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "logit_bias", "n",
-        "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params",
+        "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params", "no_stop_trim",
+        "spaces_between_special_tokens",
     }  # fmt: skip
-    if unknown := sorted(set(params) - known):
-        raise BadRequest(f"sampling_params.{unknown[0]} is not known here; there are {', '.join(sorted(known))}")
+    refuse_wishes("sampling_params.", params, known)
+    params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise BadRequest("sampling_params.logit_bias must have a value for each of some token ids")
@@ -338,32 +349,17 @@ def sampling_of(params: Mapping[str, Any], begun: int) -> SamplingParams:
     stop = params.get("stop_token_ids") or []
     if not isinstance(stop, list) or any(type(id) is not int for id in stop):
         raise BadRequest("sampling_params.stop_token_ids must be a list of integers")
-    top_k = _integer(params, "top_k", -1)
+    tokens, top_k = params.get("max_new_tokens", 128), params.get("top_k", -1)
+    if type(tokens) is not int:
+        raise BadRequest("sampling_params.max_new_tokens must be an integer")
     return SamplingParams(
-        max_new_tokens=_integer(params, "max_new_tokens", 128) + begun,
-        temperature=_number(params, "temperature", 1.0),
-        top_p=_number(params, "top_p", 1.0),
+        max_new_tokens=tokens + begun,
+        temperature=params.get("temperature", 1.0),
+        top_p=params.get("top_p", 1.0),
         top_k=0 if top_k == -1 else top_k,
         stop_ids=tuple(stop),
         forbidden_ids=tuple(int(id) for id in bias),
     )
-
-
-def _integer(params: Mapping[str, Any], name: str, otherwise: int) -> int:
-    value = params.get(name, otherwise)
-    if type(value) is not int:
-        raise BadRequest(f"sampling_params.{name} must be an integer")
-    return value
-
-
-def _number(params: Mapping[str, Any], name: str, otherwise: float) -> float:
-    value = params.get(name, otherwise)
-    try:
-        if type(value) in (int, float):
-            return float(value)
-    except OverflowError:
-        pass
-    raise BadRequest(f"sampling_params.{name} must be a number")
 
 
 # --- replies --------------------------------------------------------------------------------------

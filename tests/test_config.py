@@ -477,3 +477,13 @@ def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.load([]).name == "vlm"
     assert cli.load(["--config=configs/text.py:debug"]).name == "text-debug"
+
+
+def test_a_tilde_is_the_home_of_the_user(monkeypatch):
+    """A shell leaves it alone in `--config.run_dir=~/run`."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    flags = ["run_dir=~/run", "model.path=~/model", "data.sources.digits.path=~/data.jsonl", "data.spill=~", "name=a~b"]
+    config = cli.load(["--config=configs/vlm.py", *(f"--config.{flag}" for flag in flags)])
+    assert (config.run_dir, config.model.path) == ("/home/somebody/run", "/home/somebody/model")
+    assert (config.data.sources["digits"].path, config.data.spill) == ("/home/somebody/data.jsonl", "/home/somebody")
+    assert config.name == "a~b"

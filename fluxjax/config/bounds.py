@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -53,11 +54,14 @@ def power_of_two(default: T) -> T:
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections.
+    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections. A `~` that
+    begins a text becomes the user's home, as in a shell.
     """
     default = type(section)()
     for field in _settings(section):
         name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
+        if isinstance(value, str):
+            setattr(section, field.name, os.path.expanduser(value))
         if isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
         elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):

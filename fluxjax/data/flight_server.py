@@ -147,6 +147,7 @@ class FlightServer(flight.FlightServerBase):
             )
         try:
             settings = MediaSettings.from_json(question["settings"])
+            settings.digest  # noqa: B018  (of values that have one)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadQuestion(f"are no media settings of this release: {error}") from None
         with self._making:

@@ -63,6 +63,7 @@ def _kind(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # half of a surrogate pair does not travel
     return text if len(text) <= _MOST_WORDS // 4 else f"{text[: _MOST_WORDS // 4 - 3]}..."
 
 

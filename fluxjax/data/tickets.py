@@ -45,7 +45,10 @@ class MediaRef:
 
 def stamp_of(path: str) -> str:
     """The version of a local file: its size and the time of its last change. Raises OSError."""
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a null, or half of a surrogate pair
+        raise OSError(f"is no name of a file: {error}") from None
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 

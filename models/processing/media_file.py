@@ -17,7 +17,7 @@ class MediaError(ValueError):
 
     def __init__(self, path: str, reason: str) -> None:
         name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # it may be a picture as text
-        super().__init__(f"{name}: {reason}")
+        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # so that it can be printed
         self.path = path
         self.reason = reason
 

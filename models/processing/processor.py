@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..config import JsonObject, ModelConfigError, PatchLayout
-from ..folder import read_json, why_missing, write_json
+from ..folder import one_line, read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
@@ -67,6 +67,7 @@ class Processor:
     generation_config: str = "{}"  # generation_config.json, as it was read
 
     @classmethod
+    @one_line(ValueError)
     def load(cls, path: str | os.PathLike[str]) -> Processor:
         """The processor of a local checkpoint folder. Raises FileNotFoundError or ValueError, which name the file."""
         folder = pathlib.Path(path)

@@ -6,9 +6,10 @@ import asyncio
 import pathlib
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from ..serve_calls import AsciiJSON
 from ..serve_requests import read_json_object
 from ..wire import BadRequest
 from .version_folders import pull, pulled
@@ -37,5 +38,5 @@ class Pulls:
             folder = await asyncio.to_thread(pull, here, there, version)
             self.places.add(pulled(here, there))
         except Exception as error:  # the servers of this host go on with what they have
-            return JSONResponse({"success": False, "message": f"{type(error).__name__}: {error}"}, 400)
-        return JSONResponse({"success": True, "message": "Success.", "model_path": str(folder)})
+            return AsciiJSON({"success": False, "message": f"{type(error).__name__}: {error}"}, 400)
+        return AsciiJSON({"success": True, "message": "Success.", "model_path": str(folder)})

@@ -207,15 +207,15 @@ def _unpickled(stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> Any:
                 memo[len(memo) if value is None else value] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[value])
-            case "TUPLE1" | "TUPLE2" | "TUPLE3" | "TUPLE":
-                stack.append(tuple(popped(_COUNTS[opcode.name])))
-            case "APPEND" | "APPENDS":
-                items = popped(_COUNTS[opcode.name])
-                _checked(stack[-1], list).extend(items)
-            case "SETITEM" | "SETITEMS":
-                items = popped(_COUNTS[opcode.name])
-                keys = (_checked(key, str) for key in items[::2])
-                _checked(stack[-1], dict).update(zip(keys, items[1::2], strict=True))
+            case name if name in _COUNTS:
+                items = popped(_COUNTS[name])
+                if name.startswith("TUPLE"):
+                    stack.append(tuple(items))
+                elif name.startswith("APPEND"):
+                    _checked(stack[-1], list).extend(items)
+                else:
+                    keys = (_checked(key, str) for key in items[::2])
+                    _checked(stack[-1], dict).update(zip(keys, items[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
                 module, name = value.split(" ", 1) if opcode.name == "GLOBAL" else popped(2)
                 if (_checked(module, str), _checked(name, str)) not in known:
@@ -230,4 +230,3 @@ def _unpickled(stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> Any:
                 vars(_checked(stack[-1], _Metadata)).update(_checked(state, dict))
             case name:
                 raise BucketError(f"a pickle with the opcode {name}, which no bucket of tensors needs")
-    raise BucketError("a pickle without an end")  # genops has raised before

@@ -136,9 +136,8 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
             f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
         )
     place = pulled(local, source)
-    local.mkdir(0o700, parents=True, exist_ok=True)
-    place.mkdir(0o700, exist_ok=True)
     for folder, owners in ((local, {0, os.geteuid()}), (place, {os.geteuid()})):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: choose another weights.local")
     place.chmod(0o700)  # as older releases did not make it

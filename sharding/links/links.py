@@ -300,7 +300,7 @@ class Links:
             case "count":
                 self._count(message["topic"])
             case "failed":
-                self._announce(message["text"])
+                self._announce(str(message["text"]))
             case "closed":
                 with self._news:
                     self._peers_closed[peer] = time.monotonic()

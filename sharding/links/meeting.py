@@ -120,7 +120,7 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
                     f"{here.address}:{here.port}: {error}. Start them all, and open the ports between the hosts."
                 ) from error
             peer = _greeted(greeting, here.secret)
-            if peer is not None and process < peer < len(cards) and peer not in wires:
+            if process < peer < len(cards) and peer not in wires:
                 called.settimeout(_left(end))
                 wires[peer] = Wire.on(called)
                 opened.callback(wires[peer].close)
@@ -135,7 +135,6 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
     """Yields callers with their greeting, each as soon as its line has come: nobody waits for another. At most so many
     are connected without having greeted. Raises OSError where none has come at `end`."""
     said: dict[socket.socket, bytes] = {}
-    door.setblocking(False)
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(lambda: [caller.close() for caller in said])
         selector.register(door, selectors.EVENT_READ)
@@ -143,24 +142,22 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
             for key, _ in selector.select(_left(end)):
                 caller: Any = key.fileobj
                 if caller is door:
-                    with contextlib.suppress(BlockingIOError, ConnectionError):  # the caller has hung up
-                        caller, _ = door.accept()
-                        selector.register(caller, selectors.EVENT_READ)
-                        said[caller] = b""
-                    gone = [next(iter(said))] if len(said) > most else []
-                elif caller not in said:  # it made room
-                    continue
-                else:
-                    piece = _rest_of_line(caller)
-                    said[caller] += piece
-                    gone = [] if piece and len(said[caller]) < _GREETING else [caller]
-                    if said[caller].endswith(b"\n"):
-                        selector.unregister(caller)
-                        yield caller, said.pop(caller)
+                    caller, _ = door.accept()
+                    selector.register(caller, selectors.EVENT_READ)
+                    said[caller] = b""
+                    if len(said) <= most:
                         continue
-                for caller in gone:
-                    selector.unregister(caller)
-                    del said[caller]
+                    caller = next(iter(said))
+                elif caller in said:
+                    said[caller] += (piece := _rest_of_line(caller))
+                    if piece and len(said[caller]) < _GREETING and not piece.endswith(b"\n"):
+                        continue
+                else:  # it has made room
+                    continue
+                selector.unregister(caller)
+                if (line := said.pop(caller)).endswith(b"\n"):
+                    yield caller, line
+                else:
                     caller.close()
     raise TimeoutError("timed out")
 
@@ -177,12 +174,10 @@ def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.01)
 
 
-def _greeted(greeting: bytes, secret: str) -> int | None:
-    """Returns the process that a caller says it is; None for one that does not know the secret."""
-    try:
+def _greeted(greeting: bytes, secret: str) -> int:
+    """Returns the process that a caller says it is; -1 for one that does not know the secret."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         said = json.loads(greeting)
         if hmac.compare_digest(str(said["secret"]).encode(), secret.encode()):
             return int(said["process"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return None
+    return -1

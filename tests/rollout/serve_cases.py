@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import uvicorn
 from PIL import Image
 from rollout_cases import HANG, LONGEST, TEXT, VL, build, collect
 from safetensors.numpy import load_file
@@ -28,6 +27,7 @@ from models.processing import Processor, tiny
 from rollout import wire
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
+from rollout.listening import http_server
 from rollout.requests import EngineLimits, checked
 from rollout.serve_app import RolloutServer
 
@@ -155,7 +155,7 @@ async def serving(
     engine = kind(model, slots=16, max_sequence_tokens=LONGEST, steps_per_sync=3)
     server = RolloutServer(engine, model.config, processor, **options)
     listening = socket.create_server(("127.0.0.1", 0))
-    http = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", access_log=False))
+    http = http_server(server.app)
     task = asyncio.create_task(http.serve([listening]))
     headers = {"Authorization": f"Bearer {options['token']}"} if "token" in options else {}
     try:

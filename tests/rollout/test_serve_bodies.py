@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import pathlib
 import uuid
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from junk import JUNK, places, replaced
 from rollout_cases import HANG, VL
 from serve_cases import (
     Served,
@@ -71,13 +71,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[8], [9]], "rid": "a"}, "rid must be a list"),
     ({"sampling_params": 3}, "sampling_params of"),
     ({"sampling_params": {"frequency_penalty": 1}}, "frequency_penalty is not known"),
+    ({"sampling_params": {"min_p": [0.0, 0.1]}}, "min_p is not known here: only null and false"),
+    ({"sampling_params": {"repetition_penalty": 0}}, "only null and 1"),
+    ({"sampling_params": {"stop": ["x"]}}, "stop is not known"),
+    ({"max_tokens": 3}, "max_tokens is not known"),
+    ({"logprob_start_len": 0}, "only null and -1"),
+    ({"top_logprobs_num": 5}, "top_logprobs_num"),
+    ({"text": "and this"}, "text is not known"),
+    ({"image_data": ["\ud800"]}, "image_data of|no file and no base64"),
+    ({"rid": "\ud800", "input_ids": [1, 60]}, "vocabulary of"),
+    ({"\ud800": 1}, "is not known here"),
     ({"sampling_params": {"n": 2}}, "n must be an integer of 1 .. 1"),
     ({"sampling_params": {"max_new_tokens": "3"}}, "max_new_tokens must be an integer"),
     ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
     ({"sampling_params": {"max_new_tokens": 2**40}}, "max_new_tokens="),
     ({"sampling_params": {"temperature": -1}}, "temperature="),
-    ({"sampling_params": {"temperature": [1]}}, "temperature must be a number"),
-    ({"sampling_params": {"temperature": 10**400}}, "temperature must be a number"),
+    ({"sampling_params": {"temperature": [1]}}, "temperature=.1. must be a number"),
+    ({"sampling_params": {"temperature": 10**400}}, "temperature=inf must be finite"),
     ({"sampling_params": {"temperature": float("nan")}}, "temperature=nan must be finite"),
     ({"sampling_params": {"top_p": 0}}, "top_p="),
     ({"sampling_params": {"top_k": -2}}, "top_k="),
@@ -114,6 +124,49 @@ def test_bad_bodies_are_refused_by_the_name_of_the_field(vl):
                         assert reply.status == 400, (raw[:20], await reply.text())
             await served.ok("/generate", plain)
             assert served.engine.stats().running == served.engine.stats().waiting == 0
+
+    run(test())
+
+
+NOTHING_ASKED = {
+    "stop": None, "stop_regex": [], "min_p": 0, "frequency_penalty": 0.0, "presence_penalty": 0, "regex": None,
+    "repetition_penalty": 1.0, "min_new_tokens": 0, "json_schema": None, "no_stop_trim": True, "n": None, "top_k": None,
+    "temperature": None, "ignore_eos": None, "stop_token_ids": None, "stream_interval": None,
+}  # fmt: skip
+NOTHING_MORE = {
+    "text": None, "logprob_start_len": -1, "top_logprobs_num": 0, "return_hidden_states": False, "lora_path": None,
+    "priority": 3, "session_id": "s", "return_logprob": False, "stream": False, "token_ids_logprob": [],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_values_that_ask_for_nothing_are_taken_and_stop_ids_are_added(vl):
+    async def test() -> None:
+        async with serving(vl) as served:
+            eos = served.processor.eos_ids[0]
+            forbidden = {str(id): -1e30 for id in range(60) if id not in (eos, 9)}  # either ends it, sooner or later
+
+            def body(**sampling: Any) -> dict[str, Any]:
+                wanted = {"max_new_tokens": 40, "temperature": 2.0, "logit_bias": forbidden, "sampling_seed": 3}
+                return {"input_ids": [8, 10], "sampling_params": wanted | sampling}
+
+            async def ids(body: dict[str, Any]) -> list[int]:
+                return (await served.ok("/generate", body))["output_ids"]
+
+            plain = await ids(body())
+            assert await ids(body(**{k: v for k, v in NOTHING_ASKED.items() if k != "temperature"})) == plain
+            assert await ids(body() | NOTHING_MORE) == plain
+            for seed in range(2):
+                ended = await ids(body(sampling_seed=seed, stop_token_ids=[11]))
+                assert ended == await ids(body(sampling_seed=seed)) and eos not in ended[:-1]
+                assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9]))) == 1
+                assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9], ignore_eos=True))) == 40
+            batch = {"input_ids": [[8], [9]], "top_logprobs_num": [0, 0], "lora_path": [None, None]}
+            assert len(await served.ok("/generate", batch | {"sampling_params": {"max_new_tokens": 2}})) == 2
+            for path, field in (("/update_weights_from_disk", "model_path"), ("/pull_weights", "source_dir")):
+                body_of = {"local_checkpoint_dir": "l", "target_version": 1, field: "\ud800"}
+                status, reply = await served.post(path, body_of)
+                assert status == 400 and not reply["success"]
 
     run(test())
 
@@ -172,30 +225,6 @@ def test_media_in_our_format_that_do_not_fit_are_refused(vl):
 def served_media(served: Served, name: str) -> dict[str, Any]:
     body = served.body(served.request(name, rid="m", max_new_tokens=4), stream=False)
     return {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every part of a JSON value."""
-    found = [path]
-    items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
-    for key, inner in items:
-        found += places(inner, (*path, key))
-    return found
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    value = copy.copy(value)
-    value[path[0]] = replaced(value[path[0]], path[1:], new)
-    return value
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,137 @@
+"""Versions of weights on a shared folder that are damaged, and requests to the agent that pulls them.
+
+What is pulled is the version, bit for bit, or an error in one line; what the host had stays; and when the damage is
+mended, the version is pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import random
+import shutil
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+
+import jax
+import numpy as np
+from junk import spoiled, spoiled_bytes
+from protocol_cases import model
+from starlette.applications import Starlette
+
+import models
+from fuzz.draws import each
+from models.hf import SINGLE
+from rollout.listening import bound_socket, http_server
+from rollout.serve_guard import Guarded, error_handlers
+from rollout.weights.published import SharedFolders
+from rollout.weights.pulls import Pulls
+from rollout.weights.version_folders import VersionFolders
+
+DRAWS = 8
+SECONDS = 60.0  # of one request
+VERSIONS = 4  # the first one is whole, the others are deltas
+
+
+def run(count: int, seed: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        fuzzer = _Fuzzer(pathlib.Path(folder))
+        try:
+            return each(count, seed, fuzzer.draw)
+        finally:
+            fuzzer.close()
+
+
+class _Fuzzer:
+    def __init__(self, root: pathlib.Path) -> None:
+        self._root, whole = root, model("text")
+        self._memory, self._folders = SharedFolders(whole.config, "bfloat16"), VersionFolders(root / "shared")
+        params, random_ = models.split(whole)[1], np.random.default_rng(0)
+        self._right: list[bytes] = []
+        for version in range(VERSIONS):
+            changes = [random_.random(leaf.shape) < 0.02 for leaf in jax.tree.leaves(params)]
+            leaves, tree = jax.tree.flatten(params)
+            leaves = [
+                jax.numpy.asarray(np.where(new, leaf + 1, leaf)) for new, leaf in zip(changes, leaves, strict=True)
+            ]
+            params = jax.tree.unflatten(tree, leaves)
+            written = self._memory.write(version, params)
+            self._folders.publish(written)
+            self._right.append((written.folder / SINGLE).read_bytes())
+        self._source = self._folders.source
+        shutil.copytree(self._source, root / "good")
+        app = Starlette(routes=[Pulls().route()], exception_handlers=error_handlers())
+        listening, begun = bound_socket("127.0.0.1", 0), threading.Event()
+        self._http = http_server(Guarded(app, "", lambda: False), begun.set)
+        self._port = listening.getsockname()[1]
+        self._thread = threading.Thread(target=asyncio.run, args=(self._http.serve([listening]),), daemon=True)
+        self._thread.start()
+        begun.wait(SECONDS)
+
+    def close(self) -> None:
+        self._http.should_exit = True
+        self._thread.join(SECONDS)
+        self._folders.close()
+        self._memory.close()
+
+    def _pull(self, words: bytes) -> pathlib.Path | None:
+        """The folder that the agent says; None where it refuses."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}/pull_weights", words, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+                return pathlib.Path(json.loads(reply.read())["model_path"])
+        except urllib.error.HTTPError as error:
+            said = error.read().decode()
+            assert error.code == 400 and said, f"{error.code}: {said[:300]}"
+            return None
+
+    def _body(self, version: int) -> dict[str, object]:
+        local = str(self._root / "local")
+        return {"local_checkpoint_dir": local, "source_dir": str(self._source), "target_version": version}
+
+    def _exact(self, version: int, folder: pathlib.Path | None) -> None:
+        assert folder is not None and (folder / SINGLE).read_bytes() == self._right[version], (
+            f"version {version}: {folder}"
+        )
+
+    def draw(self, draw: random.Random) -> None:
+        local = self._root / "local"
+        shutil.rmtree(local, ignore_errors=True)
+        had = draw.choice((None, 0, 1))
+        if had is not None:
+            self._exact(had, self._pull(json.dumps(self._body(had)).encode()))
+        wanted = draw.randrange(VERSIONS)
+        if draw.random() < 0.3:
+            words = json.dumps(spoiled(self._body(wanted), draw)).encode()
+            self._pull(spoiled_bytes(words, draw) if draw.random() < 0.3 else words)
+        damaged = [self._damaged(draw, self._source) for _ in range(draw.randint(1, 2))]
+        if draw.random() < 0.2 and local.exists():
+            damaged.append(self._damaged(draw, local))
+        folder = self._pull(json.dumps(self._body(wanted)).encode())
+        if folder is not None:
+            self._exact(wanted, folder)
+        assert not list(local.rglob("part-*")), "a part is left"
+        shutil.rmtree(self._source)
+        shutil.copytree(self._root / "good", self._source)
+        if not any("local" in file for file in damaged):
+            self._exact(wanted, self._pull(json.dumps(self._body(wanted)).encode()))
+
+    def _damaged(self, draw: random.Random, root: pathlib.Path) -> str:
+        files = sorted(file for file in root.rglob("*") if file.is_file() and not file.is_symlink())
+        file = draw.choice(files)
+        how = draw.randrange(6)
+        if how == 0:
+            file.unlink()
+        elif how == 1:
+            file.write_bytes(b"")
+        elif how == 2 and file.suffix == ".json":
+            content = file.read_text()
+            file.write_text(json.dumps(spoiled(json.loads(content), draw)) if content else "{}")
+        elif how == 3:
+            shutil.rmtree(file.parent)
+        else:
+            file.write_bytes(spoiled_bytes(file.read_bytes(), draw))
+        return f"{'local' if root.name == 'local' else 'source'}/{file.relative_to(root)} ({how})"

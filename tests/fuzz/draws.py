@@ -1,0 +1,61 @@
+"""The loop of a fuzzer: one draw after the other, each with its own seed, and a word now and then."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SAY_EVERY = 5.0  # seconds
+MOST_FAILURES = 50  # after which it is enough
+
+
+class Failures:
+    """What failed so far, a line each, with the seed that repeats it. Counts the draws, and says how far they are."""
+
+    def __init__(self, count: int) -> None:
+        self.lines: list[str] = []
+        self._count, self._done, self._said = count, 0, time.monotonic()
+
+    def add(self, seed: int, error: BaseException) -> None:
+        frame = traceback.extract_tb(error.__traceback__)[-1:] or [None]
+        where = f" ({frame[0].filename.rpartition('/')[2]}:{frame[0].lineno})" if frame[0] else ""
+        self.lines.append(f"--seed {seed}: {type(error).__name__}: {' '.join(str(error).split())[:400]}{where}")
+        print(self.lines[-1], file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._said > SAY_EVERY:
+            self._said = time.monotonic()
+            print(f"{self._done} of {self._count}, {len(self.lines)} failed", file=sys.stderr, flush=True)
+
+    @property
+    def enough(self) -> bool:
+        return len(self.lines) >= MOST_FAILURES
+
+
+def each(count: int, seed: int, check: Callable[[random.Random], Any]) -> list[str]:
+    """What failed of so many draws. Nothing may be raised in a thread, either."""
+    failures, before = Failures(count), threading.excepthook
+    current = seed
+
+    def raised(arguments: Any) -> None:
+        failures.add(current, arguments.exc_value)
+
+    threading.excepthook = raised
+    try:
+        for current in range(seed, seed + count):
+            try:
+                check(random.Random(current))
+            except Exception as error:
+                failures.add(current, error)
+            failures.done()
+            if failures.enough:
+                break
+    finally:
+        threading.excepthook = before
+    return failures.lines

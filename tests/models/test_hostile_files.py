@@ -1,0 +1,90 @@
+"""Whatever stands in the files of a checkpoint: they are read, or refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from junk import spoiled
+from tiny import qwen2_config, vl_config
+from turns import third_of
+
+from models.config import ModelConfigError
+from models.hf_config import read_config, write_config
+from models.processing import Processor, chat
+from models.processing import tiny as tiny_processor
+
+CONFIGS = [write_config(dataclasses.replace(config, extra="{}")) for config in (qwen2_config(), vl_config())]
+
+
+@settings(max_examples=third_of(600), deadline=None)
+@given(st.sampled_from(CONFIGS), st.integers(0, 2**32))
+def test_any_config_is_read_or_refused_in_one_line(config, seed):
+    try:
+        read_config(spoiled(config, random.Random(seed)))
+    except ModelConfigError as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", ["28", -1, 0, 2.5, True, [28], 2**40, float("nan")])
+def test_a_size_that_is_none_is_named(name, value):
+    field = {"num_hidden_layers": "num_(hidden_)?layers", "num_attention_heads": "num_(attention_)?heads"}.get(
+        name, name
+    )
+    for config in CONFIGS:
+        inner = {**config["text_config"], name: value} if "text_config" in config else None
+        with pytest.raises(ModelConfigError, match=field):
+            read_config({**config, "text_config": inner} if inner else {**config, name: value})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].nothing.more }}",
+        "{{ messages + 1 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x'.__class__.__mro__ }}",
+        "{{ raise_exception('no system message') }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_fails_is_one_line(template):
+    with pytest.raises(ValueError, match=r"the chat template (fails on|refuses) the prompt: ") as caught:
+        chat.render(template, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=third_of(150), deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_files_of_a_processor_are_read_or_refused_in_one_line(seed):
+    draw = random.Random(seed)
+    name = draw.choice(sorted(FILES))
+    content = json.dumps(spoiled(FILES[name], draw))
+    (FOLDER / name).write_text(content)
+    try:
+        Processor.load(FOLDER)
+    except ValueError as error:
+        assert str(error) and "\n" not in str(error), name
+    finally:
+        (FOLDER / name).write_text(json.dumps(FILES[name]))
+
+
+FOLDER = pathlib.Path()
+FILES: dict[str, object] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder(tmp_path_factory):
+    global FOLDER
+    FOLDER = tmp_path_factory.mktemp("processor")
+    tiny_processor.build(["abc"]).save(FOLDER)
+    FILES.update({file.name: json.loads(file.read_text()) for file in FOLDER.glob("*.json")})
+    FILES["generation_config.json"] = {"eos_token_id": [0]}
