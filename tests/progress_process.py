@@ -55,7 +55,7 @@ def fail() -> None:
     if SETTINGS["fault"] == "stuck":
         threading.Event().wait()
     if SETTINGS["fault"] == "compiles":
-        jax.monitoring.record_event("/jax/compilation_cache/compile_requests_use_cache")
+        jax.monitoring.record_scalar("/jax/core/compile/backend_compile_duration", time.time())
         time.sleep(4 * SETTINGS["limit"])
         jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
 
