@@ -128,7 +128,7 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 class _Metadata:
-    """What a pickle says of one tensor, as attributes."""
+    """The attributes that a pickle gives one tensor."""
 
 
 def _checked(value: Any, kind: type) -> Any:

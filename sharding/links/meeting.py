@@ -163,7 +163,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
 
 
 def _rest_of_line(caller: socket.socket) -> bytes:
-    """What has come of a caller's line, and nothing behind it; empty where the caller is gone."""
+    """Returns what has come of a caller's line, and nothing behind it; empty where the caller is gone."""
     with contextlib.suppress(OSError):
         seen = caller.recv(_GREETING, socket.MSG_PEEK)
         return caller.recv(seen.find(b"\n") + 1 or len(seen))
