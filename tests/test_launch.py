@@ -50,7 +50,7 @@ def scraped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> tup
     arguments = [*SMALL, f"--config.report.prometheus_port={port}"]
     process = commands.start(run_dir, CONFIG, arguments, processes=2)
     with ended(process):
-        end = time.monotonic() + 300
+        end = time.monotonic() + 540
         while process.poll() is None and time.monotonic() < end:
             for number in range(2):
                 with (
@@ -132,7 +132,7 @@ def failed(commands, run_dir, arguments, launch, when, number, victim) -> str:
     """Sends a signal to one of two processes. All have ended in 30 s, and are started again; returns the output."""
     process = commands.start(run_dir, CONFIG, arguments, processes=2, launch=launch)
     with ended(process):
-        end = time.monotonic() + 300
+        end = time.monotonic() + 540
         while not when():
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)

@@ -8,6 +8,7 @@ often wrong), can't be told from a whole one.
 """
 
 import itertools
+from typing import Any
 
 import av
 from av.container import InputContainer
@@ -28,6 +29,8 @@ FORMATS = (
 )
 PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
 NO_PROTOCOLS = ""  # a whitelist that no protocol is on: a format that asks for another file doesn't get it
+# Titles are not read, and may be in any encoding, which PyAV since 19 takes for granted.
+_TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # pixels as coded for one as shown, at most: sides are padded to whole blocks
 
@@ -48,7 +51,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
             file,
             "r",
             options={"max_pixels": str(CODED * limits.pixels)},  # FFmpeg decodes some frames while it opens a file
-            metadata_errors="replace",  # titles are not read, and may be in any encoding
+            **_TITLES,
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": NO_PROTOCOLS},
             buffer_size=BUFFER_BYTES,
         )
