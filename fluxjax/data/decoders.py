@@ -12,7 +12,7 @@ import numpy as np
 
 from models.processing import MediaError
 from models.processing.media import MediaSettings
-from models.processing.media_file import Source
+from models.processing.media_file import MediaUnavailable, Source
 from models.processing.outline import Medium
 
 from .media_cache import SLICE_BYTES, Slices
@@ -93,7 +93,7 @@ def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray
     except MemoryError:
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run
-        raise MediaError(job.name, f"failed with {type(error).__name__}: {error}") from error
+        raise MediaUnavailable(job.name, f"failed with {type(error).__name__}: {error}") from error
 
 
 class ThreadDecoders:

@@ -35,11 +35,13 @@ from fluxjax.base import process_channel, process_pool
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
 from fluxjax.data.decoder_pool import DecoderPool
-from fluxjax.data.decoders import DecodeJob
+from fluxjax.data.decoders import DecodeJob, decoded
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.media_refs import current_stamp
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
 from models.processing import MediaError
+from models.processing.media import MediaSettings
+from models.processing.media_file import MediaUnavailable
 from models.shadow import Rows
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -164,6 +166,17 @@ def killed_while_decoding(monkeypatch):
 
     monkeypatch.setattr(process_channel.Channel, "send", sends)
     return lambda count: left.extend([True] * count)
+
+
+def test_what_no_decoder_foresees_is_not_noted_of_the_file(monkeypatch):
+    """It may be ours, or of a version: the index of media would keep it for ever."""
+
+    def surprised(*_):
+        raise TypeError("unknown argument")
+
+    monkeypatch.setattr(MediaSettings, "load", surprised)
+    with pytest.raises(MediaUnavailable, match="a: failed with TypeError: unknown argument"):
+        decoded(SETTINGS, DecodeJob("a", "image", "a.png"))
 
 
 def test_a_process_that_is_killed_is_replaced_and_its_file_tried_again(folder, caplog, killed_while_decoding):
