@@ -22,10 +22,9 @@ _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "visi
 
 def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     value = config.get(name)
-    if value is None:
-        raise ModelConfigError(f"{where} has no {name!r}")
-    if type(value) is not kind or value == 0:
-        raise ModelConfigError(f"{name}={str(value)[:50]!r} in {where} must be a {kind.__name__} that is not 0")
+    if type(value) is not kind or not value:
+        wrong = f"{name}={str(value)[:50]!r}, which must be a {kind.__name__} that is not 0"
+        raise ModelConfigError(f"{where} has no {name!r}" if value is None else f"{where} has {wrong}")
     return value
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 TOKEN = "FLUXJAX_TOKEN"
 SILENT = 64  # connections without a whole head of a request: a new one takes the place of the oldest
 HEAD_SECONDS = 10.0  # from the beginning of a connection to the end of its first head
-QUEUE = 2048  # connections that wait to be accepted
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,7 +118,7 @@ def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             for listening in sockets or ():
-                listening.listen(QUEUE)
+                listening.listen(2048)  # connections that wait to be accepted
             started()
 
     return Uvicorn(

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 from models.config import AnyConfig, Qwen25VLConfig
@@ -24,18 +24,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import checked_sampling
-from .wire import (
-    FIELDS,
-    BadRequest,
-    Incoming,
-    Json,
-    array_of,
-    given_prompt,
-    is_shadow,
-    our_media,
-    refuse_wishes,
-    sampling_of,
-)
+from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
 
 MOST = (1 << 31) - 1
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
@@ -44,6 +33,12 @@ READ = {
     "mm_content_hashes", "log_metrics", "no_logs", "custom_labels", "routing_key", "conversation_id", "priority",
     "extra_key", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "http_worker_ipc",
 }  # fmt: skip
+SAMPLING = {
+    "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "logit_bias", "n",
+    "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params", "no_stop_trim",
+    "spaces_between_special_tokens",
+}  # fmt: skip
+NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # values of SGLang's fields that ask for nothing, beside 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +77,7 @@ def read_json_object(raw: bytes) -> Json:
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
     """A body without its media. `eos_ids` end a response, beside its `stop_token_ids`, unless it has `ignore_eos`."""
     content = read_json_object(raw)
-    refuse_wishes("", content, READ)
+    _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
     if not isinstance(ids, list) or not ids:
         raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
@@ -127,6 +122,15 @@ def _entries(field: str, value: Any) -> tuple[str, ...]:
     return tuple(entries)
 
 
+def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
+    """Raises BadRequest for a field that is not `read` and asks for something; SGLang's other fields may be there."""
+    for name, value in fields.items():
+        nothing = NOTHING.get(name, False)
+        wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
+        if name not in read and any(wish != nothing and (wish or nothing) for wish in wishes):
+            raise BadRequest(f"{where}{name[:99]} is not known here: only null and {json.dumps(nothing)} are possible")
+
+
 def _sample(
     rid: str,
     ids: tuple[int, ...],
@@ -147,6 +151,7 @@ def _sample(
     number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
     interval = params.get("stream_interval")
     _integer("n", 1 if params.get("n") is None else params["n"], 1, 1)
+    _refuse_wishes("sampling_params.", params, SAMPLING)
     sampling = sampling_of(params, begun)
     try:
         sampling = checked_sampling(sampling, vocabulary)

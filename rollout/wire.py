@@ -15,7 +15,7 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,7 +35,6 @@ NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
 MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
 SHADOW = "shadow"  # of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array that is here, ...]}
-NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # values of SGLang's fields that ask for nothing, beside 0
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
@@ -322,24 +321,9 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
     return ModelInput(ids_T, positions_3T, feature_index, delta + len(ids_T), vision)
 
 
-def refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
-    """Raises BadRequest for a field that is not `read` and asks for something; SGLang's other fields may be there."""
-    for name, value in fields.items():
-        nothing = NOTHING.get(name, False)
-        wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
-        if name not in read and any(wish != nothing and (wish or nothing) for wish in wishes):
-            raise BadRequest(f"{where}{name[:99]} is not known here: only null and {json.dumps(nothing)} are possible")
-
-
 def sampling_of(params: Json, begun: int) -> SamplingParams:
     """`sampling_params` of a body; what they leave out is as in SGLang. Raises BadRequest for what an embedded engine
     can't do; numbers are checked by `requests.checked_sampling`."""
-    known = {
-        "max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "logit_bias", "n",
-        "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params", "no_stop_trim",
-        "spaces_between_special_tokens",
-    }  # fmt: skip
-    refuse_wishes("sampling_params.", params, known)
     params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):

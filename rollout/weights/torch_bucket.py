@@ -128,7 +128,7 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 class _Metadata:
-    """The attributes that a pickle gives one tensor."""
+    """A tensor's attributes, as a pickle says them."""
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -154,17 +154,13 @@ def _rebuilt(storage: np.ndarray, offset: int, size: Sequence[int], stride: Sequ
     return _checked(storage, np.ndarray)[_checked(offset, int) : offset + _checked(size[0], int)]
 
 
-def _size(sides: Any) -> tuple[int, ...]:
-    return _checked(sides, tuple)
-
-
 # The names that a pickle may say: functions, which it may call, and values. None of them copies what it is given, for a
 # few bytes can say a large value again and again.
 _STORAGE: dict[tuple[str, str], Any] = {("torch", "ByteStorage"): None, ("torch.storage", "UntypedStorage"): None}
 _BUCKET: dict[tuple[str, str], Callable[..., Any] | np.dtype] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     ("torch.storage", "_load_from_bytes"): _storage,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): lambda sides: _checked(sides, tuple),
     ("collections", "OrderedDict"): lambda: {},
     METADATA: _Metadata,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
@@ -179,9 +175,7 @@ _COUNTS = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": -1, "APPEND": 1, "APP
 def _unpickled(stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> Any:
     """The value of the pickle that begins here, of the opcodes only that PyTorch writes for a bucket. Raises
     BucketError for others and for names that are not `known`, and whatever a pickle without sense ends in."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
+    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
     value: Any
 
     def popped(count: int) -> list[Any]:
@@ -219,8 +213,9 @@ def _unpickled(stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> Any:
             case "GLOBAL" | "STACK_GLOBAL":
                 module, name = value.split(" ", 1) if opcode.name == "GLOBAL" else popped(2)
                 if (_checked(module, str), _checked(name, str)) not in known:
-                    wanted = f"{module}.{name}"[:200]
-                    raise BucketError(f"a pickle that wants {wanted}, which no bucket of tensors needs")
+                    raise BucketError(
+                        f"a pickle that wants {module}.{name}"[:200] + ", which no bucket of tensors needs"
+                    )
                 stack.append(known[module, name])
             case "REDUCE" | "NEWOBJ":
                 called, arguments = popped(2)

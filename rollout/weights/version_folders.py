@@ -136,7 +136,8 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
             f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
         )
     place = pulled(local, source)
-    for folder, owners in ((local, {0, os.geteuid()}), (place, {os.geteuid()})):
+    us = {os.geteuid()}
+    for folder, owners in ((local, us | {0}), (place, us)):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: choose another weights.local")
@@ -145,9 +146,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         fcntl.flock(lock, fcntl.LOCK_EX)
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
-            if (
-                not _not_of({os.geteuid()}, note.parent) and not pathlib.Path(note.read_text()).exists()
-            ):  # its run has ended
+            if not _not_of(us, note.parent) and not pathlib.Path(note.read_text()).exists():  # its run has ended
                 shutil.rmtree(note.parent, ignore_errors=True)
         for part in place.glob("part-*"):  # of processes that were killed
             shutil.rmtree(part, ignore_errors=True)
@@ -156,7 +155,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         if version not in here:
             try:
                 _make(target, _chain(source, version, here))
-            except DeltaError:
+            except (DeltaError, OSError):
                 if not here:
                     raise
                 _make(target, _chain(source, version, {}))  # in case it is the copy of this host that is damaged

@@ -148,12 +148,12 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
                     if len(said) <= most:
                         continue
                     caller = next(iter(said))
-                elif caller in said:
+                elif caller not in said:  # it has made room
+                    continue
+                else:
                     said[caller] += (piece := _rest_of_line(caller))
                     if piece and len(said[caller]) < _GREETING and not piece.endswith(b"\n"):
                         continue
-                else:  # it has made room
-                    continue
                 selector.unregister(caller)
                 if (line := said.pop(caller)).endswith(b"\n"):
                     yield caller, line
@@ -163,7 +163,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
 
 
 def _rest_of_line(caller: socket.socket) -> bytes:
-    """Returns what has come of a caller's line, and nothing behind it; empty where the caller is gone."""
+    """Reads as much as has come of a caller's line, and nothing behind it; nothing where the caller is gone."""
     with contextlib.suppress(OSError):
         seen = caller.recv(_GREETING, socket.MSG_PEEK)
         return caller.recv(seen.find(b"\n") + 1 or len(seen))

@@ -7,6 +7,7 @@ mended, the version is pulled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pathlib
 import random
@@ -31,13 +32,14 @@ from rollout.weights.published import SharedFolders
 from rollout.weights.pulls import Pulls
 from rollout.weights.version_folders import VersionFolders
 
-DRAWS = 8
+DRAWS = 6
 SECONDS = 60.0  # of one request
 VERSIONS = 4  # the first one is whole, the others are deltas
 
 
 def run(count: int, seed: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
+    # A spoiled body may name a folder without a root.
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         fuzzer = _Fuzzer(pathlib.Path(folder))
         try:
             return each(count, seed, fuzzer.draw)

@@ -22,7 +22,7 @@ from fuzz.draws import Failures
 from rollout import wire
 from rollout.weights.torch_bucket import write_bucket
 
-DRAWS = 60
+DRAWS = 40
 SECONDS = 300.0  # of one request: the first ones wait for what is compiled, perhaps on cores that are busy
 AT_ONCE = 8
 LOOK_EVERY = 64  # draws

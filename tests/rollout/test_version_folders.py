@@ -361,12 +361,17 @@ def test_a_damaged_tensor_is_named(root: pathlib.Path, trainer: Trainer) -> None
         pull(root / "local", trainer.source, 0)
 
 
-def test_a_checkpoint_of_the_host_that_is_damaged_is_no_base(root: pathlib.Path, trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda folder: cut(folder / SINGLE), lambda folder: (folder / "config.json").unlink()]
+)
+def test_a_checkpoint_of_the_host_that_is_damaged_is_no_base(
+    root: pathlib.Path, trainer: Trainer, damage: Callable[[pathlib.Path], None]
+) -> None:
     """The whole chain is pulled instead."""
     trainer.publish(0)
     folder = pull(root / "local", trainer.source, 0)
     written = trainer.publish(1)
-    cut(folder / SINGLE)
+    damage(folder)
     same(pull(root / "local", trainer.source, 1), written)
 
 
