@@ -8,15 +8,13 @@ import pathlib
 import sys
 
 import pytest
+from fuzz.__main__ import KINDS
 
 from fluxjax.data import tickets
 from fluxjax.data.flight_wire import BadQuestion, refusal
 from models.processing.media_file import MediaError
 
 TESTS = pathlib.Path(__file__).resolve().parent
-KINDS = [
-    kind for kind in ("serve", "flight", "links", "agent", "checkpoint") if (TESTS / "fuzz" / f"{kind}.py").exists()
-]
 
 
 @pytest.mark.slow

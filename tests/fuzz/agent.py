@@ -12,10 +12,10 @@ import json
 import pathlib
 import random
 import shutil
-import tempfile
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from protocol_cases import model
 from starlette.applications import Starlette
 
 import models
-from fuzz.draws import each
+from fuzz.draws import each_of
 from models.hf import SINGLE
 from rollout.listening import bound_socket, http_server
 from rollout.serve_guard import Guarded, error_handlers
@@ -38,13 +38,7 @@ VERSIONS = 4  # the first one is whole, the others are deltas
 
 
 def run(count: int, seed: int) -> list[str]:
-    # A spoiled body may name a folder without a root.
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        fuzzer = _Fuzzer(pathlib.Path(folder))
-        try:
-            return each(count, seed, fuzzer.draw)
-        finally:
-            fuzzer.close()
+    return each_of(_Fuzzer, count, seed)
 
 
 class _Fuzzer:
@@ -100,13 +94,6 @@ class _Fuzzer:
         )
 
     def draw(self, draw: random.Random) -> None:
-        try:
-            self._draw(draw)
-        finally:
-            shutil.rmtree(self._source, ignore_errors=True)
-            shutil.copytree(self._root / "good", self._source)
-
-    def _draw(self, draw: random.Random) -> None:
         local = self._root / "local"
         shutil.rmtree(local, ignore_errors=True)
         had = draw.choice((None, 0, 1))
@@ -116,18 +103,25 @@ class _Fuzzer:
         if draw.random() < 0.3:
             words = json.dumps(spoiled(self._body(wanted), draw)).encode()
             self._pull(spoiled_bytes(words, draw) if draw.random() < 0.3 else words)
+        with self._damaged_source(draw):
+            if draw.random() < 0.2 and had is not None and had != wanted:
+                # Its copy of the wanted version would be handed out again: the server's checksums are for that one.
+                self._damage(draw, next(local.glob(f"*/weight_v{had:06d}")))
+            folder = self._pull(json.dumps(self._body(wanted)).encode())
+            if folder is not None:
+                self._exact(wanted, folder)
+            assert not list(local.rglob("part-*")), "a part is left"
+        self._exact(wanted, self._pull(json.dumps(self._body(wanted)).encode()))
+
+    @contextlib.contextmanager
+    def _damaged_source(self, draw: random.Random) -> Iterator[None]:
         for _ in range(draw.randint(1, 2)):
             self._damage(draw, self._source)
-        if draw.random() < 0.2 and had is not None and had != wanted:
-            # What it has of the wanted version itself is handed out again: the server's checksums tell whether it is.
-            self._damage(draw, next(local.glob(f"*/weight_v{had:06d}")))
-        folder = self._pull(json.dumps(self._body(wanted)).encode())
-        if folder is not None:
-            self._exact(wanted, folder)
-        assert not list(local.rglob("part-*")), "a part is left"
-        shutil.rmtree(self._source)
-        shutil.copytree(self._root / "good", self._source)
-        self._exact(wanted, self._pull(json.dumps(self._body(wanted)).encode()))
+        try:
+            yield
+        finally:
+            shutil.rmtree(self._source)
+            shutil.copytree(self._root / "good", self._source)
 
     def _damage(self, draw: random.Random, root: pathlib.Path) -> None:
         files = sorted(file for file in root.rglob("*") if file.is_file())

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
 import random
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 SAY_EVERY = 5.0  # seconds
 MOST_FAILURES = 50  # after which it is enough
 
 
 class Failures:
-    """What failed so far, a line each, with the seed that repeats it. Counts the draws, and says how far they are."""
+    """Collects failures, a line each with the seed that repeats it; counts draws, and prints how many are done."""
 
     def __init__(self, count: int) -> None:
         self.lines: list[str] = []
@@ -38,8 +41,25 @@ class Failures:
         return len(self.lines) >= MOST_FAILURES
 
 
+class Fuzzer(Protocol):
+    def draw(self, draw: random.Random) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def each_of(make: Callable[[pathlib.Path], Fuzzer], count: int, seed: int) -> list[str]:
+    """Runs the draws of a fuzzer that is made for a folder of its own, which is the working directory meanwhile: odd
+    input may name a place without a root. Returns what `each` does."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.chdir(name),
+        contextlib.closing(make(pathlib.Path(name))) as fuzzer,
+    ):
+        return each(count, seed, fuzzer.draw)
+
+
 def each(count: int, seed: int, check: Callable[[random.Random], Any]) -> list[str]:
-    """What failed of so many draws. Nothing may be raised in a thread, either."""
+    """Calls `check` for `count` draws and returns what failed: what it raises, or what a thread raises meanwhile."""
     failures, before = Failures(count), threading.excepthook
     current = seed
 

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import random
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.flight_wire import PROTOCOL, ref_words
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
-from fuzz.draws import each
+from fuzz.draws import each_of
 from models.shadow import Rows
 
 DRAWS = 100
@@ -34,12 +33,7 @@ LOOK_EVERY = 100  # draws
 
 
 def run(count: int, seed: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = _Fuzzer(pathlib.Path(folder))
-        try:
-            return each(count, seed, fuzzer.draw)
-        finally:
-            fuzzer.close()
+    return each_of(_Fuzzer, count, seed)
 
 
 class _Fuzzer:
