@@ -139,6 +139,15 @@ def shared() -> pathlib.Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def shared_cases(shared: pathlib.Path) -> pathlib.Path:
+    """The folder of inputs of other people, with a README in each folder that says what is right."""
+    folder = shared / "cases"
+    if not folder.is_dir():
+        pytest.skip(f"needs the cases in {folder}; they are not part of a user's clone")
+    return folder
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_programs():
     """Every compiled program holds memory maps. Linux allows a process 65,530 of them; beyond that, XLA crashes."""

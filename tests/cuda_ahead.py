@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import pytest
 
-CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
+from fluxjax.sizing.topology import plugin_packages
+
 OF_TESTS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # set for tests on CPU devices
 
 
@@ -24,21 +25,17 @@ def cuda_environment(*packages: str) -> dict[str, str]:
     `pjrt` is the compiler of the plugin's CUDA."""
     folder = os.environ.get("FLUXJAX_AOT", "")
     path = [folder] if folder else sys.path
-    cuda = next((cuda for cuda in CUDA if _is_there(f"jax-{cuda}-plugin", path)), CUDA[0])
-    for name in ("plugin", *packages):
-        package = f"jax-{cuda}-{name}" if name in ("plugin", "pjrt") else name
-        if not _is_there(package, path):
+    plugin, pjrt = plugin_packages(path)
+    for package in (plugin, *(pjrt if name == "pjrt" else name for name in packages)):
+        if not any(importlib.metadata.distributions(name=package, path=path)):
             if folder:  # somebody said that it is there
                 pytest.fail(f"FLUXJAX_AOT names {folder}, which has no {package}")
             pytest.skip(f"needs {package}: run `bash scripts/test.sh aot`, or name a folder with it in FLUXJAX_AOT")
-    return {**_clean(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
+    return {**clean_environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": folder}
 
 
-def _is_there(package: str, path: list[str]) -> bool:
-    return any(importlib.metadata.distributions(name=package, path=path))
-
-
-def _clean() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
+    """The environment without what is set for tests on CPU devices."""
     return {name: value for name, value in os.environ.items() if name not in OF_TESTS}
 
 
@@ -48,10 +45,11 @@ def run_ahead(program: pathlib.Path, *words: str, **environment: str):
 
 
 def run_on_gpu(program: pathlib.Path):
-    """What the program prints on the GPU of this machine; `pytest -m gpu` asks for it. Skipped where `nvidia-smi` lists
-    no GPU; where it lists one, whatever keeps our kernels from running on it is a failure."""
+    """Runs the program on the GPU of this machine, as `pytest -m gpu` asks, and returns what it prints.
+
+    Skips the test where `nvidia-smi` lists no GPU. Where it lists one, the test fails unless our kernels run on it."""
     needs_gpu()
-    found = _printed(program, ("device",), _clean() | {"JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": ""})
+    found = _printed(program, ("device",), clean_environment() | {"JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": ""})
     assert found["with triton"], "the GPU computed without our kernels: jax-triton cannot be imported"
     return found
 

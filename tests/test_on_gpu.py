@@ -3,7 +3,6 @@
 Without a GPU the same programs run on the CPU, so that no GPU's time is spent on a mistake in them.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from cuda_ahead import OF_TESTS, needs_gpu
+from cuda_ahead import clean_environment, needs_gpu
 
 PROGRAM = ROOT / "tests" / "gpu_program.py"
 TOLERANCE = 2e-5  # of float32, of the largest value of each array; products are whole, not TF32
@@ -21,8 +20,7 @@ GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 def computed(folder: pathlib.Path, platforms: str, *words: str) -> dict[str, np.ndarray]:
     """What the program writes with the first device of these platforms."""
     file = folder / f"{platforms.partition(',')[0]}-{'-'.join(words)}.npz"
-    env = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
-    env |= {"JAX_PLATFORMS": platforms, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    env = clean_environment() | {"JAX_PLATFORMS": platforms, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     command = [sys.executable, PROGRAM, words[0], file, *words[1:]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -79,7 +77,7 @@ def test_prefill_and_decode_are_the_whole_forward_pass(tmp_path: pathlib.Path) -
 @pytest.mark.gpu
 def test_a_run_from_end_to_end(tmp_path: pathlib.Path) -> None:
     needs_gpu()
-    env = {name: value for name, value in os.environ.items() if name not in OF_TESTS} | {"JAX_PLATFORMS": "cuda,cpu"}
+    env = clean_environment() | {"JAX_PLATFORMS": "cuda,cpu"}
     command = [sys.executable, "-m", "fluxjax.train", "--config=configs/vlm.py:debug"]
     options = [f"--config.run_dir={tmp_path / 'run'}", "--config.steps=2", "--config.warm_start.steps=2"]
     done = subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)

@@ -189,9 +189,9 @@ class FluxTrainer:
             )
 
             if not read_only:
-                for held_out, sources in enumerate((self.sources, self.eval_sources)):
+                for held_out, sources in ((False, self.sources), (True, self.eval_sources)):
                     texts = {name: source.texts() for name, source in sources.items()}
-                    self.rewards.check_answers(texts, held_out=bool(held_out))
+                    self.rewards.check_answers(texts, held_out)
 
             # --- coordinator --------------------------------------------------------------------
             self.coordinator = make_coordinator(config, policy)

@@ -105,8 +105,7 @@ def find_plugin(folder: str = "") -> None:
     if folder and not pathlib.Path(folder).is_dir():
         raise ConfigError(f"{folder}: no such folder; {_how(jaxlib)}")
     path = [folder] if folder else sys.path
-    cuda = next((cuda for cuda in CUDA if _version(_packages(cuda)[0], path)), CUDA[0])
-    for name in _packages(cuda):
+    for name in plugin_packages(path):
         version = _version(name, path)
         if version is None:
             raise ConfigError(f"{name} is not in {where}, and XLA's compiler for GPUs is in it; {_how(jaxlib)}")
@@ -116,6 +115,11 @@ def find_plugin(folder: str = "") -> None:
         sys.path.insert(0, folder)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin says many times that there is no driver
+
+
+def plugin_packages(path: list[str]) -> tuple[str, str]:
+    """Returns the names of JAX's CUDA plugin and of its compiler: of the CUDA whose plugin is on `path`, else of 12."""
+    return next((names for names in map(_packages, CUDA) if _version(names[0], path)), _packages(CUDA[0]))
 
 
 def _packages(cuda: str) -> tuple[str, str]:

@@ -14,14 +14,6 @@ from models.config import PatchLayout
 from models.processing import tiny
 
 
-@pytest.fixture(scope="module")
-def cases(shared):
-    folder = shared / "cases"
-    if not folder.is_dir():
-        pytest.skip(f"needs the cases in {folder}; they are not part of a user's clone")
-    return folder
-
-
 def drawn(path, *, vision=False, tokens=24):
     """The prompts of a file that can be used, and how many cannot be, by reason, each drawn once."""
     source = open_source(path, "s")
@@ -48,8 +40,8 @@ ODD = {"an empty prompt": 1, "prompt too long": 3}
         ("odd3", 9, ODD),
     ],
 )
-def test_odd_records_are_named_skipped_and_counted(cases, caplog, name, records, bad):
-    prepared, skipped = drawn(cases / "rl" / f"{name}.jsonl")
+def test_odd_records_are_named_skipped_and_counted(shared_cases, caplog, name, records, bad):
+    prepared, skipped = drawn(shared_cases / "rl" / f"{name}.jsonl")
     assert skipped == bad and len(prepared) == records - sum(bad.values())
     assert sum(record.message.startswith("skipped prompt") for record in caplog.records) == sum(bad.values())
     assert all(len(item.inputs) for item in prepared)
@@ -68,15 +60,15 @@ def test_odd_records_are_named_skipped_and_counted(cases, caplog, name, records,
         ("string_view.parquet", False, 2),
     ],
 )
-def test_foreign_files_are_read(cases, name, vision, prompts):
-    prepared, skipped = drawn(cases / "models" / name, vision=vision, tokens=400)
+def test_foreign_files_are_read(shared_cases, name, vision, prompts):
+    prepared, skipped = drawn(shared_cases / "models" / name, vision=vision, tokens=400)
     assert len(prepared) == prompts and not skipped
     pictures = {"hf_list_fixed_size.parquet": 2, "images_null_but_image_set.jsonl": 1, "data_uri.jsonl": 1}
     assert [len(item.prompt.media) for item in prepared] == [pictures.get(name, 0)] * prompts
 
 
-def test_the_error_says_why_no_prompt_can_be_used(cases):
-    source = open_source(cases / "rl" / "alllong.jsonl", "own")
+def test_the_error_says_why_no_prompt_can_be_used(shared_cases):
+    source = open_source(shared_cases / "rl" / "alllong.jsonl", "own")
     config = Config()
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 8, 32
     preparer = Preparer(tiny.build(all_texts([source])), PromptLoader({"own": source}, {"own": 1.0}, 0), config)

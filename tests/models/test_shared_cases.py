@@ -19,15 +19,7 @@ from models.processing.media import MediaSettings
 
 
 @pytest.fixture(scope="module")
-def cases(shared):
-    folder = shared / "cases" / "models"
-    if not folder.is_dir():
-        pytest.skip(f"needs the cases in {folder}; they are not part of a user's clone")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(cases, tmp_path_factory):
+def base(shared_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the script leaves its files to be closed
@@ -35,17 +27,17 @@ def base(cases, tmp_path_factory):
         # weights take seconds, and nothing here reads them
         patch.setattr(models, "create", lambda config, seed: config)
         patch.setattr(models, "save", lambda config, folder: write_json(folder / "config.json", write_config(config)))
-        runpy.run_path(str(cases / "make_tiny_model.py"))["make"](folder)
+        runpy.run_path(str(shared_cases / "models" / "make_tiny_model.py"))["make"](folder)
     return folder
 
 
 @pytest.fixture
-def processor_of(cases, base, tmp_path):
+def processor_of(shared_cases, base, tmp_path):
     """Loads the processor of a copy of the base checkpoint, over which a case's files are copied."""
 
     def load(case):
         shutil.copytree(base, tmp_path / "copy")
-        shutil.copytree(cases / case, tmp_path / "copy", dirs_exist_ok=True)
+        shutil.copytree(shared_cases / "models" / case, tmp_path / "copy", dirs_exist_ok=True)
         if case == "special_tokens_map":
             (tmp_path / "copy/generation_config.json").unlink()
         return Processor.load(tmp_path / "copy")
@@ -61,9 +53,11 @@ def test_the_tag_about_answers(processor_of, base):
     assert processor_of("generation_tag").tokenise_chat("what") == Processor.load(base).tokenise_chat("what")
 
 
-def test_a_template_for_texts_and_a_picture(processor_of, cases):
+def test_a_template_for_texts_and_a_picture(processor_of, shared_cases):
     with pytest.raises(PromptError, match=r"^the chat template refuses the prompt: [^\n]+$"):
-        processor_of("text_only_template").prepare_chat("<image>what", [("image", str(cases / "a.png"))])
+        processor_of("text_only_template").prepare_chat(
+            "<image>what", [("image", str(shared_cases / "models" / "a.png"))]
+        )
 
 
 def test_json_with_separators(processor_of):
@@ -81,12 +75,12 @@ def test_end_ids_and_added_tokens(processor_of):
     assert processor_of("special_tokens_map").eos_ids == (317,)
 
 
-def test_foreign_files(cases):
+def test_foreign_files(shared_cases):
     settings = MediaSettings()
-    video, _ = settings.load("video", str(cases / "title_gbk.avi"))
+    video, _ = settings.load("video", str(shared_cases / "models" / "title_gbk.avi"))
     assert (video.grid[0], video.seconds_per_grid * video.grid[0]) == (2, 2.0)
-    assert video_facts(str(cases / "title_gbk.avi"), settings.limits).frames == 16
-    grey = np.asarray(load_image(str(cases / "hopper_16bit.pgm")))
+    assert video_facts(str(shared_cases / "models" / "title_gbk.avi"), settings.limits).frames == 16
+    grey = np.asarray(load_image(str(shared_cases / "models" / "hopper_16bit.pgm")))
     assert (grey == grey[..., :1]).all() and 30 < grey.mean() < 220 and grey.std() > 20
 
 
