@@ -12,7 +12,7 @@ LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"
 
 @pytest.fixture(params=["", LISTED, None], ids=["lists none", "lists one", "absent"])
 def listed(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the machine's nvidia-smi lists a GPU, which JAX finds on no machine of this test."""
+    """Returns True where the stand-in for nvidia-smi lists a GPU. JAX finds none in any case."""
     if request.param is not None:
         command = tmp_path / "nvidia-smi"
         command.write_text(f"#!/bin/sh\necho '{request.param}'\n")

@@ -44,7 +44,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_notebook_is_committed_with_outputs(file):
-    """Those of the code beside them, run in order, without an error; none names a folder of the machine it ran on."""
+    """Outputs come from the code beside them, run in order and without an error, and name no folder of a machine."""
     notebook = nbformat.read(file, as_version=4)
     assert_pictures(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -132,8 +132,10 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
-    """Yields callers with their greeting, each as soon as its line has come: nobody waits for another. At most so many
-    are connected without having greeted. Raises OSError where none has come at `end`."""
+    """Yields callers with their greeting, each as soon as its line has come: nobody waits for another.
+
+    `most` callers may be connected that have not greeted: for one more, the oldest is closed. Raises OSError at `end`.
+    """
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         leaving.callback(lambda: [caller.close() for caller in said])

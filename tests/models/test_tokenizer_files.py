@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its tokenizer and chat template is read as transformers reads it."""
+"""The tokenizer and the chat template of a checkpoint are read from its files as transformers reads them."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""What a host pulls: it is its user's alone, and takes no more memory than it has tensors."""
+"""Weights that a host pulls belong to its user alone, and take no more memory than their tensors."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from rollout.requests import checked
 from rollout.sglang import Refused, SampleReply, ServerClient
 from rollout.weights.checksums import Checksums, WeightsMismatch
 
-# What one server answers is asked in every turn; what starts others has turns of its own.
+# Tests that share one server run in every turn; those that start servers of their own say in which.
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.turn(0, 1, 2)]
 GAP = 1e-4  # absolute, float32
 

@@ -70,7 +70,7 @@ def strangers(port: int, said: tuple[bytes, ...] = (b"",)) -> Iterator[list[sock
 
 
 def still_connected(callers: list[socket.socket], most: int) -> int:
-    """How many are: at most so many, once the server has come to them."""
+    """Counts the callers that are still connected, once there are no more than `most` of them, or ten seconds later."""
     end = time.monotonic() + 10
     while True:
         left = []
