@@ -1,6 +1,7 @@
 """What processes tell process 0 of themselves: as it is measured, sent, shown, exported and logged."""
 
 import dataclasses
+import gc
 import io
 import logging
 import queue
@@ -202,6 +203,7 @@ def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
     assert prometheus_port(config, second) == 9101 and prometheus_port(config, Gang()) == 9100
     with pytest.raises(ConfigError, match="cannot serve on 65536"):
         PrometheusPort(65536)
+    gc.collect()  # a socket that was left open fails this test, not the next one that collects
 
 
 def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):

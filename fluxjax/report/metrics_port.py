@@ -29,9 +29,13 @@ class MetricsPort:
         token = os.environ.get(TOKEN, "")
         if not token and not is_loopback(host):
             raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
-        try:
-            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        except (OSError, OverflowError) as error:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:  # `socket.create_server` leaves its socket open where host or port is none
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen()
+        except (OSError, OverflowError, TypeError) as error:
+            listening.close()
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error
         app = Starlette(routes=[health_route(), Mount("/", prometheus_client.make_asgi_app(registry))])
