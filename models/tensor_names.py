@@ -40,8 +40,12 @@ class TensorName:
 
     def to_disk(self, value: np.ndarray) -> np.ndarray:
         """One layer's weight as the checkpoint has it; contiguous."""
+        return np.ascontiguousarray(self.laid_out(value))
+
+    def laid_out(self, value: Any) -> Any:
+        """The same of NumPy's or JAX's arrays, contiguous or not."""
         order = (*range(self.inputs, value.ndim), *range(self.inputs))
-        return np.ascontiguousarray(value.transpose(order).reshape(self.disk_shape))
+        return value.transpose(order).reshape(self.disk_shape)
 
     def from_disk(self, disk: np.ndarray) -> np.ndarray:
         """A view of the checkpoint's tensor in the layout of the parameter."""

@@ -280,7 +280,7 @@ class Fleet:
         Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
         self._state.raise_fatal()
         written = await asyncio.to_thread(self._folders.write, version, params)
-        await asyncio.to_thread(self._route.publish, written)
+        await asyncio.to_thread(self._route.publish, written, params)
         self._state.seats[seat].wanted = written
         await self.wake(seat)
         wanted = [seat.wanted for seat in self._state.seats if seat.wanted is not None]

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from cuda_ahead import clean_environment, needs_gpu
 
-PROGRAM = ROOT / "tests" / "gpu_program.py"
+PROGRAM, PROGRAMS = ROOT / "tests" / "gpu_program.py", {"send": ROOT / "tests" / "ipc_program.py"}
 TOLERANCE = 2e-5  # of float32, of the largest value of each array; products are whole, not TF32
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 
@@ -21,7 +21,7 @@ def computed(folder: pathlib.Path, platforms: str, *words: str) -> dict[str, np.
     """What the program writes with the first device of these platforms."""
     file = folder / f"{platforms.partition(',')[0]}-{'-'.join(words)}.npz"
     env = clean_environment() | {"JAX_PLATFORMS": platforms, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    command = [sys.executable, PROGRAM, words[0], file, *words[1:]]
+    command = [sys.executable, PROGRAMS.get(words[0], PROGRAM), words[0], file, *words[1:]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(file) as arrays:
@@ -51,6 +51,25 @@ def test_programs_run(tmp_path: pathlib.Path, what: str) -> None:
         assert_one_engine(found)
     else:
         assert_close(found, computed(tmp_path, "cpu", what, "float64"))
+
+
+def assert_same_weights(found: dict[str, np.ndarray]) -> None:
+    written = {name.removeprefix("written "): array for name, array in found.items() if name.startswith("written")}
+    assert len(written) * 2 == len(found) > 100
+    for name, array in written.items():
+        assert np.array_equal(found[f"received {name}"], array), name
+
+
+@pytest.mark.slow
+def test_weights_are_handed_to_another_process(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch", reason="parity lane: needs torch")
+    assert_same_weights(computed(tmp_path, "cpu", "send"))
+
+
+@pytest.mark.gpu
+def test_weights_are_handed_over_by_cuda_ipc(tmp_path: pathlib.Path) -> None:
+    needs_gpu()
+    assert_same_weights(computed(tmp_path, "cuda,cpu", "send"))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from .servers import RolloutEngine, ServersConfig, on_this_host
 class Route(enum.Enum):
     AUTO = "auto"  # shm on this host; to others orbax where there is weights.folder, bucket where there is none
     SHM = "shm"  # files in shared memory
-    IPC = "ipc"  # CUDA IPC, on one GPU host; never run
+    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on one
     BUCKET = "bucket"  # over HTTP
     ORBAX = "orbax"  # files, whole or deltas, on a file system that hosts share
     GROUP = "group"  # a process group of PyTorch
@@ -32,7 +32,7 @@ class WeightsConfig:
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
     delta: bool = True  # orbax: send what changed instead of all, where that is smaller
     bucket_mib: int = positive(256)  # bucket, group, ipc: sent at once
-    python: str = ""  # group, ipc: an interpreter that has PyTorch; empty: servers.python
+    python: str = ""  # group: an interpreter that has PyTorch; empty: servers.python
     backend: Backend = Backend.GLOO  # group
     address: str = "127.0.0.1"  # group: of this host, as servers reach it
 
@@ -53,11 +53,10 @@ class WeightsConfig:
                 f"{name}, which is for servers of this host; servers.addresses has others: set it to bucket, or to "
                 "orbax with weights.folder"
             )
-        if route in (Route.GROUP, Route.IPC):
-            if engine is RolloutEngine.SERVE:
-                raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
-            if not self.python and not servers.python:
-                raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
+        if route in (Route.GROUP, Route.IPC) and engine is RolloutEngine.SERVE:
+            raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
+        if route is Route.GROUP and not self.python and not servers.python:
+            raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
         if route is Route.GROUP and remote and on_this_host(f"http://{self.address}"):
             raise ConfigError(
                 f"{name}, but weights.address is {self.address}, where servers on other hosts can't reach this one; "

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from models.config import NameLayout, Qwen25VLConfig
+from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
 from rollout.fleet import Fleet
@@ -27,7 +27,7 @@ from rollout.fleet_job import FleetOptions, ServerStatus
 from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
-from rollout.weights.published import SharedFolders
+from rollout.weights.published import SharedFolders, served
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device
@@ -118,7 +118,7 @@ class FleetPool:
             addresses=servers.addresses,
             seats=config.policy.engines if degree == config.parallelism.degree else count,
             name="server" if alone else f"{degree}-device server",
-            route=_route(config, agents, self._token),
+            route=_route(config, served(model.config), agents, self._token),
             options=FleetOptions(
                 patience=servers.patience,
                 start_seconds=servers.start_seconds,
@@ -249,10 +249,10 @@ def _check_reachable(config: Config, address: str) -> None:
         raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")
 
 
-def _route(config: Config, agents: Mapping[str, str], token: str) -> SyncRoute:
+def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
     weights, servers = config.weights, config.servers
     route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
-    if route in (Route.GROUP, Route.IPC) and shutil.which(python) is None:
+    if route is Route.GROUP and shutil.which(python) is None:
         raise ConfigError(f"weights.python: there is no program {python}; it must be an interpreter that has PyTorch")
     if route is Route.SHM:
         return SharedMemory()
@@ -261,7 +261,9 @@ def _route(config: Config, agents: Mapping[str, str], token: str) -> SyncRoute:
     if route is Route.GROUP:
         return ProcessGroup(python, size, weights.address, weights.backend.value)
     if route is Route.IPC:
-        return CudaIpc(python, size)
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch beside JAX: pip install torch")
+        return CudaIpc(model, size)
     try:
         folders = VersionFolders(pathlib.Path(weights.folder).absolute(), delta=weights.delta)
     except OSError as error:

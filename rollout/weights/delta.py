@@ -37,7 +37,7 @@ def folder_name(version: int) -> str:
 
 
 def checksum(tensor: np.ndarray) -> str:
-    return xxhash.xxh3_128_hexdigest(_bytes(tensor).data)
+    return xxhash.xxh3_128_hexdigest(as_bytes(tensor).data)
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
@@ -72,7 +72,7 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
         raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, {was.dtype} of {was.shape} in {old}")
-    words = _bytes(was) ^ _bytes(now)
+    words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
         return now.nbytes, None, ""
     return now.nbytes, zstandard.ZstdCompressor(LEVEL).compress(words.data), checksum(now)
@@ -97,7 +97,7 @@ class Delta:
             came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
             if len(came) != tensor.nbytes:
                 raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
-            after = (_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+            after = (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
         except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
             raise DeltaError(f"{self.folder}: {name}: {error}") from None
         if checksum(after) != wanted:
@@ -136,5 +136,5 @@ def open_weights(folder: pathlib.Path) -> safe_open:
         raise DeltaError(f"{folder / SINGLE}: {error}") from None
 
 
-def _bytes(tensor: np.ndarray) -> np.ndarray:
+def as_bytes(tensor: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)

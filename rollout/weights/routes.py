@@ -15,13 +15,16 @@ from typing import Any
 
 from safetensors import safe_open
 
+from models.config import AnyConfig
 from models.hf import SINGLE
 from models.weight_file import StoredTensor
 
 from ..engine import EngineError
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
+from .delta import as_bytes
 from .published import Published
-from .torch_bucket import write_bucket
+from .torch_bucket import bucket_of, write_bucket
+from .torch_ipc import Bytes, SharedBucket, device_tensors
 from .torch_sender import TorchSender
 from .version_folders import VersionFolders, contents, pull, pulled
 
@@ -32,8 +35,9 @@ class SyncRoute:
     """One way, for all servers of a fleet. Methods raise what `ServerClient` raises, and OSError where a folder of the
     trainer is full."""
 
-    def publish(self, published: Published) -> None:
-        """Prepares a version, once, before any server gets it. Blocks; from any thread."""
+    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
+        """Prepares a version, once, before any server gets it; `params` are its arrays, where they are at hand. Blocks;
+        from any thread."""
 
     async def stage(self, client: ServerClient, published: Published) -> None:
         """Brings the version near the server, which generates meanwhile."""
@@ -88,12 +92,17 @@ class Buckets(SyncRoute):
         await client.update_from_tensors([data] * ranks, version)
 
 
-class _ByTorch(Buckets):
-    """Buckets that a process with PyTorch sends, one for each life of a server."""
+class ProcessGroup(Buckets):
+    """`group`: a process with PyTorch, one for each life of a server, and the server join a process group, gloo or nccl
+    (`backend`), and the process broadcasts the buckets.
 
-    def __init__(self, python: str, size: int) -> None:
+    JAX has no part in PyTorch's groups, and its buffers are not PyTorch's: the process reads the version from shared
+    memory. `address` is this host's, as servers reach it. Each server has a group of its own, so that one that dies
+    holds up no other. With nccl, it has never been run, for want of a GPU."""
+
+    def __init__(self, python: str, size: int, address: str, backend: str) -> None:
         super().__init__(size)
-        self._python = python
+        self._python, self._address, self._backend = python, address, backend
         self._senders: dict[ServerClient, TorchSender] = {}
 
     async def stage(self, client: ServerClient, published: Published) -> None:
@@ -101,14 +110,19 @@ class _ByTorch(Buckets):
             sender = TorchSender(self._python)
             try:
                 await sender.ready()
-                await self._greet(client, sender)
+                await self._join(client, sender)
             except BaseException:
                 sender.kill()
                 raise
             self._senders[client] = sender
 
-    async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
-        """Prepares a new process and a server for their first bucket."""
+    async def _join(self, client: ServerClient, sender: TorchSender) -> None:
+        members = 1 + await client.ranks()
+        port = await sender.listen(self._address)
+        await _both(
+            sender.join(sender.group, self._backend, members),
+            client.join_group(sender.group, self._address, port, members, self._backend),
+        )
 
     async def deliver(self, client: ServerClient, published: Published) -> None:
         try:
@@ -117,65 +131,65 @@ class _ByTorch(Buckets):
             await self.forget(client)
             raise
 
-    def _sender(self, client: ServerClient) -> TorchSender:
-        if client not in self._senders:  # its life has ended meanwhile
-            raise ServerError(f"{client.address}: the process that sends weights to it has ended")
-        return self._senders[client]
-
-    async def forget(self, client: ServerClient) -> None:
-        if (sender := self._senders.pop(client, None)) is not None:
-            sender.kill()
-
-    def close(self) -> None:
-        for sender in self._senders.values():
-            sender.kill()
-
-
-class ProcessGroup(_ByTorch):
-    """`group`: the process and the server join a process group, gloo or nccl (`backend`), and it broadcasts.
-
-    JAX has no part in PyTorch's groups, and its buffers are not PyTorch's: the process reads the version from shared
-    memory. `address` is this host's, as servers reach it. Each server has a group of its own, so that one that dies
-    holds up no other. With nccl, it has never been run, for want of a GPU."""
-
-    def __init__(self, python: str, size: int, address: str, backend: str) -> None:
-        super().__init__(python, size)
-        self._address, self._backend = address, backend
-
-    async def _greet(self, client: ServerClient, sender: TorchSender) -> None:
-        members = 1 + await client.ranks()
-        port = await sender.listen(self._address)
-        await _both(
-            sender.join(sender.group, self._backend, members),
-            client.join_group(sender.group, self._address, port, members, self._backend),
-        )
-
     async def _send(
         self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
     ) -> None:
-        sender = self._sender(client)
+        if (sender := self._senders.get(client)) is None:  # its life has ended meanwhile
+            raise ServerError(f"{client.address}: the process that sends weights to it has ended")
         await _both(
             sender.broadcast(published.folder, [tensor.name for tensor in part]),
             client.update_from_group(sender.group, part, version),
         )
 
     async def forget(self, client: ServerClient) -> None:
-        sender = self._senders.get(client)
-        await super().forget(client)
-        if sender is not None:
+        if (sender := self._senders.pop(client, None)) is not None:
+            sender.kill()
             with contextlib.suppress(EngineError, TimeoutError):  # the server may be dead
                 await asyncio.wait_for(client.leave_group(sender.group), LEAVE)
 
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.kill()
 
-class CudaIpc(_ByTorch):
-    """`ipc`: the process copies each bucket to the GPU of a server of this host, and hands it over by CUDA IPC. Written
-    after SGLang's own serialiser; it has never been run, for want of a GPU."""
+
+class CudaIpc(Buckets):
+    """`ipc`: each bucket goes from the trainer's arrays into memory on their GPU that servers of this host open by CUDA
+    IPC (`torch_ipc`). A server must see that GPU. What the trainer no longer has comes from the folder.
+
+    On a CPU it is PyTorch's shared memory; with GPUs it has never been run, for want of one."""
+
+    def __init__(self, config: AnyConfig, size: int) -> None:
+        super().__init__(size)
+        self._config = config
+        self._newest: tuple[Published | None, Mapping[str, Bytes]] = None, {}
+        self._shared: dict[ServerClient, SharedBucket] = {}
+
+    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
+        if params is not None:
+            self._newest = published, device_tensors(self._config, params)
 
     async def _send(
         self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
     ) -> None:
-        names = [tensor.name for tensor in part]
-        await client.update_from_tensors(await self._sender(client).share(published.folder, names, ranks), version)
+        bucket = self._shared.setdefault(client, SharedBucket())  # one each: servers read theirs at the same time
+        handles = await asyncio.to_thread(self._filled, bucket, published, part, ranks)
+        await client.update_from_tensors(handles, version)
+
+    def _filled(
+        self, bucket: SharedBucket, published: Published, part: Sequence[StoredTensor], ranks: int
+    ) -> list[str]:
+        newest, here = self._newest
+        with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
+
+            def values(tensor: StoredTensor) -> Any:
+                found = here[tensor.name](tensor.dtype) if newest is published and tensor.name in here else None
+                return as_bytes(tensors.get_tensor(tensor.name)) if found is None else found
+
+            bucket.fill(list(map(values, part)))
+        return [base64.b64encode(bucket_of(bucket.handle(), part)).decode() for _ in range(ranks)]
+
+    async def forget(self, client: ServerClient) -> None:
+        self._shared.pop(client, None)
 
 
 class OrbaxFolders(SyncRoute):
@@ -192,7 +206,7 @@ class OrbaxFolders(SyncRoute):
         self._folders, self._local, self._agents, self._token, self._here = folders, local, agents, token, here
         self._staged: dict[ServerClient, tuple[Published, str]] = {}
 
-    def publish(self, published: Published) -> None:
+    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
         self._folders.publish(published)
 
     async def stage(self, client: ServerClient, published: Published) -> None:

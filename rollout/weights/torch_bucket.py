@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.weight_file import DTYPES as NAMES
+from models.weight_file import StoredTensor
 
 DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
@@ -34,13 +35,19 @@ def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
     # Each must begin at a multiple of its own width: the reader views the bytes in place.
     tensors = sorted(tensors, key=lambda entry: -entry[1].itemsize)
     flat = b"".join(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for _, tensor in tensors)
+    return bucket_of(_byte_tensor(flat), [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
+
+
+def bucket_of(flat: bytes, tensors: Sequence[StoredTensor]) -> bytes:
+    """A pickle of a flattened bucket, of one (without its end) of a uint8 tensor in which these stand one behind the
+    other. Raises KeyError for a dtype that it cannot say."""
     metadata, start = b"", 0
-    for name, tensor in tensors:
+    for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
             raise KeyError(tensor.dtype.name)
         end = start + tensor.nbytes
         state = {
-            "name": _text(name),
+            "name": _text(tensor.name),
             "shape": _call("torch", "Size", _tuple(map(_integer, tensor.shape)) + pickle.TUPLE1),
             "dtype": _global("torch", tensor.dtype.name),
             "start_idx": _integer(start),
@@ -50,7 +57,7 @@ def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
         metadata += _global(*METADATA) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + _dict(state) + pickle.BUILD
         metadata += pickle.APPEND
         start = end
-    values = {"flattened_tensor": _byte_tensor(flat), "metadata": pickle.EMPTY_LIST + metadata}
+    values = {"flattened_tensor": flat, "metadata": pickle.EMPTY_LIST + metadata}
     return pickle.PROTO + b"\x04" + _dict(values) + pickle.STOP
 
 

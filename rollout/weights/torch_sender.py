@@ -54,12 +54,6 @@ class TorchSender:
         """Sends these tensors of a checkpoint folder, as one bucket, to all of the group."""
         await self._order({"do": "broadcast", "file": str(folder / SINGLE), "names": names})
 
-    async def share(self, folder: pathlib.Path, names: Sequence[str], ranks: int) -> list[str]:
-        """Puts such a bucket on the GPU; returns what a server needs to find it there, for each of its ranks."""
-        return (await self._order({"do": "share", "file": str(folder / SINGLE), "names": names, "ranks": ranks}))[
-            "handles"
-        ]
-
     def kill(self) -> None:
         """Ends the process. It may be called again."""
         self._process.kill()

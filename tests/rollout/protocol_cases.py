@@ -35,8 +35,8 @@ from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
-from rollout.weights.published import SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, ProcessGroup, SyncRoute
+from rollout.weights.published import SharedFolders, served
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, ProcessGroup, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -215,6 +215,8 @@ def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> SyncR
         return Buckets(1 << 18)
     if way == "group":
         return ProcessGroup(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
+    if way == "ipc":
+        return CudaIpc(served(config), 1 << 18)
     folders = VersionFolders(folder / "shared")
     return OrbaxFolders(folders, folder / "local", {}, here=name == "sglang")
 

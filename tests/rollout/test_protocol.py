@@ -332,14 +332,16 @@ def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("way", ["bucket", "orbax", "group"])
+@pytest.mark.parametrize("way", ["bucket", "orbax", "group", "ipc"])
 def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
     """A checksum a tensor says so, before anything is generated; a delta follows a whole version. Everywhere else,
     weights come through shared memory."""
     if engine.fleet is None:
         pytest.skip("has no server")
-    if (engine.name, way) == ("serve", "group"):
-        pytest.skip("rollout.serve has no PyTorch, whose groups these are")
+    if engine.name == "serve" and way in ("group", "ipc"):
+        pytest.skip("rollout.serve has no PyTorch, whose groups and handles these are")
+    if way == "ipc":
+        pytest.importorskip("torch", reason="parity lane: needs torch")
     run(begun(engine))
     steps = [model(engine.kind, 5), model(engine.kind, 6), model(engine.kind, 5)]
     fleet = fleet_by(route(way, engine.name, steps[0].config, tmp_path), engine)
