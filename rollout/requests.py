@@ -69,7 +69,7 @@ def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
 def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     sampling = checked_sampling(request.sampling, limits.vocabulary)
     prompt = _prompt(request.prompt, limits, sampling.max_new_tokens)
-    n = _integer("n", request.n, 1, MOST_SAMPLES)
+    n = as_integer("n", request.n, 1, MOST_SAMPLES)
     total = len(prompt) + sampling.max_new_tokens
     if total > limits.max_sequence_tokens:
         raise ValueError(
@@ -92,7 +92,7 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     samples = _ids("samples", request.samples)
     if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
         raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
-    seed = _integer("seed", request.seed, None, None)
+    seed = as_integer("seed", request.seed, None, None)
     return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples)
 
 
@@ -107,7 +107,7 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
     """The sampling of a request in plain types. Raises ValueError, a line that names the field."""
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {_shown(sampling)}")
-    temperature, top_p = (_number(name, getattr(sampling, name)) for name in ("temperature", "top_p"))
+    temperature, top_p = (as_number(name, getattr(sampling, name)) for name in ("temperature", "top_p"))
     if temperature and not LEAST_TEMPERATURE <= temperature <= float(np.finfo(np.float32).max):
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
     if not 0 < top_p <= 1:
@@ -120,10 +120,10 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
     if len(forbidden) == vocabulary:
         raise ValueError("forbidden_ids has every token of the vocabulary")
     return SamplingParams(
-        max_new_tokens=_integer("max_new_tokens", sampling.max_new_tokens, 1),
+        max_new_tokens=as_integer("max_new_tokens", sampling.max_new_tokens, 1),
         temperature=temperature,
         top_p=top_p,
-        top_k=_integer("top_k", sampling.top_k, 0),
+        top_k=as_integer("top_k", sampling.top_k, 0),
         stop_ids=stop,
         forbidden_ids=forbidden,
     )
@@ -147,7 +147,7 @@ def _prompt(prompt: Any, limits: EngineLimits, max_new_tokens: int) -> ModelInpu
         tokens_T,
         _integers("prompt.positions_3T", prompt.positions_3T, (3, T)),
         _integers("prompt.feature_index_T", prompt.feature_index_T, (T,), -1, features - 1),
-        _integer("prompt.next_position", prompt.next_position, LEAST, MOST - max_new_tokens),
+        as_integer("prompt.next_position", prompt.next_position, LEAST, MOST - max_new_tokens),
         vision,
     )
 
@@ -162,7 +162,7 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
     if not P or P % config.merge_unit:
         raise ValueError(f"prompt.vision has {P} patches; {config.merge_unit} of them make a feature")
     frames_P = _integers("prompt.vision.frame_segments_P", vision.frame_segments_P, (P,), 0, P)
-    bound = _integer("prompt.vision.frame_bound", vision.frame_bound, 0)
+    bound = as_integer("prompt.vision.frame_bound", vision.frame_bound, 0)
     longest = int(np.bincount(frames_P)[1:].max(initial=0))
     if 0 < bound < longest:
         raise ValueError(f"prompt.vision.frame_bound={bound}, but a frame pair has {longest} patches")
@@ -195,7 +195,8 @@ def _is_integer(kind: type) -> bool:
     return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
 
 
-def _integer(name: str, value: Any, least: int | None = LEAST, most: int | None = MOST) -> int:
+def as_integer(name: str, value: Any, least: int | None = LEAST, most: int | None = MOST) -> int:
+    """The value as an int. Raises ValueError, which names the field, for what is none, or not in these bounds."""
     if not _is_integer(type(value)):
         raise ValueError(f"{name}={_shown(value)} must be an integer")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -203,7 +204,8 @@ def _integer(name: str, value: Any, least: int | None = LEAST, most: int | None 
     return int(value)
 
 
-def _number(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
+    """The value as a float. Raises ValueError, which names the field, for what is no number, or not finite."""
     if not (_is_integer(type(value)) or isinstance(value, float | np.floating)):
         raise ValueError(f"{name}={_shown(value)} must be a number")
     try:

@@ -152,9 +152,8 @@ def _sample(
     interval = params.get("stream_interval")
     _integer("n", 1 if params.get("n") is None else params["n"], 1, 1)
     _refuse_wishes("sampling_params.", params, SAMPLING)
-    sampling = sampling_of(params, begun)
     try:
-        sampling = checked_sampling(sampling, vocabulary)
+        sampling = checked_sampling(sampling_of(params, begun), vocabulary)
     except ValueError as error:
         raise BadRequest(f"sampling_params of {rid!r}: {error}") from None
     stop = () if params.get("ignore_eos") else tuple(sorted({*sampling.stop_ids, *eos_ids}))  # as in SGLang

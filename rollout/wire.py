@@ -27,6 +27,7 @@ from models.qwen2_5_vl.positions import Grid
 from models.shadow import Rows, ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
+from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
 FORMAT = "data:application/x-fluxjax+json,"  # SGLang's contract has strings; another server says that it is no image
@@ -322,24 +323,24 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body; what they leave out is as in SGLang. Raises BadRequest for what an embedded engine
-    can't do; numbers are checked by `requests.checked_sampling`."""
+    """`sampling_params` of a body; what they leave out is as in SGLang. Raises ValueError, which names the field, for
+    what an embedded engine can't do; which numbers may be is checked by `requests.checked_sampling`."""
     params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
-        raise BadRequest("sampling_params.logit_bias must have a value for each of some token ids")
+        raise ValueError("logit_bias must have a value for each of some token ids")
     if not all(isinstance(value, int | float) and value <= NEVER / 10 for value in bias.values()):
-        raise BadRequest(f"sampling_params.logit_bias: only {NEVER:g} is possible, which forbids a token")
+        raise ValueError(f"logit_bias: only {NEVER:g} is possible, which forbids a token")
     stop = params.get("stop_token_ids") or []
     if not isinstance(stop, list) or any(type(id) is not int for id in stop):
-        raise BadRequest("sampling_params.stop_token_ids must be a list of integers")
-    tokens, top_k = params.get("max_new_tokens", 128), params.get("top_k", -1)
+        raise ValueError("stop_token_ids must be a list of integers")
+    tokens, top_k = params.get("max_new_tokens", 128), as_integer("top_k", params.get("top_k", -1))
     if type(tokens) is not int:
-        raise BadRequest("sampling_params.max_new_tokens must be an integer")
+        raise ValueError("max_new_tokens must be an integer")
     return SamplingParams(
         max_new_tokens=tokens + begun,
-        temperature=params.get("temperature", 1.0),
-        top_p=params.get("top_p", 1.0),
+        temperature=as_number("temperature", params.get("temperature", 1.0)),
+        top_p=as_number("top_p", params.get("top_p", 1.0)),
         top_k=0 if top_k == -1 else top_k,
         stop_ids=tuple(stop),
         forbidden_ids=tuple(int(id) for id in bias),
