@@ -60,6 +60,27 @@ def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
     return Need(fields, setting, " or ".join(map(_text, values)), lambda config: read(config) in values)
 
 
+def _above(limit: int, setting: str, *fields: str) -> Need:
+    """Says that `fields` are read only if the setting is above the limit."""
+    read = operator.attrgetter(setting)
+    return Need(fields, setting, f"above {limit}", lambda config: read(config) > limit)
+
+
+def _algorithms(names: Sequence[str], *fields: str) -> Need:
+    """Says that `fields` are read by these algorithms only, and perhaps by users' own."""
+    wanted = " or ".join(", ".join(names).rsplit(", ", 1))
+    return Need(fields, _ALGORITHM, wanted, lambda config: config.algorithm.name in names or _users(config))
+
+
+def _no_algorithms(names: Sequence[str], *fields: str) -> Need:
+    """Says that `fields` are read by all algorithms but these."""
+    return Need(fields, _ALGORITHM, "another", lambda config: config.algorithm.name not in names or _users(config))
+
+
+def _users(config: Config) -> bool:
+    return not config.algorithm.built_in
+
+
 def _of(section: str, *names: str) -> list[str]:
     return [f"{section}.{name}" for name in names]
 
@@ -86,7 +107,7 @@ def _clipped(config: Config) -> bool:
 
 def _stale(config: Config) -> bool:
     """Says whether older versions than the newest are trained on."""
-    return _policy_stale(config) or _replayed(config)
+    return _policy_stale(config) or config.replay.share > 0
 
 
 def _policy_stale(config: Config) -> bool:
@@ -94,53 +115,9 @@ def _policy_stale(config: Config) -> bool:
     return config.policy.name in _STALE or held
 
 
-def _replayed(config: Config) -> bool:
-    return config.replay.share > 0
-
-
-def _of_group(config: Config) -> bool:
-    """Says whether advantages may be divided by the group's standard deviation."""
-    algorithm = config.algorithm
-    return not algorithm.built_in or algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-
-
-def _dual_clipped(config: Config) -> bool:
-    return not config.algorithm.built_in or config.algorithm.name not in ("gspo", "cispo")
-
-
 def _policy_gradient(config: Config) -> bool:
     """Says whether the loss is one of tokens, each with an importance weight."""
-    return not config.algorithm.built_in or config.algorithm.name != "dpo"
-
-
-def _with_entropy(config: Config) -> bool:
-    return not config.algorithm.built_in or config.algorithm.name not in ("dpo", "distillation")
-
-
-def _judged(config: Config) -> bool:
-    """Says whether there may be a critic."""
-    return not config.algorithm.built_in or config.algorithm.name == "ppo"
-
-
-def _referred(config: Config) -> bool:
-    """Says whether there is a reference."""
-    return config.algorithm.kl_coefficient > 0
-
-
-def _adapters(config: Config) -> bool:
-    return config.lora.rank > 0
-
-
-def _several_rounds(config: Config) -> bool:
-    return config.packing.rounds_per_degree > 1
-
-
-def _snapshots(config: Config) -> bool:
-    return config.checkpoint.snapshot_every > 0
-
-
-def _preprocessors(config: Config) -> bool:
-    return config.data.preprocessors > 0
+    return config.algorithm.name != "dpo" or _users(config)
 
 
 def _decoding_processes(config: Config) -> bool:
@@ -148,12 +125,8 @@ def _decoding_processes(config: Config) -> bool:
     return config.data.workers > 0 or config.data.preprocessors > 0
 
 
-_ALGORITHM, _KIND, _POLICY, _STRATEGY = (
-    "algorithm.name",
-    "algorithm.importance.kind",
-    "policy.name",
-    "sharding.strategy",
-)
+_ALGORITHM, _KIND = "algorithm.name", "algorithm.importance.kind"
+_POLICY, _STRATEGY = "policy.name", "sharding.strategy"
 _KL = "algorithm.kl_coefficient"
 _CLIPS = _of("algorithm", "clip_low", "clip_high", "dual_clip")
 _OF_TOKENS = [*_CLIPS, "algorithm.loss_aggregation"]
@@ -163,13 +136,13 @@ _TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ModelCo
 _SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 _STORED = _of("data", "cache_gib", "spill_gib", "spill", "ahead", "index", "decode_seconds", "decode_memory_gib")
 NEEDS = (
-    Need(_OF_TOKENS, "algorithm.name", "another", _policy_gradient),
-    Need(["algorithm.entropy_coefficient"], "algorithm.name", "another", _with_entropy),
+    Need(_OF_TOKENS, _ALGORITHM, "another", _policy_gradient),
+    _no_algorithms(("dpo", "distillation"), "algorithm.entropy_coefficient"),
     _when(
         "data.loader", (Loader.SHADOW,), *_of("data", "mode", "preprocessors", "lease_seconds", "near_gib"), *_STORED
     ),
     _when("data.mode", (DataMode.FLIGHT,), *_of("data", "preprocessors", "lease_seconds", "near_gib")),
-    Need(_of("data", "lease_seconds", "near_gib"), "data.preprocessors", "above 0", _preprocessors),
+    _above(0, "data.preprocessors", *_of("data", "lease_seconds", "near_gib")),
     Need(_of("data", "decode_seconds", "decode_memory_gib"), "data.workers", "above 0", _decoding_processes),
     _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
     _when(_POLICY, (Policy.APRIL,), "april"),
@@ -193,19 +166,19 @@ NEEDS = (
     Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
     Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
     Need(["algorithm.importance.decay"], _POLICY, "april or adaptive_async (or replay.share above 0)", _stale),
-    Need(_of("replay", "groups", "max_age", "times", "order"), "replay.share", "above 0", _replayed),
-    Need(["algorithm.normalize_std"], _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo", _of_group),
-    Need(["algorithm.dual_clip"], _ALGORITHM, "another", _dual_clipped),
-    Need(["critic"], _ALGORITHM, "ppo", _judged),
-    Need(_of("algorithm", "kl_estimator", "reference", "reference_every"), _KL, "above 0", _referred),
-    Need(_of("lora", "alpha", "targets", "adapter"), "lora.rank", "above 0", _adapters),
+    _above(0, "replay.share", *_of("replay", "groups", "max_age", "times", "order")),
+    _algorithms(("grpo", "dr_grpo", "dapo", "gspo", "cispo"), "algorithm.normalize_std"),
+    _no_algorithms(("gspo", "cispo"), "algorithm.dual_clip"),
+    _algorithms(("ppo",), "critic"),
+    _above(0, _KL, *_of("algorithm", "kl_estimator", "reference", "reference_every")),
+    _above(0, "lora.rank", *_of("lora", "alpha", "targets", "adapter")),
     Need(_CLIPS, "algorithm.importance.decoupled", "False (or several algorithm.minibatches or epochs)", _clipped),
     _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
     _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host")),
     _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
     _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
-    Need(_of("packing", "short", "group_cap"), "packing.rounds_per_degree", "above 1", _several_rounds),
-    Need(["checkpoint.snapshot_folder"], "checkpoint.snapshot_every", "above 0", _snapshots),
+    _above(1, "packing.rounds_per_degree", *_of("packing", "short", "group_cap")),
+    _above(0, "checkpoint.snapshot_every", "checkpoint.snapshot_folder"),
     _when("sharding.preflight", (True,), "sharding.device_memory_gib"),
     _when("model.path", ("",), *_of("model", *_TINY_MODEL)),  # else the architecture is the checkpoint's
 )
