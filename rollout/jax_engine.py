@@ -109,7 +109,7 @@ class JaxEngine:
         self._scheduler = Scheduler(self._limits)
         self._version = version
         self._tokens_prefilled = 0
-        self._paused = self._asleep = self._closed = False
+        self._paused = self.asleep = self._closed = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -233,10 +233,6 @@ class JaxEngine:
         self._attach()
         self._kick()
 
-    @property
-    def asleep(self) -> bool:
-        return self._asleep
-
     async def sleep(self, *, weights: bool = False) -> None:
         """Gives the cache memory back (`Engine.sleep`). With `weights`, these go, too: it needs new ones to go on."""
         async with self._between_turns():
@@ -246,10 +242,10 @@ class JaxEngine:
             self._device.cache = None
             if weights:
                 self._device.params = None
-            self._asleep = True
+            self.asleep = True
 
     async def wake(self) -> None:
-        self._asleep = False
+        self.asleep = False
         self._attach()
         self._kick()
 
@@ -315,7 +311,7 @@ class JaxEngine:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="rollout engine")
 
     def _ready(self) -> bool:
-        return bool(self._scheduler.jobs) and not (self._paused or self._asleep or self._closed)
+        return bool(self._scheduler.jobs) and not (self._paused or self.asleep or self._closed)
 
     @contextlib.asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:

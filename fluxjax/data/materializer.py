@@ -51,7 +51,7 @@ class Materializer:
         self._tasks: dict[int, _Task] = {}  # of each expected shadow, by its identity
         self._coming: collections.deque[list[_Task]] = collections.deque()  # those of each batch not yet begun
         self._unread = 0  # batches begun of which nothing was read
-        self._totals = Materialized()
+        self.totals = Materialized()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
@@ -80,10 +80,6 @@ class Materializer:
             self._coming = collections.deque(filter(None, kept))
             self._begin()
 
-    @property
-    def totals(self) -> Materialized:
-        return self._totals
-
     def close(self) -> None:
         """Ends the thread; what is on its way is waited for."""
         with self._lock:
@@ -103,7 +99,7 @@ class Materializer:
         data = self._materialized(shadow) if task is None or task.future is None else task.future.result()
         waited = time.perf_counter() - began
         with self._lock:
-            self._totals = dataclasses.replace(self._totals, waited=self._totals.waited + waited)
+            self.totals = dataclasses.replace(self.totals, waited=self.totals.waited + waited)
         return data
 
     def _begin(self) -> None:
@@ -131,8 +127,8 @@ class Materializer:
         ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * _row_bytes(shadow)
         self._note(began, ended, size)
         with self._lock:
-            totals = self._totals
-            self._totals = dataclasses.replace(
+            totals = self.totals
+            self.totals = dataclasses.replace(
                 totals, bytes=totals.bytes + size, fetching=totals.fetching + ended - began
             )
         return data

@@ -61,14 +61,9 @@ class NearPixels:
         self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not begun
         self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # the last one used, last
         self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket, in order
-        self._used = self._promised = 0  # bytes of all that is kept, and of what is promised
+        self.used = self._promised = 0  # bytes of all that is kept or on its way, and of what is promised
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
-
-    @property
-    def used(self) -> int:
-        """Bytes that are kept or on their way."""
-        return self._used
 
     def expect(self, rows: Sequence[Rows]) -> None:
         """Says that these rows will be asked for next, behind those that were expected before. Does not block."""
@@ -110,7 +105,7 @@ class NearPixels:
             self._expected.clear()
             self._kept.clear()
             self._parts.clear()
-            self._used = self._promised = 0
+            self.used = self._promised = 0
             self._changed.notify_all()
 
     # With the lock:
@@ -145,7 +140,7 @@ class NearPixels:
         parts = self._parts.setdefault(kept.rows.ticket, [])
         parts.append(kept)
         parts.sort(key=lambda part: part.rows.start)
-        self._used += kept.size
+        self.used += kept.size
         self._promised += kept.size if kept.promised else 0
 
     def _forget(self, kept: _KeptPatches) -> None:
@@ -155,7 +150,7 @@ class NearPixels:
             self._parts[kept.rows.ticket].remove(kept)
             if not self._parts[kept.rows.ticket]:
                 del self._parts[kept.rows.ticket]
-            self._used -= kept.size
+            self.used -= kept.size
 
     def _promise(self, kept: _KeptPatches, promised: bool) -> None:
         if kept.promised != promised:
@@ -167,7 +162,7 @@ class NearPixels:
         if self._closed or self._promised + size > self._limit:
             return False
         for kept in [kept for kept in self._kept.values() if not kept.promised]:
-            if self._used + size <= self._limit:
+            if self.used + size <= self._limit:
                 break
             self._forget(kept)
         return True

@@ -47,7 +47,7 @@ class Gang:
     ) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from telling rows until all processes agree,
         and while weights are gathered: in collective work, the other processes are stuck where process 0 is."""
-        self._links = links
+        self.links = links  # to the other processes; None for a process that is alone
         self._progress = Progress(links, progress_timeout) if links is not None else None
         self.process = links.process if links is not None else 0
         self.processes = links.processes if links is not None else 1
@@ -60,18 +60,13 @@ class Gang:
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
 
     @property
-    def links(self) -> Links | None:
-        """The links to the other processes; None for a process that is alone."""
-        return self._links
-
-    @property
     def alone(self) -> bool:
         return self.processes == 1
 
     @property
     def rank_here(self) -> int:
         """The number of processes with lower numbers that share this process's ports."""
-        return self._links.rank_here if self._links is not None else 0
+        return self.links.rank_here if self.links is not None else 0
 
     def tell(self, order: Order) -> None:
         """Sends all other processes the same order. Raises LinkError if a process has failed."""
@@ -98,17 +93,17 @@ class Gang:
             self._progress.close()
 
     def _send(self, process: int, data: Sequence[bytes]) -> None:
-        assert self._links is not None
-        self.bytes_told += self._links.send(process, *data)
+        assert self.links is not None
+        self.bytes_told += self.links.send(process, *data)
 
     def orders(self) -> Iterator[Order]:
         """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
         for bytes that are no order."""
-        assert self._links is not None
+        assert self.links is not None
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
-                data = self._links.receive(0)
+                data = self.links.receive(0)
             order = decode(data)
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
@@ -122,50 +117,50 @@ class Gang:
     def collect(self, value: T) -> list[T]:
         """Returns the `value` (JSON) of every process, by process, in process 0; in the others, their own value only.
         All processes must call it, and before a step."""
-        if self._links is None:
+        if self.links is None:
             return [value]
         if self.process:
-            self._links.send(0, json.dumps(value).encode())
+            self.links.send(0, json.dumps(value).encode())
             return [value]
-        return [value, *(json.loads(self._links.receive(process)) for process in range(1, self.processes))]
+        return [value, *(json.loads(self.links.receive(process)) for process in range(1, self.processes))]
 
     def exchange(self, value: T) -> list[T]:
         """Returns the `value` (JSON) of every process, by process, in all processes. All must call it, and before a
         step."""
         collected = self.collect(value)
-        if self._links is None or self.alone:
+        if self.links is None or self.alone:
             return collected
         if self.process:
-            return json.loads(self._links.receive(0))
+            return json.loads(self.links.receive(0))
         for process in range(1, self.processes):
-            self._links.send(process, json.dumps(collected).encode())
+            self.links.send(process, json.dumps(collected).encode())
         return collected
 
     def agree(self, config: Config, composition: Composition) -> None:
         """Compares the program that this process is about to run, its settings and the shapes of its arrays, with those
         of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for ever."""
-        if self._links is None or self.alone:
+        if self.links is None or self.alone:
             return
         mine = fingerprint(config, composition)
         if self.process:
-            self._links.send(0, mine.encode())
+            self.links.send(0, mine.encode())
             self.watch.agreed()
             return
         for process in range(1, self.processes):
             theirs = self._fingerprint_of(process)
             if theirs != mine:
-                self._links.fail(
+                self.links.fail(
                     f"process {process} would run another program than process 0 ({theirs} and {mine}): start all with "
                     "the same command, release, and versions of JAX"
                 )
-                self._links.check()
+                self.links.check()
         self.watch.agreed()
         assert self._progress is not None
         self._progress.end()
 
     def _fingerprint_of(self, process: int) -> str:
-        assert self._links is not None
-        while is_status(data := self._links.receive(process)):
+        assert self.links is not None
+        while is_status(data := self.links.receive(process)):
             self._note(process, data)
         return data.decode()
 
@@ -180,8 +175,8 @@ class Gang:
         self._know(status)
         log.info("%s", step_line(status))
         if self.process:
-            assert self._links is not None
-            self._links.send(0, encode_status(shifted(status, -self._stepped_at)))
+            assert self.links is not None
+            self.links.send(0, encode_status(shifted(status, -self._stepped_at)))
 
     def statuses(self) -> list[HostStatus]:
         """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
@@ -197,11 +192,11 @@ class Gang:
     def _hear_statuses(self) -> None:
         """Reads the statuses of the last step, in process 0: each other process sent its own before it took part in
         what followed."""
-        assert self._links is not None
+        assert self.links is not None
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
-                self._note(process, self._links.receive(process))
+                self._note(process, self.links.receive(process))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
