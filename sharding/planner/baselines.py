@@ -1,13 +1,8 @@
-"""The planners that FlexUlysses is compared with: one degree for all, longest first, Karmarkar-Karp, FlexRL's own."""
-
-import numpy as np
+"""The planners that give all sequences one degree."""
 
 from .limits import Placement, Problem, planner
 from .partition import karmarkar_karp, longest_first
 from .plan import PlanError
-
-CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
-EPS = 1e-9
 
 
 @planner
@@ -23,119 +18,8 @@ def ulysses(problem: Problem, degree: int = 8) -> Placement:
 
 
 @planner
-def greedy(problem: Problem) -> Placement:
-    """Shards nothing: longest (by work) first to the device with the least."""
-    return [1] * len(problem.lengths_I), longest_first(problem.work_I, problem.num_devices)
-
-
-@planner
 def bucketing(problem: Problem) -> Placement:
     """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
     stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
     tokens = problem.lengths_I.astype(float)
     return [1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, problem.num_devices)
-
-
-@planner
-def flexrl(problem: Problem) -> Placement:
-    """FlexRL's own placement, Algorithms 2 and 3 of its Appendix A, as published: baseline split and place, then merges
-    from the highest degree down, then the short items anew.
-
-    What the paper leaves open is decided here: GetSPSize is the smallest degree whose share fits the mean tokens of a
-    device; m of FindMergeCandidates is 4; TwoWayPack gives the longest first to the side with fewer tokens; a merge is
-    feasible if no device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d; degrees
-    end at that of the limits.
-    """
-    state = _FlexRL(problem)
-    state.split_and_place()
-    degree = problem.max_degree
-    while degree > 1:
-        groups = range(problem.num_devices // degree)
-        candidates = {group: c for group in groups if (c := state.candidate(degree, group))}
-        while candidates:
-            group = min(candidates, key=lambda g: (candidates[g][0], g))
-            _, *sides = candidates.pop(group)
-            for k, side in enumerate(sides):  # ExecuteMerge
-                for i in side:
-                    state.take(i)
-                    state.put(i, degree // 2, degree * group + k * degree // 2)
-            # A merge changes no other group of this degree.
-            if again := state.candidate(degree, group):
-                candidates[group] = again
-        degree //= 2
-    state.reorder_short()
-    return state.degrees, state.firsts
-
-
-class _FlexRL:
-    """The tokens of each device and the place of every sequence, while `flexrl` moves them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.lengths = problem.lengths_I.tolist()
-        self.mean = sum(self.lengths) / problem.num_devices
-        self.most = problem.limits.alpha * self.mean + EPS
-        self.tokens = np.zeros(problem.num_devices)
-        self.degrees, self.firsts = [1] * len(self.lengths), [0] * len(self.lengths)
-        self.down = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
-
-    def put(self, i: int, degree: int, first: int) -> None:
-        self.degrees[i], self.firsts[i] = degree, first
-        self.tokens[first : first + degree] += self.lengths[i] / degree
-
-    def take(self, i: int) -> None:
-        first, degree = self.firsts[i], self.degrees[i]
-        self.tokens[first : first + degree] -= self.lengths[i] / degree
-
-    def split_and_place(self) -> None:
-        """BaselineSplitPlace: the lowest degree for which a group has room, there the group with the most room."""
-        for i in self.down:
-            degree = 1
-            while degree < self.problem.max_degree and self.lengths[i] / degree > self.mean:
-                degree *= 2
-            while True:
-                groups = self.tokens.reshape(-1, degree)
-                fits = groups.max(1) + self.lengths[i] / degree <= self.most
-                if fits.any() or degree == self.problem.max_degree:
-                    break
-                degree *= 2
-            fullness = groups.sum(1)
-            best = np.where(fits, fullness, np.inf) if fits.any() else fullness
-            self.put(i, degree, degree * int(best.argmin()))
-
-    def candidate(self, degree: int, group: int) -> tuple[float, list[int], list[int]] | None:
-        """FindMergeCandidates for one group: the cheapest way for some of its sequences to move to its two halves."""
-        first, half = degree * group, degree // 2
-        here = [i for i in reversed(self.down) if self.degrees[i] == degree and self.firsts[i] == first]
-        best: tuple[float, list[int], list[int]] | None = None
-        for count in range(2, min(CANDIDATES, len(here)) + 1):
-            sides, loads = ([], []), [0.0, 0.0]
-            for i in reversed(here[:count]):
-                side = int(loads[1] < loads[0])
-                sides[side].append(i)
-                loads[side] += self.lengths[i]
-            whole = sum(loads) / degree
-            parts = [self.tokens[first + k * half : first + (k + 1) * half].max() for k in (0, 1)]
-            if all(part - whole + load / half <= self.most for part, load in zip(parts, loads, strict=True)):
-                change = sum(self._split_cost(i, half) - self._split_cost(i, degree) for i in here[:count])
-                if best is None or change < best[0]:
-                    best = (change, *sides)
-        return best
-
-    def reorder_short(self) -> None:
-        """ShortItemReorder: whatever has degree 1 or 2 becomes unsharded, on the device with the least compute."""
-        short = [i for i in self.down if self.degrees[i] <= 2]
-        for i in short:
-            self.take(i)
-        compute = np.zeros(len(self.tokens))
-        for i in self.down:
-            if self.degrees[i] > 2:
-                compute[self.firsts[i] : self.firsts[i] + self.degrees[i]] += self.problem.work_I[i] / self.degrees[i]
-        for i in short:
-            fits = self.tokens + self.lengths[i] <= self.most
-            device = int(np.where(fits, compute, np.inf).argmin()) if fits.any() else int(self.tokens.argmin())
-            self.put(i, 1, device)
-            compute[device] += self.problem.work_I[i]
-
-    def _split_cost(self, i: int, degree: int) -> float:
-        return self.lengths[i] * self.problem.weight(degree) / degree

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from turns import third_of
 
-from sharding.planner import PLANNERS, Limits, balance_bound, flex_ulysses, flexrl, greedy, ulysses
+from benchmarks.planner_baselines import PLANNERS, flexrl, greedy
+from sharding.planner import Limits, balance_bound, flex_ulysses, ulysses
 from sharding.planner.draw import draw
 from sharding.planner.limits import least_load, row_tokens
 from sharding.planner.plan import PlanError, ShardPlan, rounds

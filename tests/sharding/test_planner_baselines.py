@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
-from sharding.planner import Limits, bucketing, flexrl, greedy, ulysses
-from sharding.planner.baselines import karmarkar_karp, longest_first
+from benchmarks.planner_baselines import flexrl, greedy
+from sharding.planner import Limits, bucketing, ulysses
+from sharding.planner.partition import karmarkar_karp, longest_first
 from sharding.planner.plan import PlanError
 
 

@@ -7,8 +7,9 @@ import plan_cases
 import pytest
 from plan_bounds import least_balance, least_traffic
 
+from benchmarks.planner_baselines import flexrl
 from sharding.cost import CostModel
-from sharding.planner import Limits, flex_ulysses, flexrl
+from sharding.planner import Limits, flex_ulysses
 from sharding.planner.limits import pose
 from sharding.planner.placement import score
 from sharding.planner.search import regrouped
