@@ -240,7 +240,7 @@ def test_order_of_arrival_does_not_matter(case, seed, devices, share):
 
 
 def test_every_schedule_can_be_chosen():
-    assert {balance.value for balance in Balance} == set(SCHEDULERS) - {"verl_native"}  # that is lb_micro here
+    assert {balance.value for balance in Balance} == set(SCHEDULERS)
 
 
 def test_media_split_what_tokens_would_let_stand_together():

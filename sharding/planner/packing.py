@@ -1,7 +1,7 @@
 """Schedulers say which sequences each device computes in which microbatch, so that devices wait little for each other.
 
     schedule = lb_mini(lengths, num_devices=8, limits=Limits(tokens_per_device=65536))
-    print(bubble_rate(schedule, barrier="minibatch"))
+    print(makespan(schedule, barrier="minibatch"))
 
 Under collective FSDP all devices meet at every layer of every microbatch, so that microbatches must be equally many
 and equally long; under ODC they meet once a minibatch (ODC paper, sections 3 and 4). The schedulers are those of its
@@ -86,20 +86,7 @@ def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float
     return float(loads.max(axis=0, initial=0.0).sum())
 
 
-def bubble_rate(schedule: MicrobatchSchedule, cost: Cost = None, barrier: str = "microbatch") -> float:
-    """The share of all devices' time in which they wait because of uneven work (appendix G): 0 is perfect.
-
-    Collective FSDP waits at each `microbatch`, ODC at each `minibatch`. `cost` as for the schedulers, `schedule.work`
-    if not given. Communication is not counted.
-    """
-    if cost is not None:
-        work_I = _pose(schedule.lengths, schedule.num_devices, Limits(), None, cost).work_I
-        schedule = dataclasses.replace(schedule, work=tuple(work_I.tolist()))
-    total = schedule.num_devices * makespan(schedule, barrier)
-    return max(1.0 - float(schedule.loads().sum()) / total, 0.0) if total else 0.0
-
-
-def _scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchSchedule]:
+def scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchSchedule]:
     """Makes a scheduler out of `deal(problem, **options)`, which returns minibatches; all but the last one have as many
     microbatches on all devices.
 
@@ -154,7 +141,7 @@ def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None,
     return dataclasses.replace(problem, limits=limits)  # of which the tokens of a device bound a microbatch alone
 
 
-@_scheduler
+@scheduler
 def local_sort(problem: Problem) -> list[Minibatch]:
     """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
     (Section 5.1.)"""
@@ -165,7 +152,7 @@ def local_sort(problem: Problem) -> list[Minibatch]:
     return [[microbatches + [[]] * (most - len(microbatches)) for microbatches in alone]]
 
 
-@_scheduler
+@scheduler
 def lb_micro(problem: Problem) -> list[Minibatch]:
     """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
 
@@ -174,10 +161,10 @@ def lb_micro(problem: Problem) -> list[Minibatch]:
     heaviest microbatches run together, which is the best order. The appendix does not tell of exchanges, but without
     them devices are far less even than Tables 4 and 6 say (`docs/log.md`).
     """
-    return [_together(problem, _shares(_as_many_each(problem), problem.num_devices))]
+    return [together(problem, shares_of(_as_many_each(problem), problem.num_devices))]
 
 
-@_scheduler
+@scheduler
 def lb_mini(problem: Problem) -> list[Minibatch]:
     """Devices even over the whole minibatch, however many sequences and microbatches each has (section 4, C.1).
 
@@ -191,7 +178,7 @@ def lb_mini(problem: Problem) -> list[Minibatch]:
     dealt = [swapped(work_I, bins, num_devices) for bins in starts]
     bins = min(dealt, key=lambda bins: np.bincount(bins, work_I, num_devices).max(initial=0.0))
     devices = []
-    for share in _shares(bins, num_devices):
+    for share in shares_of(bins, num_devices):
         count = _fewest(problem, share)
         while (microbatches := _packed(problem, share, count, by=(problem.lengths_I, work_I))) is None:
             count += 1
@@ -199,25 +186,7 @@ def lb_mini(problem: Problem) -> list[Minibatch]:
     return [devices]
 
 
-@_scheduler
-def verl_native(problem: Problem, minibatch: int = 0, seed: int = 0) -> list[Minibatch]:
-    """Balances as verl does: over the global batch, before that is cut into minibatches (appendix C.2).
-
-    Each device shuffles its equal share, by `seed`, and cuts it into minibatches of `minibatch` sequences a device (0:
-    one minibatch), so each of them is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`
-    for each minibatch. Unlike verl's published code, this one never exceeds the budget.
-    """
-    if minibatch < 0:
-        raise PlanError(f"minibatch is {minibatch} sequences a device; use 0 for all")
-    shares = _shares(karmarkar_karp(problem.work_I, problem.num_devices, equal_size=True), problem.num_devices)
-    size = minibatch or max(1, *map(len, shares), 1)
-    if minibatch:
-        shares = [np.random.default_rng((seed, d)).permutation(np.array(s, int)).tolist() for d, s in enumerate(shares)]
-    cuts = range(0, max(1, *map(len, shares)), size)
-    return [_together(problem, [sorted(share[at : at + size]) for share in shares]) for at in cuts]
-
-
-SCHEDULERS = {scheduler.__name__: scheduler for scheduler in (local_sort, lb_micro, lb_mini, verl_native)}
+SCHEDULERS = {packer.__name__: packer for packer in (local_sort, lb_micro, lb_mini)}
 
 
 def _as_many_each(problem: Problem) -> list[int]:
@@ -226,7 +195,7 @@ def _as_many_each(problem: Problem) -> list[int]:
     return swapped(problem.work_I, bins, problem.num_devices, equal_size=True)
 
 
-def _shares(bins: Sequence[int], count: int) -> list[list[int]]:
+def shares_of(bins: Sequence[int], count: int) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(count)]
     for i, bin in enumerate(bins):
         shares[bin].append(i)
@@ -248,14 +217,14 @@ def _packed(problem: Problem, share: list[int], count: int, by: Sequence[np.ndar
 
     room = problem.limits.tokens_per_device
     for amounts in by:
-        bins = _shares(karmarkar_karp(amounts[share], count), count) if share else [[]] * count
+        bins = shares_of(karmarkar_karp(amounts[share], count), count) if share else [[]] * count
         microbatches = [[share[k] for k in bin] for bin in bins]
         if not room or all(problem.lengths_I[members].sum() <= room for members in microbatches if members):
             return sorted(microbatches, key=order)
     return None
 
 
-def _together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
+def together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
     """The smallest equal number of microbatches in which Karmarkar-Karp by work makes those of all devices fit."""
     count = max(_fewest(problem, share) for share in shares)
     while True:

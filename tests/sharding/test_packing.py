@@ -9,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
+from benchmarks.packing_baselines import bubble_rate, verl_native
 from sharding.cost import CostModel
 from sharding.planner import Limits
 from sharding.planner.packing import (
     SCHEDULERS,
     MicrobatchSchedule,
-    bubble_rate,
     lb_micro,
     lb_mini,
     local_sort,
     makespan,
-    verl_native,
 )
 from sharding.planner.partition import karmarkar_karp, swapped
 from sharding.planner.plan import PlanError
@@ -37,12 +36,15 @@ def loads(bins: list[int], amounts: list[int], count: int) -> np.ndarray:
     return np.bincount(np.array(bins, int), amounts, count)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+ALL = SCHEDULERS | {"verl_native": verl_native}
+
+
+@pytest.mark.parametrize("name", ALL)
 @settings(max_examples=third_of(60), deadline=None)
 @given(LENGTHS, DEVICES, ROOM)
 def test_whole_within_budget_and_repeatable(name: str, lengths: list[int], devices: int, room: int) -> None:
-    made = SCHEDULERS[name](lengths, devices, limits(room))
-    assert made == SCHEDULERS[name](np.array(lengths, int), devices, limits(room))
+    made = ALL[name](lengths, devices, limits(room))
+    assert made == ALL[name](np.array(lengths, int), devices, limits(room))
     assert made.num_devices == devices
     assert sorted(i for own in made.microbatches for one in own for i in one) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in one) <= (room or 10**9) for own in made.microbatches for one in own)
@@ -175,7 +177,7 @@ def test_schedules_by_hand() -> None:
 
 
 def test_one_giant_and_fewer_sequences_than_devices() -> None:
-    for name, scheduler in SCHEDULERS.items():
+    for name, scheduler in ALL.items():
         assert scheduler([7], 3, limits(7)).counts().tolist() == ([1, 0, 0] if name == "lb_mini" else [1, 1, 1])
         assert bubble_rate(scheduler([7], 3, limits(7))) == pytest.approx(2 / 3, rel=1e-12)
         assert scheduler([], 2).microbatches == ((), ())
