@@ -52,17 +52,6 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
     return np.arange(count) * total // count
 
 
-@dataclasses.dataclass(frozen=True)
-class Video:
-    frames: np.ndarray  # u8 [frames, height, width, 3], resized
-    seconds: float | None  # the whole video's duration; None where nothing tells, of one frame pair
-    indices: np.ndarray  # of the sampled frames in the file
-
-    def seconds_per_grid(self, temporal_patch: int) -> float:
-        """The time that one frame pair stands for."""
-        return seconds_per_grid(self.seconds, len(self.indices), temporal_patch)
-
-
 def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) -> float:
     """The time that a frame pair stands for, of so many `frames` that were sampled. It doesn't matter for one pair."""
     return temporal_patch * (seconds or 1.0) / frames
@@ -82,7 +71,7 @@ class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # of the sampled frames in the file
-    seconds: float | None  # see `Video`
+    seconds: float | None  # of the whole video; None where nothing tells, of one frame pair
     seekable: bool  # whether packets tell the time of every frame, all that decoding gave and no others
 
 
@@ -93,25 +82,6 @@ class _Pass:
     count: int
     seconds: float | None
     seekable: bool
-
-
-def load_video(
-    source: Source,
-    layout: PatchLayout,
-    pixels: PixelSettings,
-    frames: FrameSettings,
-    limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
-) -> Video:
-    """Decodes, samples and resizes a video. Raises what `read_video` raises."""
-    whole = np.empty((0, 0, 0, 3), np.uint8)
-    for item in read_video(source, layout, pixels, frames, limits):
-        if isinstance(item, Sampling):
-            return Video(whole, item.seconds, item.indices)
-        if item is not None:
-            if item.slot == 0:
-                whole = np.empty((item.count, *item.pixels.shape), np.uint8)
-            whole[item.slot] = item.pixels
-    raise AssertionError("a video is read to its end")
 
 
 def read_video(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fractions
 import os
 import pathlib
@@ -13,7 +14,10 @@ from typing import Any
 import av
 import numpy as np
 
+from models.processing.media_file import Source
 from models.processing.patches import arrange
+from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from models.processing.videos import Sampling, read_video, seconds_per_grid
 
 CODECS = {
     "mkv": "libx264",
@@ -77,6 +81,36 @@ def write_video(
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    frames: np.ndarray  # u8 [frames, height, width, 3], resized
+    seconds: float | None  # the whole video's duration; None where nothing tells, of one frame pair
+    indices: np.ndarray  # of the sampled frames in the file
+
+    def seconds_per_grid(self, temporal_patch: int) -> float:
+        """The time that one frame pair stands for."""
+        return seconds_per_grid(self.seconds, len(self.indices), temporal_patch)
+
+
+def load_video(
+    source: Source,
+    layout: PatchLayout,
+    pixels: PixelSettings,
+    frames: FrameSettings,
+    limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
+) -> Video:
+    """Decodes, samples and resizes a video. Raises what `read_video` raises."""
+    whole = np.empty((0, 0, 0, 3), np.uint8)
+    for item in read_video(source, layout, pixels, frames, limits):
+        if isinstance(item, Sampling):
+            return Video(whole, item.seconds, item.indices)
+        if item is not None:
+            if item.slot == 0:
+                whole = np.empty((item.count, *item.pixels.shape), np.uint8)
+            whole[item.slot] = item.pixels
+    raise AssertionError("a video is read to its end")
 
 
 def decoded(path: pathlib.Path) -> np.ndarray:

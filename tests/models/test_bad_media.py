@@ -8,13 +8,12 @@ import wave
 import av
 import numpy as np
 import pytest
-from media_files import decoded, moving_frames, whole, write_video
+from media_files import decoded, load_video, moving_frames, whole, write_video
 from PIL import Image
 
 from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
-from models.processing.videos import load_video
 
 LAYOUT = PatchLayout(patch_size=8, window_size=32)
 PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import CODECS, moving_frames, turn, whole, write_video
+from media_files import CODECS, load_video, moving_frames, turn, whole, write_video
 from PIL import Image
 from turns import third_of
 
@@ -18,7 +18,6 @@ from models.processing import MediaError, tiny
 from models.processing.facts import Facts, image_facts, video_facts
 from models.processing.images import load_image
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
-from models.processing.videos import load_video
 from models.shadow import ShadowTensor
 
 LIMITS = DecodeLimits()

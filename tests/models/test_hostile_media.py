@@ -3,6 +3,7 @@
 import fractions
 import io
 import os
+import pathlib
 import struct
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import av
 import numpy as np
 import pytest
 from av.stream import Disposition
-from media_files import decoded, moving_frames, write_video
+from media_files import decoded, load_video, moving_frames, write_video
 from PIL import Image
 
 from fluxjax.config import Config, DataConfig
@@ -22,7 +23,6 @@ from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.resize import resize_frame
 from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
-from models.processing.videos import load_video
 
 LAYOUT = PatchLayout(patch_size=8, window_size=32)
 PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
@@ -194,7 +194,8 @@ def peak_of(tmp_path, statement, data=b""):
         from models.processing.images import load_image
         from models.processing.resize import resize_frame
         from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout
-        from models.processing.videos import load_video
+        sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+        from media_files import load_video
         data = pathlib.Path(sys.argv[1]).read_bytes()
         frame = np.full((6000, 6000, 3), 7, np.uint8) if not data else None
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import moving_frames, write_video
+from media_files import load_video, moving_frames, write_video
 from turns import third_of
 
 from models.processing.images import smart_resize
 from models.processing.patches import normalise, patchify
 from models.processing.resize import resize_frame
 from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout, PixelSettings, read_frames
-from models.processing.videos import load_video, sample_indices
+from models.processing.videos import sample_indices
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "goldens" / "video_processor.json").read_text())
 SMALL = PatchLayout(patch_size=4)
