@@ -142,7 +142,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         add(f"ulysses_{degree}_ours", plan)
     add("flexrl", flexrl(lengths, devices, packed))
     add("flex_ulysses", flex_ulysses(lengths, devices, packed))
-    seconds = cost.sequence_seconds(np.array(lengths))
+    seconds = cost.attention_seconds(np.array(lengths)) + cost.linear_seconds(np.array(lengths))
     add("flex_ulysses_calibrated", flex_ulysses(lengths, devices, packed, work=seconds, cost=cost))
     return out
 

@@ -343,7 +343,7 @@ def test_work_counts_attention_linear_layers_and_media(tmp_path):
     CostModel.published().save(tmp_path / "h800.json")
     config.sharding.calibration = str(tmp_path / "h800.json")
     cost = CostModel.published().of(sizes)
-    wanted = cost.sequence_seconds(100) + cost.vision_seconds(40)
+    wanted = cost.attention_seconds(100) + cost.linear_seconds(100) + cost.vision_seconds(40)
     assert estimate(config, text, vision)(tokens, squares, patches) == pytest.approx(float(wanted))
     config.sharding.calibration = str(tmp_path / "none.json")
     groups, prepared = make_groups([[4]], [[3]])

@@ -66,11 +66,6 @@ class Ticket:
         pairs, rows, columns = self.medium.grid
         return pairs * rows * columns
 
-    @property
-    def pair_patches(self) -> int:
-        """Patches of a frame pair."""
-        return self.medium.grid[1] * self.medium.grid[2]
-
     def __str__(self) -> str:
         """The ticket as a word, from which `parse` makes it again."""
         ref, medium = self.ref, self.medium

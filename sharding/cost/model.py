@@ -174,11 +174,6 @@ class CostModel:
         """Seconds of the vision tower over `patches` patches on one device."""
         return np.asarray(patches, float) * (self.model.vision_flops() / self.vision_flops)
 
-    def sequence_seconds(self, length: Number) -> Number:
-        """Seconds of attention and linear work of a sequence, in no plan yet: a planner balances these to balance the
-        step."""
-        return self.attention_seconds(length) + self.linear_seconds(length)
-
     # --- seconds of a plan --------------------------------------------------------------------------
 
     def step_seconds(

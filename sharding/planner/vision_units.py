@@ -36,13 +36,6 @@ class VisionPlan:
         loads = self.loads()
         return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
-    @property
-    def home_patches(self) -> int:
-        """Patches computed on a device that holds part of their sequence; the features of the others all travel."""
-        device, first = np.array(self.devices, int), np.array(self.home_firsts, int)
-        home = (first <= device) & (device < first + np.array(self.home_degrees, int))
-        return int(np.array(self.units, np.int64)[home].sum())
-
 
 def spread_vision(
     units: Sequence[int] | np.ndarray,
