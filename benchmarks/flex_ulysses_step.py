@@ -31,6 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT, Pair, WorkerError, spread
 
+from benchmarks.plan_text import text_of
 from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay, size_cost
@@ -85,7 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plans = {name: _plans(lengths) for name, lengths in workloads.items()}
     settings = {
         "model": MODEL,
-        "plans": {f"{load} {name}": plan.to_json() for load, named in plans.items() for name, plan in named.items()},
+        "plans": {f"{load} {name}": text_of(plan) for load, named in plans.items() for name, plan in named.items()},
     }
     load_before = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {name: [] for name in settings["plans"]}

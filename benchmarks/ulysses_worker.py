@@ -21,6 +21,7 @@ import numpy as np
 from common import Channel, peak_rss_mib
 
 import models
+from benchmarks.plan_text import plan_of
 from models.config import Qwen2Config, TextConfig
 from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
@@ -90,7 +91,7 @@ def main(settings: dict) -> None:
     _, params = models.split(model)
     params = strategy.shard(params)
     step = jax.jit(strategy.loss_and_grad)
-    plans = {name: ShardPlan.from_json(text) for name, text in settings["plans"].items()}
+    plans = {name: plan_of(text) for name, text in settings["plans"].items()}
     batches = {name: batch_of(plan, settings["model"]["vocab_size"]) for name, plan in plans.items()}
     placed = {name: strategy.place(strategy.local_rows(batch)) for name, batch in batches.items()}
     channel.say(parameters=parameter_count(model), rounds={n: b.spread.rounds for n, b in batches.items()})

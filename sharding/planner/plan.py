@@ -8,7 +8,6 @@ multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,20 +118,6 @@ class ShardPlan:
     def over_devices(self, share: np.ndarray) -> np.ndarray:
         """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
         return over_devices(share, np.array(self.degrees, int), np.array(self.firsts, int), self.num_devices)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> ShardPlan:
-        """Reads what `to_json` wrote. Raises PlanError, naming what is missing, for anything else."""
-        try:
-            raw = json.loads(text)
-            rounds = tuple(Round(r["degree"], tuple(map(tuple, r["groups"]))) for r in raw["rounds"])
-            sequences = {name: tuple(raw[name]) for name in ("lengths", "work", "degrees", "firsts")}
-            return ShardPlan(num_devices=raw["num_devices"], rounds=rounds, **sequences)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise PlanError(f"this is not a serialised shard plan: {type(error).__name__} {error}") from error
 
 
 def over_devices(share: np.ndarray, degrees: np.ndarray, firsts: np.ndarray, num_devices: int) -> np.ndarray:
