@@ -32,9 +32,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT
 
-from benchmarks.planner_baselines import PLANNERS
+from benchmarks.planner_baselines import PLANNERS, balance_bound
 from sharding.cost import CostModel
-from sharding.planner import Limits, balance_bound, flex_ulysses, ulysses
+from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"

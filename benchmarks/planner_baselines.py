@@ -1,19 +1,28 @@
 """The planners that FlexUlysses is compared with, beside those of `sharding.planner`: FlexRL's own, and longest first.
 
-All planners are called alike, and are in `PLANNERS` by name.
+All planners are called alike, and are in `PLANNERS` by name. `balance_bound` is what none of them can beat.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sharding.planner import bucketing, flex_ulysses, ulysses
-from sharding.planner.limits import Placement, Problem, planner
+from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
+from sharding.planner.limits import Placement, Problem, planner, pose
 from sharding.planner.partition import longest_first
 from sharding.planner.plan import ShardPlan
 
 CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
 EPS = 1e-9
+
+
+def balance_bound(
+    lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None
+) -> float:
+    """A bound below the ratio of largest to mean compute load (`ShardPlan.balance`) of every plan under `limits`."""
+    problem = pose(lengths, num_devices, limits, work)
+    mean = float(problem.work_I.sum()) / num_devices
+    return problem.least_compute / mean if mean else 1.0
 
 
 @planner

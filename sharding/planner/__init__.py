@@ -8,13 +8,12 @@ All planners of sequences are called alike. `plan.ShardPlan` is what they return
 
 from .baselines import bucketing, ulysses
 from .flex import flex_ulysses
-from .limits import Limits, balance_bound
+from .limits import Limits
 from .vision_units import VisionPlan, spread_vision
 
 __all__ = [
     "Limits",
     "VisionPlan",
-    "balance_bound",
     "bucketing",
     "flex_ulysses",
     "spread_vision",

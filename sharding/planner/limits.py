@@ -228,15 +228,6 @@ def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> floa
     return float(max(total[-1] / num_devices, meet))
 
 
-def balance_bound(
-    lengths: Sequence[int], num_devices: int, limits: Limits, work: Sequence[float] | None = None
-) -> float:
-    """A bound below the ratio of largest to mean compute load (`ShardPlan.balance`) of every plan under `limits`."""
-    problem = pose(lengths, num_devices, limits, work)
-    mean = float(problem.work_I.sum()) / num_devices
-    return problem.least_compute / mean if mean else 1.0
-
-
 def row_tokens(num_devices: int, lengths: Sequence[int], rounds: Sequence[Round]) -> np.ndarray:
     """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
     rows = np.zeros(num_devices, np.int64)
