@@ -17,14 +17,11 @@ EPS = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class VisionPlan:
-    """Unit `u` of `units[u]` patches is computed by `devices[u]`; its tokens are on the `home_degrees[u]` devices from
-    `home_firsts[u]`."""
+    """Unit `u` of `units[u]` patches is computed by `devices[u]`."""
 
     num_devices: int
     units: tuple[int, ...]
     devices: tuple[int, ...]
-    home_firsts: tuple[int, ...]
-    home_degrees: tuple[int, ...]
 
     def loads(self) -> np.ndarray:
         """`[devices]` int64: patches of each device."""
@@ -74,9 +71,7 @@ def spread_vision(
     runs.sort(key=lambda run: (-run.size, run.start))
     for base in range(0, num_devices, replica):
         _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
-    return VisionPlan(
-        num_devices, tuple(sizes.tolist()), tuple(devices.tolist()), tuple(firsts.tolist()), tuple(degrees.tolist())
-    )
+    return VisionPlan(num_devices, tuple(sizes.tolist()), tuple(devices.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ def units(runs: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int], 
     return units, home_first, home_degree
 
 
-def home_patches(plan: VisionPlan) -> int:
+def home_patches(plan: VisionPlan, home_first: list[int], home_degree: list[int]) -> int:
     """Patches computed on a device that holds part of their sequence; the features of the others all travel."""
-    device, first = np.array(plan.devices, int), np.array(plan.home_firsts, int)
-    home = (first <= device) & (device < first + np.array(plan.home_degrees, int))
+    device, first = np.array(plan.devices, int), np.array(home_first, int)
+    home = (first <= device) & (device < first + np.array(home_degree, int))
     return int(np.array(plan.units, np.int64)[home].sum())
 
 
@@ -46,19 +46,20 @@ def test_units_are_even_within_their_replica(runs: list[tuple[int, int, int, int
 
 
 def test_frames_of_a_video_fill_their_home_first() -> None:
-    plan = spread_vision([100] * 80, [0] * 40 + [4] * 40, [4] * 80, 8)
-    assert home_patches(plan) == 8000
+    first, degree = [0] * 40 + [4] * 40, [4] * 80
+    plan = spread_vision([100] * 80, first, degree, 8)
+    assert home_patches(plan, first, degree) == 8000
     assert plan.loads().tolist() == [1000] * 8
     plan = spread_vision([100] * 80, [0] * 80, [1] * 80, 8)  # all tokens on device 0: nearly all features travel
     assert plan.balance <= 1.05
-    assert home_patches(plan) >= 1000
+    assert home_patches(plan, [0] * 80, [1] * 80) >= 1000
 
 
 def test_a_text_only_device_takes_its_part() -> None:
     plan = spread_vision([64] * 100, [2] * 100, [2] * 100, 4)
     assert plan.loads().min() >= 1536  # a unit less at most: up to 1.05 of the mean may stay home
     assert plan.balance <= 1.05
-    assert home_patches(plan) == plan.loads()[2:].sum() >= 3200
+    assert home_patches(plan, [2] * 100, [2] * 100) == plan.loads()[2:].sum() >= 3200
 
 
 def test_one_large_unit_sets_the_bound() -> None:
@@ -69,7 +70,7 @@ def test_one_large_unit_sets_the_bound() -> None:
 def test_nothing_to_spread() -> None:
     plan = spread_vision([], [], [], 4)
     assert plan.loads().tolist() == [0] * 4
-    assert (plan.balance, home_patches(plan)) == (1.0, 0)
+    assert (plan.balance, home_patches(plan, [], [])) == (1.0, 0)
 
 
 @pytest.mark.parametrize(
