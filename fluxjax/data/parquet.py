@@ -126,28 +126,26 @@ class ParquetSource:
             raise RecordError(id, "no prompt")
         if answer is None:
             raise RecordError(id, "no answer")
-        path, stamp = self.paths[shard], self._stamps[shard]
         media: dict[MediaKind, list[Media]] = {}
-        for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
-            if not column:
-                continue
-            media[kind] = []
-            slots = row[column]
-            assert isinstance(slots, list)
-            for index, slot in enumerate(slots):
-                if slot is None:
-                    raise RecordError(id, f"an empty {kind.value}")
-                if slot == EMBEDDED:
-                    media[kind].append(Media(kind, path, cell=f"{column}/{number}/{index}", stamp=stamp))
-                else:
-                    try:
-                        media[kind].append(medium_at(kind, parent(path), slot))
-                    except ValueError as error:
-                        raise RecordError(id, str(error)) from None
         try:
+            for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
+                if column:
+                    slots = row[column]
+                    assert isinstance(slots, list)
+                    media[kind] = [
+                        self._medium(kind, slot, shard, f"{column}/{number}/{k}") for k, slot in enumerate(slots)
+                    ]
             return make_prompt(id, self.name, text, answer, media)
         except ValueError as error:
             raise RecordError(id, str(error)) from error
+
+    def _medium(self, kind: MediaKind, slot: str | None, shard: int, cell: str) -> Media:
+        """The medium of a slot. Raises `ValueError` with a short reason."""
+        if slot is None:
+            raise ValueError(f"an empty {kind.value}")
+        if slot == EMBEDDED:
+            return Media(kind, self.paths[shard], cell=cell, stamp=self._stamps[shard])
+        return medium_at(kind, parent(self.paths[shard]), slot)
 
     def _group(self, position: int) -> pa.Table:
         """The rows of a row group, with the slots of media in their place."""
