@@ -12,10 +12,11 @@ from packing_cases import MODEL, compose, make_config, make_groups
 from turns import third_of
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import Item, Piece, unpack
+from fluxjax.batch.composition import Item, PackedRows, Piece, check, unpack
 from fluxjax.batch.fitted import _placed
 from fluxjax.batch.loss_inputs import with_reference
-from fluxjax.batch.rows import Budget, _Deal, _with_room, grid, pack
+from fluxjax.batch.pieces import sized_pieces
+from fluxjax.batch.rows import Budget, _Deal, _with_room, grid, packed
 from fluxjax.config import ConfigError, LossAggregation
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
@@ -36,6 +37,19 @@ def test_short_rows_come_in_more_numbers():
     assert Budget.of(make_config(rows=16), 1, None).rows == (4, 8, 12, 16)
     assert Budget.of(make_config(rows=1), 1, None).rows == (1,)
     assert Budget.of(make_config(tokens_per_row=1024, rows=16), 1, None).rows == (4, 8, 16)
+
+
+def pack(items: list[Item], budget: Budget, *, share_prompts: bool = True) -> list[PackedRows]:
+    check(items, budget.tokens_per_row, budget.patches[-1])
+    return packed(items, sized_pieces(items, budget.tokens_per_row, share_prompts), budget, share_prompts)
+
+
+def shapes_of(budget: Budget) -> set[tuple[int, int, int]]:
+    """All (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
+    shards = budget.num_shards
+    return {
+        (rows * shards, budget.tokens_per_row, patches * shards) for rows in budget.rows for patches in budget.patches
+    }
 
 
 def places(plan):
@@ -230,7 +244,7 @@ def test_every_response_is_there_once_behind_its_own_prompt(case):
     for batch in composition.batches:
         inputs = batch.inputs
         B, T = inputs.tokens_BT.shape
-        assert (B, T, inputs.vision.num_patches) in Budget.of(config, shards, MODEL.vision).shapes()
+        assert (B, T, inputs.vision.num_patches) in shapes_of(Budget.of(config, shards, MODEL.vision))
         trained = batch.lags_BT >= 0
         np.testing.assert_array_equal(trained, batch.loss_weights_BT > 0)
         ends = trained & ~np.pad(trained, ((0, 0), (0, 1)))[:, 1:]
@@ -340,7 +354,7 @@ def test_a_text_model_has_no_vision_buffer():
     groups, prepared = make_groups([[4], [5]], [[3, 2], [1]])
     for batch in compose(groups, prepared, make_config()).batches:
         assert batch.inputs.vision is None
-    assert set(Budget.of(make_config(rows=4), 2, None).shapes()) == {(2 * rows, 48, 0) for rows in (1, 2, 3, 4)}
+    assert shapes_of(Budget.of(make_config(rows=4), 2, None)) == {(2 * rows, 48, 0) for rows in (1, 2, 3, 4)}
 
 
 def test_all_microbatches_of_a_step_have_one_frame_bound():

@@ -161,7 +161,8 @@ def test_no_batch_is_larger_than_the_largest(strategy, devices):
     largest = largest_batch(config, MODEL, devices)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(largest))
     if strategy is Strategy.FSDP:
-        (rows, tokens, patches) = Budget.of(config, devices, MODEL.vision).shapes()[-1]
+        budget = Budget.of(config, devices, MODEL.vision)
+        rows, tokens, patches = budget.rows[-1] * devices, budget.tokens_per_row, budget.patches[-1] * devices
     else:
         rows, tokens, patches = devices, 48 * 4, 128 * devices
     assert largest.inputs.tokens_BT.shape == (rows, tokens) and largest.inputs.vision.num_patches == patches

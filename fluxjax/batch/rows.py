@@ -54,13 +54,6 @@ class Budget:
             rows = tuple(sorted({*rows, -(-3 * rows[-1] // 4)}))
         return cls(packing.tokens_per_row, rows, patches, num_shards)
 
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """Returns all (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
-        shards = self.num_shards
-        return [
-            (rows * shards, self.tokens_per_row, patches * shards) for rows in self.rows for patches in self.patches
-        ]
-
 
 class RowPacking:
     """Packs groups into rows, which the devices share out evenly: into rows of one length, or, where that leaves much
@@ -99,8 +92,8 @@ class RowPacking:
         exact = self._budget.tokens_per_row < LONG
         plan = None if exact else self._fitted(items, pieces)
         if plan is None or cells_of(plan) > _least_cells(items, self._budget, self._share):
-            packed = _packed(items, pieces, self._budget, self._share)
-            plan = packed if plan is None or cells_of(packed) < cells_of(plan) else plan
+            full = packed(items, pieces, self._budget, self._share)
+            plan = full if plan is None or cells_of(full) < cells_of(plan) else plan
         frame = common_bound(group.inputs for group in groups) if self._vision is not None else 0
         return [self._sized(micro, items, frame, exact) for micro in plan]
 
@@ -178,7 +171,7 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
     return tuple(sorted({-(-cap // (multiple << k)) * multiple for k in range(GRID)}))
 
 
-def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -> list[PackedRows]:
+def packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prompts: bool) -> list[PackedRows]:
     """Packs every response of every item once, into as little padded space as the better of two heuristics needs.
 
     With `share_prompts` a prompt stands once before all responses of its piece. One heuristic is first-fit-
@@ -186,14 +179,8 @@ def pack(items: Sequence[Item], budget: Budget, *, share_prompts: bool = True) -
     next row, prompt repeated, which wins when few groups fit a row. Without, each response is packed with its
     own prompt, by decreasing size or in order (which keeps a group's media on one shard).
 
-    An item's patches count once for each shard that has rows of it. Raises ConfigError if a prompt with one
-    response exceeds `tokens_per_row`, or its media the patches of a shard.
+    An item's patches count once for each shard that has rows of it.
     """
-    check(items, budget.tokens_per_row, budget.patches[-1])
-    return _packed(items, sized_pieces(items, budget.tokens_per_row, share_prompts), budget, share_prompts)
-
-
-def _packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prompts: bool) -> list[PackedRows]:
     pieces = sized.pieces
 
     def by_size() -> list[Row]:
