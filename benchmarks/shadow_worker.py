@@ -37,7 +37,7 @@ from fluxjax.data.shadows import ProxyMedia
 from fluxjax.data.sources import all_texts, open_sources
 from fluxjax.data.tickets import Ticket
 from fluxjax.hosts.coming import ComingPrompts, coming
-from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, share_of, told
+from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, share_of, told_all
 from fluxjax.runtime.flight_store import FlightStore
 from models.config import PatchLayout, TextConfig, VisionConfig
 from models.inputs import PromptInput
@@ -240,7 +240,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     shards = [range(rank, rank + 1) for rank in range(world.processes)]
     rows = process.composer.shares(responses(prompts), by_draw, shards)
     for pipe, share in zip(pipes, rows[1:], strict=True):
-        pipe.send_bytes(encode(Learn(1, *told(share, process.holder))))
+        pipe.send_bytes(encode(Learn(1, *told_all([share], process.holder)[0])))
     composition = process.composer.lay_out(rows[0])
     process.materializer.expect(composition.batches)
     plan = time.perf_counter() - began
@@ -310,7 +310,7 @@ def _tell_step(process: TrainerProcess, world: World) -> None:
     by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
     shards = [range(rank, rank + 1) for rank in range(world.processes)]
     for share in process.composer.shares(responses(prompts), by_draw, shards)[1:]:
-        encode(Learn(1, *told(share, process.holder)))
+        encode(Learn(1, *told_all([share], process.holder)[0]))
 
 
 def slices_fetched(world: World) -> dict[str, Any]:

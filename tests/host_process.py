@@ -27,7 +27,7 @@ from fluxjax.base.process import share_between_devices  # noqa: E402
 from fluxjax.batch.composition import Composition  # noqa: E402
 from fluxjax.config import Config  # noqa: E402
 from fluxjax.hosts.gang import fingerprint, local_shards  # noqa: E402
-from fluxjax.hosts.orders import Learn, decode, encode, share_of, told  # noqa: E402
+from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 
 
@@ -71,7 +71,7 @@ def laid_out(config: Config, seed: int) -> Composition:
     """This process's part of a step, from orders that have been written and read."""
     groups, prepared = random_groups(seed)
     shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
-    order = decode(encode(Learn(1, *told(shares[SETTINGS["process"]]))))
+    order = decode(encode(Learn(1, *told_all([shares[SETTINGS["process"]]])[0])))
     assert isinstance(order, Learn)
     here = share_of(order.rows, order.responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
     composition = host_cases.composer(config).lay_out(here)

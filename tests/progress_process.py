@@ -21,7 +21,7 @@ from packing_cases import MODEL, make_config, make_groups  # noqa: E402
 
 from fluxjax.batch.composer import Composer  # noqa: E402
 from fluxjax.hosts.gang import Gang  # noqa: E402
-from fluxjax.hosts.orders import End, Learn, told  # noqa: E402
+from fluxjax.hosts.orders import End, Learn, told_all  # noqa: E402
 from sharding.links import Links, initialize, leave  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     composition = composer.lay_out(shares[gang.process])
     try:
         if gang.process == 0:
-            gang.tell_rows([told(share) for share in shares])
+            gang.tell_rows(told_all(shares))
             gang.agree(config, composition)
             gang.tell(End())
         else:

@@ -34,7 +34,6 @@ from fluxjax.hosts.orders import (
     decode,
     encode,
     share_of,
-    told,
     told_all,
 )
 from models.shadow import ShadowTensor
@@ -72,7 +71,7 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
     shares = composer().shares(groups, prepared, shards)
     parts = []
     for share in shares:
-        order = decode(encode(Learn(1, *told(share))))
+        order = decode(encode(Learn(1, *told_all([share])[0])))
         assert isinstance(order, Learn)
         here = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
         parts.append(composer().lay_out(here))
@@ -95,7 +94,7 @@ def test_no_media_are_told_and_no_batch():
     sizes = []
     for rows in (2, 8):
         (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
-        data = encode(Learn(1, *told(share)))
+        data = encode(Learn(1, *told_all([share])[0]))
         sizes.append(len(data))
         for one in prepared.values():
             if one.inputs.laid_out().vision is not None:
@@ -138,7 +137,7 @@ def test_each_process_is_told_its_own():
     composer = Composer(make_config(64, 2), 4, MODEL.vision)
     shares = composer.shares(groups, prepared, [range(k, k + 1) for k in range(4)])
     data = [encode(Learn(1, *rows)) for rows in told_all(shares)]
-    assert data == [encode(Learn(1, *told(share))) for share in shares]
+    assert data == [encode(Learn(1, *told_all([share])[0])) for share in shares]
     heard = []
     for order in map(decode, data):
         assert isinstance(order, Learn)
@@ -178,8 +177,8 @@ def test_a_prompt_that_is_not_here_is_named():
     groups, prepared = random_groups(3)
     (share,) = Composer(make_config(64, 2), 1, MODEL.vision).shares(groups, prepared, [range(1)])
     with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
-        share_of(*told(share), lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
-    cut, responses = told(share)
+        share_of(*told_all([share])[0], lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
+    cut, responses = told_all([share])[0]
     cut["groups"][0] = cut["groups"][0][:3]
     with pytest.raises(OrderError, match=r"rows that can't be read: .*'version'"):
         share_of(cut, responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
@@ -205,7 +204,7 @@ def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadow
     shares = composer.shares(groups, {draw: prompt for draw, (prompt, *_) in shadowed.items()}, own)
     whole = sum(array.nbytes for array in data.values())
     for want, share in zip(map(composer.lay_out, plain), shares, strict=True):
-        order = decode(encode(Learn(1, *told(share, lambda ticket: f"place of {ticket}"))))
+        order = decode(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0])))
         assert isinstance(order, Learn)
         heard = {}
 

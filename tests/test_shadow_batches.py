@@ -25,7 +25,7 @@ from fluxjax.data.near_pixels import NearPixels
 from fluxjax.data.prepare import Preparer
 from fluxjax.data.shadows import ProxyMedia, rows_of
 from fluxjax.data.sources import all_texts, open_source
-from fluxjax.hosts.orders import Learn, decode, encode, share_of, told
+from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all
 from models.config import PatchLayout
 from models.processing import tiny
 
@@ -150,7 +150,7 @@ def test_batches_of_every_process_are_those_of_central(
             assert all(one.inputs.patches_PX is None for one in texts), "pixels are never decoded for an order"
             return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
 
-        order = decode(encode(Learn(1, *told(share))))
+        order = decode(encode(Learn(1, *told_all([share])[0])))
         assert isinstance(order, Learn)
         got, expected = make().lay_out(share_of(order.rows, order.responses, inputs)), make().lay_out(want)
         assert [m.owner for m in got.microbatches] == [m.owner for m in expected.microbatches]

@@ -67,7 +67,7 @@ class Coming:
 @dataclasses.dataclass(frozen=True)
 class Learn:
     """Lay out `rows`: a minibatch of the `number`-th training step of the run, whose optimizer steps are made when the
-    `last` minibatch has come. `rows` and `responses` are what `told` returned; in a decoded order, `responses` is one
+    `last` minibatch has come. `rows` and `responses` are of `told_all`; in a decoded order, `responses` is one
     run of bytes."""
 
     name: ClassVar[str] = "learn"
@@ -176,15 +176,9 @@ def decode(data: bytes) -> Order:
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows and the responses of a `Learn`
 
 
-def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
-    """Returns a share as it is sent: without its prompts' inputs, which the receiving process reads by their draws. For
-    prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
-    (rows,) = told_all([share], place_of)
-    return rows
-
-
 def told_all(shares: Sequence[Share], place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> list[Told]:
-    """Returns every share of a step as it is sent: see `told`."""
+    """Returns every share of a step as it is sent: without its prompts' inputs, which the receiving process reads by
+    their draws. For prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
     if shares[0].needed is None:  # rows, which all have the groups of the whole step
         return _told_rows(shares, ToldGroups(shares[0].groups, None, place_of))
     return [_told_plans(share, ToldGroups(share.groups, share.needed, place_of)) for share in shares]
@@ -290,7 +284,7 @@ def share_of(
     responses: Sequence[bytes] | bytes,
     inputs: Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]],
 ) -> Share:
-    """Returns the share that `told` was given. `inputs` returns the inputs of prompts, by draw, from what was told of
+    """Returns a share that `told_all` was given. `inputs` returns the inputs of prompts, by draw, from what was told of
     their media. Raises OrderError for a prompt that `inputs` does not return, and for malformed rows."""
     try:
         groups = [group if isinstance(group, Mapping) else ToldGroup(*group) for group in rows["groups"]]
