@@ -28,6 +28,7 @@ from sharding.odc.worker import Worker  # noqa: E402
 def training(links: Links) -> None:
     """One learner steps, with a checkpoint after each step, for each folder of checkpoints; says the step of the
     checkpoint it went on from, and where it came to."""
+    from checkpoint_cases import save
     from learner_cases import tiny
     from packing_cases import make_config, make_groups
 
@@ -58,7 +59,7 @@ def training(links: Links) -> None:
             if step == SETTINGS.get("fault_step"):
                 break_down(SETTINGS["fault"])
             learner.step(composition.microbatches)
-            checkpoints.save(step, learner.state(), {})
+            save(checkpoints, step, learner.state(), {})
             checkpoints.wait()
         checkpoints.close()
         ends.append((first, [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(learner.params)]))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_cases import save
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +30,7 @@ def test_round_trip_is_exact_and_survives_donation(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=2)
     arrays = arrays_on(4, P("d"))
     expected = jax.tree.map(np.asarray, arrays)
-    assert checkpoints.save(3, arrays, {"version": 3, "data": {"position": [1, 2]}})
+    assert save(checkpoints, 3, arrays, {"version": 3, "data": {"position": [1, 2]}})
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 7, tree), donate_argnums=0)
     arrays = overwrite(arrays)
     assert checkpoints.wait()
@@ -44,7 +45,7 @@ def test_round_trip_is_exact_and_survives_donation(tmp_path):
 def test_restores_onto_another_mesh(tmp_path, devices):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     arrays = arrays_on(4, P("d"))
-    checkpoints.save(1, arrays, {})
+    save(checkpoints, 1, arrays, {})
     target = arrays_on(devices, P(None, "d") if devices < 8 else P("d"))
     _, restored, _ = checkpoints.restore(like(target))
     np.testing.assert_array_equal(restored["params"]["w"], arrays["params"]["w"])
@@ -55,7 +56,7 @@ def test_restores_onto_another_mesh(tmp_path, devices):
 def test_keeps_the_newest(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=2)
     for step in (1, 2, 3):
-        checkpoints.save(step, arrays_on(1, P()), {})
+        save(checkpoints, step, arrays_on(1, P()), {})
     checkpoints.close()
     assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["2", "3"]
 
@@ -64,7 +65,7 @@ def test_errors_name_the_folder(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     with pytest.raises(ResumeError, match=f"no checkpoint in {tmp_path / 'c'}"):
         checkpoints.restore({})
-    checkpoints.save(1, arrays_on(1, P()), {})
+    save(checkpoints, 1, arrays_on(1, P()), {})
     other = {**arrays_on(1, P()), "params": {**arrays_on(1, P())["params"], "v": jnp.zeros(3)}}
     with pytest.raises(ResumeError, match=r"c/1 does not fit.*params\.v has the shape none there, \(3,\)"):
         checkpoints.restore(like(other))
@@ -84,18 +85,18 @@ def limit(disk: pathlib.Path, files: int) -> None:
 def test_full_disk_loses_nothing_and_says_so(noticed, small_disk, caplog):
     checkpoints = Checkpoints(small_disk / "c", keep=3)
     good = {"w": jnp.arange(1000.0)}
-    assert checkpoints.save(1, good, {"step": 1}) and checkpoints.wait()
+    assert save(checkpoints, 1, good, {"step": 1}) and checkpoints.wait()
     noise = jax.random.normal(jax.random.key(0), (1000 if noticed == "while writing" else 2_000_000,))
     if noticed == "while writing":  # bytes are left, but no more files can be made
         limit(small_disk, os.statvfs(small_disk).f_files - os.statvfs(small_disk).f_ffree + 4)
     with caplog.at_level(logging.ERROR):
-        assert not (checkpoints.save(2, {"w": noise}, {"step": 2}) and checkpoints.wait())
+        assert not (save(checkpoints, 2, {"w": noise}, {"step": 2}) and checkpoints.wait())
     limit(small_disk, 1000)
     assert checkpoints.failed and "disk is full" in caplog.text and "newest good one is step 1" in caplog.text
     step, restored, state = checkpoints.restore(like(good))
     assert step == 1 and state == {"step": 1}
     np.testing.assert_array_equal(restored["w"], good["w"])
-    assert checkpoints.save(3, good, {"step": 3}) and checkpoints.wait()
+    assert save(checkpoints, 3, good, {"step": 3}) and checkpoints.wait()
     assert checkpoints.latest() == 3
     checkpoints.close()
     del checkpoints

@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from checkpoint_cases import save
 from fuzz.checkpoint import STEPS, arrays_of, flipped, truncated, written
 
 from fluxjax.run import file_sums, snapshot_folder
@@ -67,7 +68,7 @@ def test_the_one_before_is_restored_and_the_run_goes_on(name, folder, opened, ca
     assert str(folder) in line and name in line and "missing" in line
     checkpoints.forget_after(step)
     assert not (folder / NEWEST).exists()
-    assert checkpoints.save(int(NEWEST), arrays_of(9), {}) and checkpoints.wait() and damage(folder / NEWEST) == ""
+    assert save(checkpoints, int(NEWEST), arrays_of(9), {}) and checkpoints.wait() and damage(folder / NEWEST) == ""
 
 
 def test_where_all_are_damaged_nothing_is_taken(folder, opened):
@@ -93,7 +94,7 @@ def test_those_of_earlier_releases_have_no_checksums(folder, opened, caplog):
         (folder / step / SUMS).unlink()
     checkpoints = opened()
     assert checkpoints.newest() == int(NEWEST) and f"step {NEWEST} has no checksums" in caplog.messages[-1]
-    assert checkpoints.save(7, arrays_of(7), {}) and checkpoints.newest() == 7
+    assert save(checkpoints, 7, arrays_of(7), {}) and checkpoints.newest() == 7
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -105,9 +106,9 @@ def test_nothing_older_is_removed_before_the_new_one_has_checksums(folder, opene
     checkpoints = opened(keep=1)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(file_sums, "write_sums", unreadable)
-        assert checkpoints.save(7, arrays_of(7), {}) and not checkpoints.wait()
+        assert save(checkpoints, 7, arrays_of(7), {}) and not checkpoints.wait()
     assert "a file can't be read back" in caplog.text and checkpoints.newest() == int(NEWEST)
-    assert checkpoints.save(8, arrays_of(8), {}) and checkpoints.wait()
+    assert save(checkpoints, 8, arrays_of(8), {}) and checkpoints.wait()
     assert [path.name for path in folder.iterdir()] == ["8"]
 
 

@@ -11,6 +11,7 @@ import learner_cases
 import numpy as np
 import optax
 import pytest
+from checkpoint_cases import save
 from jax.sharding import PartitionSpec as P
 from learner_cases import assert_close
 from packing_cases import MODEL, TEXT, compose, make_config, make_groups
@@ -356,7 +357,7 @@ def test_a_restored_state_is_never_on_the_devices_beside_the_old_one(tmp_path, h
     weights = sum(x.nbytes for x in jax.tree.leaves(learner.params)) // 2
     assert 3 * weights <= state < 3.5 * weights  # masters and two moments, and a few weights that are on both devices
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, learner.state(), {})
+    save(checkpoints, 1, learner.state(), {})
     held: dict[str, int] = {}
     put = jax.device_put
 
@@ -392,7 +393,7 @@ def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
     first = learner_on(2)
     first.step(microbatches_for("text", config, 2))
     checkpoints = Checkpoints(tmp_path, keep=1)
-    assert checkpoints.save(1, first.state(), {})
+    assert save(checkpoints, 1, first.state(), {})
     straight = two_more(first, 2)
     checkpoints.wait()
     for devices in (2, 6):

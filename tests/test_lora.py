@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_cases import save
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learner_cases import assert_close, assert_equal, outcome
 from packing_cases import TEXT, compose, make_config, make_groups, model_input
@@ -196,7 +197,7 @@ def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
     adapters = sum(x.nbytes for x in jax.tree.leaves(first.trained(first.params)))
     assert stored < 4 * adapters + 1000, "adapters, those of the reference, two moments"
     with_checkpoints = Checkpoints(tmp_path, 1)
-    with_checkpoints.save(1, arrays, {})
+    save(with_checkpoints, 1, arrays, {})
     with_checkpoints.wait()
     want = steps(first, [1, 2])
 

@@ -111,18 +111,6 @@ class Checkpoints:
                 log.warning("the checkpoint of step %d in %s is passed over: %s", step, self.folder, reason)
         return self._damage[step]
 
-    def save(self, step: int, arrays: PyTree, state: dict[str, Any]) -> bool:
-        """Starts writing; returns once the arrays are copied, so that the trainer may donate them.
-
-        A checkpoint that cannot be written (a full disk) is logged and counted in `failed` and the run goes on:
-        earlier checkpoints are untouched, the next one tries again. Returns whether all went well so far. A step that
-        has a checkpoint keeps it.
-        """
-        failed = len(self.failed)
-        if self.may_save(step, arrays):
-            self.write(step, arrays, state)
-        return len(self.failed) == failed
-
     def may_save(self, step: int, arrays: PyTree) -> bool:
         """Waits for the write under way. Returns whether there is no checkpoint of this step yet, and room for one;
         where there is none, that is logged and counted."""
@@ -136,8 +124,11 @@ class Checkpoints:
         return True
 
     def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
-        """Starts writing, like `save`, for a caller that has asked `may_save`. Collective, where there are several
-        processes; the `state` is that of process 0."""
+        """Starts writing, once `may_save` said so; returns when the arrays are copied, so that they may be donated.
+        Collective, where there are several processes; the `state` is that of process 0.
+
+        A checkpoint that cannot be written (a full disk) is logged and counted in `failed`, and the run goes on:
+        earlier checkpoints are untouched, the next one tries again."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._damage.pop(step, None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checkpoint_cases import save
 
 from fluxjax.run.checkpoint import Checkpoints
 from fluxjax.run.snapshots import Snapshots
@@ -40,7 +41,7 @@ def written(folder: pathlib.Path) -> None:
     """Writes a checkpoint and a snapshot of each step, the newest two of which are kept."""
     checkpoints, snapshots = Checkpoints(folder / "checkpoints", keep=2), Snapshots()
     for step in STEPS:
-        assert checkpoints.save(step, arrays_of(step), {"step": step})
+        assert save(checkpoints, step, arrays_of(step), {"step": step})
         snapshots.write(folder / "snapshots", step, arrays_of(step), {"step": step})
     checkpoints.close()
 
@@ -80,7 +81,7 @@ def restored(folder: pathlib.Path) -> tuple[int, dict[str, jax.Array], dict[str,
     with contextlib.closing(checkpoints):
         step, arrays, state = checkpoints.restore(like(arrays_of(0)))
         checkpoints.forget_after(step)
-        assert checkpoints.save(STEPS[-1] + 1, arrays, {}) and checkpoints.wait(), "what follows can't be saved"
+        assert save(checkpoints, STEPS[-1] + 1, arrays, {}) and checkpoints.wait(), "what follows can't be saved"
         return step, arrays, state
 
 
