@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from rich.console import Group
 from rich.table import Table
@@ -12,6 +13,8 @@ from rich.text import Text
 from ..base.preprocessor_status import PreprocessorStatus
 from ..data.local_store import StoreStats
 from ..data.materializer import Materialized
+
+T = TypeVar("T")
 
 
 class DataMetrics:
@@ -73,32 +76,41 @@ def data_words(metrics: Mapping[str, float]) -> str:
     return ", ".join(words)
 
 
-class PreprocessorTable:
-    """A row for each preprocessor, as it is whenever the terminal is drawn; nothing where there are none."""
+class StatusTable(Generic[T]):
+    """A row for each of `statuses`, as it is whenever the terminal is drawn; nothing where there are none."""
 
-    def __init__(self, preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> None:
-        self._preprocessors = preprocessors
+    def __init__(self, columns: str, statuses: Callable[[], Sequence[T]], row: Callable[[T], Sequence[str]]) -> None:
+        """`row` returns a cell for each of the columns, and a last one for words that may be cut."""
+        self._columns, self._statuses, self._row = columns.split(), statuses, row
 
     def __rich__(self) -> Table | Group:
-        preprocessors = self._preprocessors()
-        if not preprocessors:
+        statuses = self._statuses()
+        if not statuses:
             return Group()
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("preprocessor", "queued", "decoded", "gave", "keeps", "restarts"):
-            table.add_column(column, justify="left" if column == "preprocessor" else "right", no_wrap=True)
+        for k, column in enumerate(self._columns):
+            table.add_column(column, justify="right" if k else "left", no_wrap=True)
         table.add_column()  # the one that gives way where a terminal is narrow
-        for place in preprocessors:
-            numbers = [f"{place.queued:,}", f"{place.decoded:,}", _size(place.bytes)]
-            numbers += [_size(place.memory_bytes + place.spilled_bytes), str(place.lost)]
-            table.add_row(place.name, *numbers, Text(_state(place), no_wrap=True, overflow="ellipsis"))
+        for status in statuses:
+            *cells, words = self._row(status)
+            table.add_row(*cells, Text(words, no_wrap=True, overflow="ellipsis"))
         return table
+
+
+def preprocessor_table(preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> StatusTable[PreprocessorStatus]:
+    def row(place: PreprocessorStatus) -> list[str]:
+        sizes = _size(place.bytes), _size(place.memory_bytes + place.spilled_bytes)
+        state = state_words(place.up, place.lost, place.reason)
+        return [place.name, f"{place.queued:,}", f"{place.decoded:,}", *sizes, str(place.lost), state]
+
+    return StatusTable("preprocessor queued decoded gave keeps restarts", preprocessors, row)
 
 
 def _size(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
-def _state(place: PreprocessorStatus) -> str:
-    if place.up:
+def state_words(up: bool, lost: int, reason: str) -> str:
+    if up:
         return "up"
-    return "lost: " + "".join(place.reason.strip().splitlines()[:1]) if place.lost else "starting"
+    return "lost: " + "".join(reason.strip().splitlines()[:1]) if lost else "starting"

@@ -22,7 +22,7 @@ from rollout.fleet_job import ServerStatus
 from ..base.host_status import HostStatus
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.under_way import under_way, working_time
-from .data_shown import PreprocessorTable, data_words
+from .data_shown import StatusTable, data_words, preprocessor_table, state_words
 from .hosts_shown import HostTable, host_lines
 from .rewards_shown import reward_words
 
@@ -96,7 +96,7 @@ class Display:
             self._live.update(self._drawn())
 
     def _drawn(self, *more: Table) -> Group:
-        tables = HostTable(self._hosts), PreprocessorTable(self._preprocessors), _ServerTable(self._servers)
+        tables = HostTable(self._hosts), preprocessor_table(self._preprocessors), _server_table(self._servers)
         return Group(self._progress, *more, *tables)
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
@@ -178,29 +178,12 @@ class Display:
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
 
 
-class _ServerTable:
-    """A row for each rollout server, as it is whenever the terminal is drawn; nothing where there are none."""
+def _server_table(servers: Callable[[], Sequence[ServerStatus]]) -> StatusTable[ServerStatus]:
+    def row(server: ServerStatus) -> list[str]:
+        version = "-" if server.version < 0 else str(server.version)
+        numbers = [str(server.running), str(server.waiting), f"{server.tokens_per_second:,.0f}", str(server.restarts)]
+        asleep = server.up and server.asleep
+        state = "asleep" if asleep else state_words(server.up, server.restarts, server.reason)
+        return [server.name, version, *numbers, state]
 
-    def __init__(self, servers: Callable[[], Sequence[ServerStatus]]) -> None:
-        self._servers = servers
-
-    def __rich__(self) -> Table | Group:
-        servers = self._servers()
-        if not servers:
-            return Group()
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("server", "version", "running", "queued", "tok/s", "restarts"):
-            table.add_column(column, justify="left" if column == "server" else "right", no_wrap=True)
-        table.add_column()  # the one that gives way where a terminal is narrow
-        for server in servers:
-            version = "-" if server.version < 0 else str(server.version)
-            numbers = [version, str(server.running), str(server.waiting), f"{server.tokens_per_second:,.0f}"]
-            state = Text(_state(server), no_wrap=True, overflow="ellipsis")
-            table.add_row(server.name, *numbers, str(server.restarts), state)
-        return table
-
-
-def _state(server: ServerStatus) -> str:
-    if server.up:
-        return "asleep" if server.asleep else "up"
-    return "lost: " + "".join(server.reason.strip().splitlines()[:1]) if server.restarts else "starting"
+    return StatusTable("server version running queued tok/s restarts", servers, row)
