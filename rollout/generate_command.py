@@ -16,9 +16,11 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from models.folder import read_json
+
+from .listening import Parser
 
 if TYPE_CHECKING:
     from models.processing import Processor
@@ -38,11 +40,6 @@ UNKNOWN_TO_ENGINE = {
     "penalty_alpha": 0.0,
     "num_beams": 1,
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
 
 
 def _number(
@@ -65,7 +62,7 @@ def _number(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m models.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face checkpoint folder")
