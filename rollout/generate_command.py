@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.folder import read_json
 
-from .listening import Parser
+from .listening import Parser, exit_status
 
 if TYPE_CHECKING:
     from models.processing import Processor
@@ -245,14 +245,4 @@ def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        run(options)
-    except (ValueError, OSError, RuntimeError) as error:  # checkpoints, media, prompts; RuntimeErrors are the engine's
-        from .engine import EngineError
-
-        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(run, parse(arguments))

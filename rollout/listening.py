@@ -1,4 +1,4 @@
-"""The parts that all programs which listen on a port have in common: their flags, their socket, a polite end."""
+"""What commands have in common: one line for wrong input; of those that listen, their flags, socket, a polite end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
+
+
+def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Runs a command that has an engine. Returns 0, or 2 after one line on stderr, where what it was given can't be
+    used (a checkpoint, a medium, a prompt, an address), or where the engine says why it can't go on."""
+    try:
+        run(options)
+    except (ValueError, OSError, RuntimeError) as error:
+        from .engine import EngineError
+
+        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def add_network_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .listening import Parser, add_network_flags, bound_socket, check_network_flags, serve_until_told
+from .listening import Parser, add_network_flags, bound_socket, check_network_flags, exit_status, serve_until_told
 
 if TYPE_CHECKING:
     from .jax_engine import JaxEngine
@@ -127,17 +127,7 @@ async def _serve(server: RolloutServer, engine: JaxEngine, listening: socket.soc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        run(options)
-    except (ValueError, OSError, RuntimeError) as error:  # checkpoints, addresses; RuntimeErrors are the engine's
-        from .engine import EngineError
-
-        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(run, parse(arguments))
 
 
 if __name__ == "__main__":
