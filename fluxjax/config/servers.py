@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
-import ipaddress
 from urllib.parse import urlsplit
+
+from rollout.listening import is_loopback
 
 from ..base.errors import ConfigError
 from .bounds import positive, within
@@ -80,8 +81,4 @@ def check_address(address: str, where: str) -> None:
 
 def on_this_host(address: str) -> bool:
     """Says whether the address is one of this host that no other can mean."""
-    host = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(urlsplit(address).hostname or "")

@@ -11,13 +11,10 @@ import prometheus_client
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from rollout.listening import http_server
+from rollout.listening import TOKEN, http_server, is_loopback
 from rollout.serve_guard import Guarded, health_route
-from sharding.links.relay import is_loopback
 
 from ..config import ConfigError
-
-TOKEN = "FLUXJAX_TOKEN"
 
 
 class MetricsPort:
