@@ -203,16 +203,13 @@ def follow(gang: Gang, impl: object = None) -> None:
     config.run_dir = str(run_dir)
     if impl is not None:
         config.algorithm.impl = impl
-    with process_log(run_dir, gang), contextlib.closing(_metrics_port(config, gang)) as port:
+    port = PrometheusPort(prometheus_port(config, gang), config.report.prometheus_host)
+    with process_log(run_dir, gang), contextlib.closing(port):
         port.export(HostCollector(gang.statuses))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)
         follower.close()
-
-
-def _metrics_port(config: Config, gang: Gang) -> PrometheusPort:
-    return PrometheusPort(prometheus_port(config, gang), config.report.prometheus_host)
 
 
 def prometheus_port(config: Config, gang: Gang) -> int:
