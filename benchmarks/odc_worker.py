@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Channel, peak_rss_mib
-from ulysses_worker import batch_of, loss, row_dims, text_model
+from ulysses_worker import batch_of, local_rows, loss, row_dims, text_model
 
 import models
 from fluxjax.algorithms import sft
@@ -148,7 +148,7 @@ def main(settings: dict) -> None:
     def collective(batches: Sequence[Any]) -> Any:
         total = None
         for batch in batches:
-            more = step(params, fsdp.place(fsdp.local_rows(batch)))
+            more = step(params, fsdp.place(local_rows(mesh, batch)))
             total = more if total is None else add(total, more)
         return total
 

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Channel, peak_rss_mib
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import models
 from benchmarks.plan_text import plan_of
@@ -47,6 +49,18 @@ def loss(model: Decoder, inputs: PackedTokens, walk: Walk) -> tuple[jax.Array, T
 
 def row_dims(inputs: PackedTokens) -> object:
     return jax.tree_util.tree_map_with_path(lambda path, _: int(path[-1].name == "positions_3BT"), inputs)
+
+
+def local_rows(mesh: Mesh, batch: PackedTokens) -> PackedTokens:
+    """The rows of a whole batch that this process gives to `Fsdp.place`: those of its own devices."""
+
+    def own(dim: int, array: np.ndarray) -> np.ndarray:
+        sharding = NamedSharding(mesh, P(*[None] * dim, mesh.axis_names))
+        places = sharding.addressable_devices_indices_map(array.shape).values()
+        found = sorted((place for place in places if place), key=lambda place: place[dim].start or 0)
+        return np.concatenate([array[place] for place in found], axis=dim)
+
+    return jax.tree.map(own, row_dims(batch), batch)
 
 
 def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> PackedTokens:
@@ -93,7 +107,7 @@ def main(settings: dict) -> None:
     step = jax.jit(strategy.loss_and_grad)
     plans = {name: plan_of(text) for name, text in settings["plans"].items()}
     batches = {name: batch_of(plan, settings["model"]["vocab_size"]) for name, plan in plans.items()}
-    placed = {name: strategy.place(strategy.local_rows(batch)) for name, batch in batches.items()}
+    placed = {name: strategy.place(local_rows(mesh, batch)) for name, batch in batches.items()}
     channel.say(parameters=parameter_count(model), rounds={n: b.spread.rounds for n, b in batches.items()})
     for request in channel.requests():
         started = time.perf_counter()

@@ -97,21 +97,6 @@ class Fsdp:
         """The trained weights, or their gradients, laid on the mesh."""
         return _put(tree, self.trained(self.shardings))
 
-    def local_rows(self, batch: Batch) -> Batch:
-        """The rows of a whole batch of host arrays that this process gives to `place`: all in a run of one process."""
-        if jax.process_count() == 1:
-            return batch
-
-        def cut(dim: int, spec: P, arrays: PyTree) -> PyTree:
-            def rows(array: np.ndarray) -> np.ndarray:
-                places = NamedSharding(self.mesh, spec).addressable_devices_indices_map(array.shape).values()
-                found = sorted((place for place in places if place), key=lambda place: place[dim].start or 0)
-                return np.concatenate([array[place] for place in found], axis=dim)
-
-            return jax.tree.map(rows, arrays)
-
-        return jax.tree.map(cut, self._row_dims(batch), self._row_specs(batch), batch)
-
     def place(self, batch: Batch) -> Batch:
         """The host arrays of a batch (or of its inputs), laid on the mesh.
 
