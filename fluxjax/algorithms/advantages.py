@@ -8,6 +8,7 @@ from ..base.types import Group, has_variance
 
 VARIANCE_EPSILON = 1e-8  # where advantages are normalised over all tokens of a step
 STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
+with_advantages = Group.with_advantages  # (group, advantages_G): the group with these, one a sample
 
 
 def rewards_of(group: Group) -> np.ndarray:
@@ -17,11 +18,6 @@ def rewards_of(group: Group) -> np.ndarray:
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
     return rewards_G
-
-
-def with_advantages(group: Group, advantages_G: Sequence[float] | np.ndarray) -> Group:
-    """The group with these advantages, one a sample."""
-    return group.with_advantages(advantages_G)
 
 
 def all_ones(groups: Sequence[Group]) -> list[Group]:
