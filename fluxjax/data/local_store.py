@@ -85,7 +85,6 @@ class LocalStore:
 
     @property
     def concurrency(self) -> int:
-        """See `MediaStore`."""
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:

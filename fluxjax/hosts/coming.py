@@ -27,14 +27,12 @@ class ToldPrompts:
         self._source, self._gang, self._place_of = source, gang, place_of
 
     async def draw(self, count: int) -> Drawn:
-        """See `Preparer.draw`."""
         prepared, skipped = await self._source.draw(count)
         if (order := coming(prepared, self._place_of)).media:
             self._gang.tell(order)
         return prepared, skipped
 
     def state_dict(self) -> dict:
-        """See `Preparer.state_dict`."""
         return self._source.state_dict()
 
 

@@ -126,7 +126,6 @@ class FlightStore:
             return self._places.holder(medium_key(Ticket.parse(ticket).ref))
 
     def moved(self, place: str, address: str) -> None:
-        """Notes the address of a place; the place may be new."""
         self._dispatcher.moved(place, address)
 
     def fail(self, reason: str) -> None:

@@ -114,7 +114,6 @@ class ServerWatch:
             self._stopping.wait(_LOOK_SECONDS)
 
     def down(self) -> list[Span]:
-        """See `ServerNews.down`."""
         with self._lock:
             return self._news.down(time.perf_counter())
 
