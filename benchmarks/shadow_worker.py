@@ -228,7 +228,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     # Each process generates for its share of the prompts; where process 0 has the pixels, it sends them.
     shares = [prompts[rank :: world.processes] for rank in range(world.processes)]
     began = time.perf_counter()
-    news = encode(coming(prompts, process.holder))
+    news = b"".join(encode(coming(prompts, process.holder)))
     for pipe, share in zip(pipes, shares[1:], strict=True):
         pipe.send([patches_of(prepared) for prepared in share])
         pipe.send_bytes(news)
@@ -240,7 +240,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     shards = [range(rank, rank + 1) for rank in range(world.processes)]
     rows = process.composer.shares(responses(prompts), by_draw, shards)
     for pipe, share in zip(pipes, rows[1:], strict=True):
-        pipe.send_bytes(encode(Learn(1, *told_all([share], process.holder)[0])))
+        pipe.send_bytes(b"".join(encode(Learn(1, *told_all([share], process.holder)[0]))))
     composition = process.composer.lay_out(rows[0])
     process.materializer.expect(composition.batches)
     plan = time.perf_counter() - began

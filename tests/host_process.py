@@ -71,7 +71,7 @@ def laid_out(config: Config, seed: int) -> Composition:
     """This process's part of a step, from orders that have been written and read."""
     groups, prepared = random_groups(seed)
     shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
-    order = decode(encode(Learn(1, *told_all([shares[SETTINGS["process"]]])[0])))
+    order = decode(b"".join(encode(Learn(1, *told_all([shares[SETTINGS["process"]]])[0]))))
     assert isinstance(order, Learn)
     here = share_of(order.rows, order.responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
     composition = host_cases.composer(config).lay_out(here)

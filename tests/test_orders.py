@@ -45,7 +45,7 @@ ORDERS += [Snapshot(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures":
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
 def test_an_order_comes_as_it_was_given(order):
-    assert decode(encode(order)) == order
+    assert decode(b"".join(encode(order))) == order
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ulysses", "flex_ulysses"])
@@ -71,7 +71,7 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
     shares = composer().shares(groups, prepared, shards)
     parts = []
     for share in shares:
-        order = decode(encode(Learn(1, *told_all([share])[0])))
+        order = decode(b"".join(encode(Learn(1, *told_all([share])[0]))))
         assert isinstance(order, Learn)
         here = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
         parts.append(composer().lay_out(here))
@@ -94,7 +94,7 @@ def test_no_media_are_told_and_no_batch():
     sizes = []
     for rows in (2, 8):
         (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
-        data = encode(Learn(1, *told_all([share])[0]))
+        data = b"".join(encode(Learn(1, *told_all([share])[0])))
         sizes.append(len(data))
         for one in prepared.values():
             if one.inputs.laid_out().vision is not None:
@@ -136,8 +136,8 @@ def test_each_process_is_told_its_own():
     inputs = {draw: one.inputs for draw, one in prepared.items()}
     composer = Composer(make_config(64, 2), 4, MODEL.vision)
     shares = composer.shares(groups, prepared, [range(k, k + 1) for k in range(4)])
-    data = [encode(Learn(1, *rows)) for rows in told_all(shares)]
-    assert data == [encode(Learn(1, *told_all([share])[0])) for share in shares]
+    data = [b"".join(encode(Learn(1, *rows))) for rows in told_all(shares)]
+    assert data == [b"".join(encode(Learn(1, *told_all([share])[0]))) for share in shares]
     heard = []
     for order in map(decode, data):
         assert isinstance(order, Learn)
@@ -204,7 +204,7 @@ def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadow
     shares = composer.shares(groups, {draw: prompt for draw, (prompt, *_) in shadowed.items()}, own)
     whole = sum(array.nbytes for array in data.values())
     for want, share in zip(map(composer.lay_out, plain), shares, strict=True):
-        order = decode(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0])))
+        order = decode(b"".join(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0]))))
         assert isinstance(order, Learn)
         heard = {}
 

@@ -160,7 +160,7 @@ class Told(Gang):
         self.processes, self.said = 2, []
 
     def tell(self, order):
-        self.said.append(decode(encode(order)))
+        self.said.append(decode(b"".join(encode(order))))
 
 
 def test_other_processes_lay_out_what_comes_before_they_learn_from_it(run):

@@ -150,7 +150,7 @@ def test_batches_of_every_process_are_those_of_central(
             assert all(one.inputs.patches_PX is None for one in texts), "pixels are never decoded for an order"
             return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
 
-        order = decode(encode(Learn(1, *told_all([share])[0])))
+        order = decode(b"".join(encode(Learn(1, *told_all([share])[0]))))
         assert isinstance(order, Learn)
         got, expected = make().lay_out(share_of(order.rows, order.responses, inputs)), make().lay_out(want)
         assert [m.owner for m in got.microbatches] == [m.owner for m in expected.microbatches]

@@ -28,7 +28,7 @@ from ..batch.composer import Composer
 from ..batch.composition import Composition
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
-from .orders import UNKNOWN_PLACE, End, Gather, Learn, Order, PlaceOf, Told, decode, encoded, told_all
+from .orders import UNKNOWN_PLACE, End, Gather, Learn, Order, PlaceOf, Told, decode, encode, told_all
 from .progress import Progress
 from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
 
@@ -70,7 +70,7 @@ class Gang:
 
     def tell(self, order: Order) -> None:
         """Sends all other processes the same order. Raises LinkError if a process has failed."""
-        data = encoded(order)
+        data = encode(order)
         for process in range(1, self.processes):
             self._send(process, data)
 
@@ -82,7 +82,7 @@ class Gang:
         if self._progress is not None:
             self._progress.begin(self._place)
         for process in range(1, self.processes):
-            self._send(process, encoded(Learn(self._number, *rows[process], last)))
+            self._send(process, encode(Learn(self._number, *rows[process], last)))
 
     def _place(self) -> str:
         return f"step {self._number}, {self.watch.at}"

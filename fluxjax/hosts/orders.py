@@ -136,13 +136,9 @@ _FACTS = np.dtype([("weight", "<f8"), ("advantage", "<f8"), ("number", "<i4")])
 _ORDERS: dict[str, type] = {order.name: order for order in get_args(Order)}
 
 
-def encode(order: Order) -> bytes:
-    return b"".join(encoded(order))
-
-
-def encoded(order: Order) -> list[bytes]:
-    """Returns the pieces of bytes that `encode` joins. Responses are not copied: for many processes they are
-    gigabytes."""
+def encode(order: Order) -> list[bytes]:
+    """Returns the bytes of an order, in pieces to be sent one after the other. Responses are not copied: for many
+    processes they are gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     if not isinstance(order, Learn):
         return [bytes(msgpack.Packer().pack(fields))]
