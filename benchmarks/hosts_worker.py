@@ -124,7 +124,7 @@ class Process:
         return {"seconds": time.perf_counter() - started}
 
     def _follow(self) -> Composition:
-        order = decode(self._gang._links.receive(0))  # type: ignore[union-attr]
+        order = decode(self._gang.links.receive(0))  # type: ignore[union-attr]
         if not isinstance(order, Learn):
             raise OrderError(f"expected rows, not {order.name}")
         composition = self._composer.lay_out(share_of(order.rows, order.responses, self._inputs))
