@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fluxjax.batch.composition import Item, Piece, tokens_of
 from fluxjax.batch.pieces import pieces_of, sized_pieces
-from fluxjax.batch.rows import Budget, _chain, _cost, _Deal, _first_fit, _packed, _spread, grid
+from fluxjax.batch.rows import Budget, _chain, _cost, _Deal, _first_fit, _spread, grid, packed
 
 items_strategy = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=9), st.sampled_from([0, 0, 4, 8])),
@@ -55,7 +55,7 @@ def test_a_packing_is_left_out_only_where_it_can_not_win(items, tokens, rows, sh
     longest_first = _spread(items, _first_fit(items, by_size, budget), budget)
     in_turn = _spread(items, _chain(items, budget) if share else _first_fit(items, sized.pieces, budget), budget)
     both = [longest_first, in_turn] if share else [in_turn, longest_first]
-    assert _packed(items, sized, budget, share) == min(both, key=lambda plan: _cost(plan, budget))
+    assert packed(items, sized, budget, share) == min(both, key=lambda plan: _cost(plan, budget))
 
 
 @given(items_strategy, st.sampled_from([1, 2, 4]), st.integers(1, 5))
