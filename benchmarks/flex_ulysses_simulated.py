@@ -142,7 +142,8 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         add(f"ulysses_{degree}_ours", plan)
     add("flexrl", flexrl(lengths, devices, packed))
     add("flex_ulysses", flex_ulysses(lengths, devices, packed))
-    seconds = cost.attention_seconds(np.array(lengths)) + cost.linear_seconds(np.array(lengths))
+    tokens = np.array(lengths)
+    seconds = np.asarray(cost.attention_seconds(tokens) + cost.linear_seconds(tokens))
     add("flex_ulysses_calibrated", flex_ulysses(lengths, devices, packed, work=seconds, cost=cost))
     return out
 
