@@ -54,13 +54,13 @@ def row_dims(inputs: PackedTokens) -> object:
 def local_rows(mesh: Mesh, batch: PackedTokens) -> PackedTokens:
     """The rows of a whole batch that this process gives to `Fsdp.place`: those of its own devices."""
 
-    def own(dim: int, array: np.ndarray) -> np.ndarray:
+    def rows(dim: int, array: np.ndarray) -> np.ndarray:
         sharding = NamedSharding(mesh, P(*[None] * dim, mesh.axis_names))
         places = sharding.addressable_devices_indices_map(array.shape).values()
         found = sorted((place for place in places if place), key=lambda place: place[dim].start or 0)
         return np.concatenate([array[place] for place in found], axis=dim)
 
-    return jax.tree.map(own, row_dims(batch), batch)
+    return jax.tree.map(rows, row_dims(batch), batch)
 
 
 def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> PackedTokens:

@@ -1,4 +1,4 @@
-"""What commands have in common: one line for wrong input; of those that listen, their flags, socket, a polite end."""
+"""The parts that commands share: one line for wrong input; of those that listen, their flags, socket, a polite end."""
 
 from __future__ import annotations
 
