@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from forked import forked
+from forked import ROOT, forked
 from PIL import Image
 
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket, stamp_of
@@ -25,7 +25,6 @@ from models.processing.media import MediaSettings
 from models.processing.settings import PixelSettings
 from models.shadow import Rows
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 SETTINGS = MediaSettings(PatchLayout(), PixelSettings(28 * 28, 56 * 56), PixelSettings(28 * 28, 56 * 56))
 OTHERS = MediaSettings(PatchLayout(), PixelSettings(28 * 28, 112 * 112), PixelSettings(28 * 28, 56 * 56))
 
@@ -100,12 +99,24 @@ def pictures(folder: pathlib.Path, count: int, seed: int = 0) -> list[MediaRef]:
     return refs
 
 
+def all_rows(tickets) -> list[Rows]:
+    return [Rows(str(ticket), 0, ticket.num_patches) for ticket in tickets]
+
+
+def check(store, refs, tickets: Sequence[Any] | None = None) -> None:
+    """What the store says, or has said, and gives is what direct decoding does."""
+    direct, tickets = PlainStore(SETTINGS), store.look(refs) if tickets is None else tickets
+    assert tickets == direct.look(refs)
+    for ours, theirs in zip(store.fetch(all_rows(tickets)), direct.fetch(all_rows(tickets)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 class Process:
     """A preprocessor of plain stores; see `preprocess_process.py`."""
 
     def __init__(self, *flags: str, token: str = "", **settings: Any) -> None:
         words = [sys.executable, str(ROOT / "tests" / "preprocess_process.py"), json.dumps(settings), *flags]
-        environment = {**os.environ, "FLUXJAX_TOKEN": token}
+        environment = {**os.environ, "FLUXJAX_TOKEN": token, "PYTHONPATH": str(ROOT)}
         self.process = forked(words, stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], 60)[0], "the preprocessor does not start"

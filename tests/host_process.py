@@ -1,48 +1,31 @@
-"""One of several processes that train together, for `test_processes`: `host_process.py SETTINGS`, one JSON object.
+"""One of several processes that train together, for `test_processes`.
 
 The step is planned by each of them, of sizes; it has the pixels of its own rows only, those of all others are NaN.
 """
 
 import dataclasses
 import json
-import os
 import pathlib
-import sys
 from typing import Any
 
-SETTINGS = json.loads(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = "cpu"
-DEVICES = f"--xla_force_host_platform_device_count={SETTINGS['devices']}"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"  # the last one counts
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+import host_cases
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from learner_cases import random_groups
+from one_process import SETTINGS, run
 
-import host_cases  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
-from learner_cases import random_groups  # noqa: E402
-
-from fluxjax.base.process import share_between_devices  # noqa: E402
-from fluxjax.batch.composition import Composition  # noqa: E402
-from fluxjax.config import Config  # noqa: E402
-from fluxjax.hosts.gang import fingerprint, local_shards  # noqa: E402
-from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all  # noqa: E402
-from sharding.links import Links, initialize, leave  # noqa: E402
+from fluxjax.batch.composition import Composition
+from fluxjax.config import Config
+from fluxjax.hosts.gang import fingerprint, local_shards
+from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all
+from sharding.links import Links
 
 
-def main() -> None:
-    share_between_devices()
-    initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
-    links = Links(timeout=120.0)
-    try:
-        for strategy in SETTINGS["strategies"]:
-            steps(strategy, links)
-        multihost_utils.sync_global_devices("end")
-        links.barrier("end")
-    except Exception as error:
-        leave(error, links)
-    links.close()
+def work(links: Links) -> None:
+    for strategy in SETTINGS["strategies"]:
+        steps(strategy, links)
+    multihost_utils.sync_global_devices("end")
 
 
 def steps(strategy: str, links: Links) -> None:
@@ -59,12 +42,10 @@ def steps(strategy: str, links: Links) -> None:
             leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
             sums: dict[str, Any] = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
             np.savez(out / f"{strategy}{seed}.npz", **leaves, **sums)
-        read: dict[str, Any] = {
-            f"{draw} {sample}": values for (draw, sample), values in host_cases.scores(composition).items()
-        }
+        scores = host_cases.scores(composition).items()
+        read: dict[str, Any] = {f"{draw} {sample}": values for (draw, sample), values in scores}
         np.savez(out / f"{strategy}{seed}-{process}.npz", **read)
-    losses = recorded.losses(SETTINGS["steps"])
-    print(json.dumps({strategy: losses}), flush=True)
+    print(json.dumps({strategy: recorded.losses(SETTINGS["steps"])}), flush=True)
 
 
 def laid_out(config: Config, seed: int) -> Composition:
@@ -94,4 +75,4 @@ def blinded(prepared):
 
 
 if __name__ == "__main__":
-    main()
+    run(work)

@@ -1,4 +1,4 @@
-"""One of several processes of a run under ODC, for `test_odc_processes`: `odc_process.py SETTINGS`, one JSON object.
+"""One of several processes of a run under ODC, for `test_odc_processes`.
 
 A learner and checkpoints; a process may be killed for real, hang, or fail in the middle of a minibatch.
 """
@@ -7,40 +7,30 @@ import json
 import os
 import pathlib
 import signal
-import sys
 
-SETTINGS = json.loads(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = "cpu"
-DEVICES = f"--xla_force_host_platform_device_count={SETTINGS['devices']}"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"  # the last one counts
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "sharding")]
+import jax
+import jax.numpy as jnp
+from checkpoint_cases import save
+from jax.experimental import multihost_utils
+from learner_cases import tiny
+from one_process import SETTINGS, run
+from packing_cases import make_config, make_groups
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
-
-from fluxjax.base.process import share_between_devices  # noqa: E402
-from sharding.links import Links, initialize, leave  # noqa: E402
-from sharding.odc.worker import Worker  # noqa: E402
+import models
+from fluxjax.algorithms import grpo
+from fluxjax.batch.composer import Composer
+from fluxjax.config import Strategy
+from fluxjax.learner.learner import Learner
+from fluxjax.run.checkpoint import Checkpoints
+from models.config import Qwen2Config
+from sharding.links import Links
+from sharding.odc.worker import Worker
+from sharding.weights import like
 
 
 def training(links: Links) -> None:
     """One learner steps, with a checkpoint after each step, for each folder of checkpoints; says the step of the
     checkpoint it went on from, and where it came to."""
-    from checkpoint_cases import save
-    from learner_cases import tiny
-    from packing_cases import make_config, make_groups
-
-    import models
-    from fluxjax.algorithms import grpo
-    from fluxjax.batch.composer import Composer
-    from fluxjax.config import Strategy
-    from fluxjax.learner.learner import Learner
-    from fluxjax.run.checkpoint import Checkpoints
-    from models.config import Qwen2Config
-    from sharding.weights import like
-
     config = make_config(tokens_per_row=64, rows=4)
     config.sharding.strategy, config.sharding.deterministic = Strategy.ODC, True
     model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
@@ -64,6 +54,7 @@ def training(links: Links) -> None:
         checkpoints.close()
         ends.append((first, [float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(learner.params)]))
     print(json.dumps({"ends": ends}), flush=True)
+    multihost_utils.sync_global_devices("end")
 
 
 def break_down(fault: str) -> None:
@@ -81,18 +72,5 @@ def break_down(fault: str) -> None:
     Worker._next = broken
 
 
-def main() -> None:
-    share_between_devices()
-    initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
-    links = Links(timeout=SETTINGS.get("timeout", 60.0))
-    try:
-        training(links)
-        multihost_utils.sync_global_devices("end")
-        links.barrier("end")
-    except Exception as error:
-        leave(error, links)
-    links.close()
-
-
 if __name__ == "__main__":
-    main()
+    run(training)

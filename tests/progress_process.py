@@ -1,54 +1,39 @@
-"""One of two processes, of which one may come no further, for `test_progress`: `progress_process.py SETTINGS`.
+"""One of two processes, of which one may come no further, for `test_progress`.
 
 Process 0 orders a step and waits for both to agree. `fault`: process 1 is `stuck` while it reads media, or `compiles`
 for longer than the limit, as JAX would say it; or nothing.
 """
 
-import json
-import os
-import pathlib
-import sys
 import threading
 import time
 
-SETTINGS = json.loads(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = "cpu"
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+import jax
+from one_process import SETTINGS, run
+from packing_cases import MODEL, make_config, make_groups
 
-import jax  # noqa: E402
-from packing_cases import MODEL, make_config, make_groups  # noqa: E402
-
-from fluxjax.batch.composer import Composer  # noqa: E402
-from fluxjax.hosts.gang import Gang  # noqa: E402
-from fluxjax.hosts.orders import End, Learn, told_all  # noqa: E402
-from sharding.links import Links, initialize, leave  # noqa: E402
+from fluxjax.batch.composer import Composer
+from fluxjax.hosts.gang import Gang
+from fluxjax.hosts.orders import End, Learn, told_all
+from sharding.links import Links
 
 
-def main() -> None:
-    initialize(SETTINGS["coordinator"], SETTINGS["processes"], SETTINGS["process"])
-    links = Links(timeout=60.0)
+def work(links: Links) -> None:
     gang = Gang(links, SETTINGS["limit"])
     config = make_config(tokens_per_row=64, rows=2)
     composer = Composer(config, 2, MODEL.vision)
     shares = composer.shares(*make_groups([[5], [4]], [[3], [2]]), [range(1), range(1, 2)])
     composition = composer.lay_out(shares[gang.process])
-    try:
-        if gang.process == 0:
-            gang.tell_rows(told_all(shares))
-            gang.agree(config, composition)
-            gang.tell(End())
-        else:
-            for order in gang.orders():
-                if isinstance(order, Learn):
-                    with gang.watch.stage("media"):
-                        fail()
-                    gang.agree(config, composition)
-        gang.close()
-        links.barrier("end")
-    except Exception as error:
-        leave(error, links)
-    links.close()
+    if gang.process == 0:
+        gang.tell_rows(told_all(shares))
+        gang.agree(config, composition)
+        gang.tell(End())
+    else:
+        for order in gang.orders():
+            if isinstance(order, Learn):
+                with gang.watch.stage("media"):
+                    fail()
+                gang.agree(config, composition)
+    gang.close()
 
 
 def fail() -> None:
@@ -61,4 +46,4 @@ def fail() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(work)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import av
 import jax
@@ -79,18 +79,24 @@ def picture(file: pathlib.Path, colour: tuple[int, int, int], size: tuple[int, i
     return file
 
 
-def clip(file: pathlib.Path, colour: tuple[int, int, int], frames: int = 6) -> pathlib.Path:
-    """An h264 clip of 32 x 32 pixels with a bar moving over a coloured ground."""
+def filmed(file: pathlib.Path, frames: Iterable[np.ndarray], **options: str) -> pathlib.Path:
+    """An h264 clip of these pictures of 32 x 32 pixels."""
     with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx264", rate=4)
+        stream = container.add_stream("libx264", rate=4, options=options)
         stream.width = stream.height = 32
         stream.pix_fmt = "yuv420p"
-        for index in range(frames):
-            pixels = np.full((32, 32, 3), colour, np.uint8)
-            pixels[:, 4 * index : 4 * index + 4] = 255
+        for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
     return file
+
+
+def clip(file: pathlib.Path, colour: tuple[int, int, int], frames: int = 6) -> pathlib.Path:
+    """A bar moves over a coloured ground."""
+    pictures = np.full((frames, 32, 32, 3), colour, np.uint8)
+    for index, pixels in enumerate(pictures):
+        pixels[:, 4 * index : 4 * index + 4] = 255
+    return filmed(file, pictures)
 
 
 COLOURS = {"red": (200, 30, 30), "blue": (30, 30, 200), "green": (30, 200, 30)}
@@ -174,6 +180,16 @@ def as_if_killed(complete: pathlib.Path, run_dir: pathlib.Path, step: int) -> pa
     return run_dir
 
 
+def assert_goes_on(
+    complete: pathlib.Path, run_dir: pathlib.Path, config: str, arguments: list[str], step: int
+) -> pathlib.Path:
+    """From its checkpoint of a step, a complete run ends with the same bits."""
+    trained(as_if_killed(complete, run_dir, step), config, arguments)
+    assert summary(run_dir)["resumed_from"] == [*summary(complete)["resumed_from"], step]
+    assert_same_run(run_dir, complete)
+    return run_dir
+
+
 # --- processes ----------------------------------------------------------------------------------
 
 
@@ -181,53 +197,24 @@ class Commands:
     """Starts `python -m fluxjax.train`; all runs of a test session share what they compile."""
 
     def __init__(self) -> None:
-        self.env = os.environ | {
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
-        }
+        self.env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
 
     def start(
-        self,
-        run_dir: pathlib.Path,
-        config: str,
-        arguments: list[str],
-        processes: int = 1,
-        launch: Sequence[str] = (),
+        self, run_dir: pathlib.Path, config: str, arguments: list[str], processes: int = 1, launch: Sequence[str] = ()
     ) -> subprocess.Popen:
         """`launch` are further arguments of what starts several processes, of one device each. A single one has as many
         as this process: it loads what was compiled here, and its bits are those of a run here."""
-        env = dict(self.env)
+        env, command = dict(self.env), [sys.executable, "-m", "fluxjax.train"]
         if processes > 1:
             env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"  # the last one counts
+            command[2:] = ["fluxjax.launch", "--processes", str(processes), *launch, "--"]
+        command += [f"--config={config}", f"--config.run_dir={run_dir}", *arguments]
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("ab") as output:
-            return forked(
-                [
-                    sys.executable,
-                    "-m",
-                    *(
-                        ["fluxjax.launch", "--processes", str(processes), *launch, "--"]
-                        if processes > 1
-                        else ["fluxjax.train"]
-                    ),
-                    f"--config={config}",
-                    f"--config.run_dir={run_dir}",
-                    *arguments,
-                ],
-                cwd=ROOT,
-                env=env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            return forked(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
 
     def run(
-        self,
-        run_dir: pathlib.Path,
-        config: str,
-        arguments: list[str],
-        *,
-        processes: int = 1,
-        timeout: float = 300,
+        self, run_dir: pathlib.Path, config: str, arguments: list[str], *, processes: int = 1, timeout: float = 300
     ) -> str:
         """To the end, which must be a good one; returns what it printed."""
         process = self.start(run_dir, config, arguments, processes)

@@ -9,29 +9,15 @@ import subprocess
 import threading
 import time
 
-import av
 import numpy as np
 from PIL import Image
-from run_cases import write_jsonl
+from run_cases import filmed, write_jsonl
 
 KILLS = 4  # in a run: one that dies six times in a row, with less than half a minute in between, ends it
 
 
 def noise(file: pathlib.Path, height: int, width: int, seed: int) -> None:
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(file)
-
-
-def moving(file: pathlib.Path, frames: int, seed: int) -> None:
-    """An h264 clip of 32 x 32 pixels of noise, a key frame every four."""
-    random = np.random.default_rng(seed)
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx264", rate=4, options={"g": "4"})
-        stream.width = stream.height = 32
-        stream.pix_fmt = "yuv420p"
-        for _ in range(frames):
-            pixels = random.integers(0, 256, (32, 32, 3), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode(None))
 
 
 def media(folder: pathlib.Path, *, bad: bool = True) -> dict[str, object]:
@@ -41,7 +27,8 @@ def media(folder: pathlib.Path, *, bad: bool = True) -> dict[str, object]:
     for k, name in enumerate(images):
         noise(folder / name, 24 + 4 * (k % 3), 24 + 8 * (k % 2), k)
     for k, name in enumerate(videos):
-        moving(folder / name, 4 + 3 * k, k)
+        frames = np.random.default_rng(k).integers(0, 256, (4 + 3 * k, 32, 32, 3), np.uint8)
+        filmed(folder / name, frames, g="4")  # a key frame every four
     good = {"digits": images[:2], "pans": videos[:2]}
     if bad:
         whole = (folder / videos[0]).read_bytes()
@@ -89,13 +76,6 @@ def descendants(pid: int) -> dict[int, str]:
 
 def preprocessors(pid: int) -> list[int]:
     return sorted(child for child, line in descendants(pid).items() if " -m fluxjax.preprocess " in line)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def addresses(run_dir: pathlib.Path) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from process_cases import until
 from run_cases import POLICIES, flags
 
 from fluxjax.base.types import TrainedStep
@@ -131,11 +131,9 @@ def test_a_run_goes_on_with_a_server_that_joined_when_the_first_has_left(
         return [record for record in read(metrics) if record["phase"] == "rl"] if metrics.exists() else []
 
     def operator(first: str, second: str) -> None:
-        while not steps():
-            time.sleep(0.05)
+        until(steps, 300)
         file.write_text(f"{first}\n{second}\n")
-        while steps()[-1]["servers/up"] < 2:
-            time.sleep(0.05)
+        until(lambda: steps()[-1]["servers/up"] == 2, 300)
         file.write_text(f"{second}\n")
 
     thread = threading.Thread(target=operator, args=addresses, daemon=True)

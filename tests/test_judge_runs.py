@@ -10,15 +10,15 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from forked import forked
 from run_cases import ROOT, Diary, flags, letters
 
 import models
-from fluxjax.config import Config, ConfigError, RewardTerm, SourceConfig
+from fluxjax.config import Config, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
-from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 from models.config import Qwen2Config, TextConfig
@@ -75,17 +75,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tiny judge: what it answers is arbitrary, and has digits."""
     folder = tmp_path_factory.mktemp("judge")
     processor = tiny.build([CHARACTERS])
-    text = TextConfig(
-        vocab_size=processor.tokenizer.get_vocab_size(),
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    models.save(models.create(Qwen2Config(text), 0), folder)
+    vocabulary = processor.tokenizer.get_vocab_size()
+    sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "tie_word_embeddings": True}
+    models.save(models.create(Qwen2Config(TextConfig(vocabulary, 16, 16, head_dim=8, **sizes)), 0), folder)
     processor.save(folder)
     (folder / "rubric.txt").write_text(RUBRIC)
     return folder
@@ -96,14 +88,8 @@ def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pa
     """And its first step once more, with the same verdicts: they depend on what is asked only."""
     flags = ("--model", str(checkpoint), "--slots", "8", "--max-sequence-tokens", "256")
     judge = {"api": "generate", "tokenizer": str(checkpoint), "rubric": str(checkpoint / "rubric.txt")}
-    judge |= {
-        "pattern": "([0-9])",
-        "scale": "0 to 9",
-        "temperature": 1.0,
-        "max_tokens": 150,
-        "retries": 20,
-        "request_seconds": 250.0,
-    }
+    judge |= {"pattern": "([0-9])", "scale": "0 to 9", "temperature": 1.0}
+    judge |= {"max_tokens": 150, "retries": 20, "request_seconds": 250.0}
     values = []
     with listening("-m", "rollout.serve", *flags) as (address, _):
         for name, steps in (("one", STEPS), ("other", 1)):
@@ -125,40 +111,20 @@ def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pa
     assert values[1] < values[0] and len({value for *_, value in values[0]}) > 2
 
 
-@pytest.mark.parametrize("max_failed", [1.0, 0.5])
-def test_a_judge_that_dies_in_the_middle(max_failed: float, tmp_path: pathlib.Path) -> None:
-    """All that it can't judge any more is a scored 0; too much of that ends the run with a checkpoint and one line."""
+def test_a_judge_that_dies_in_the_middle(tmp_path: pathlib.Path) -> None:
+    """All that it can't judge any more is a scored 0; `test_misbehaving_rewards` has runs that end for it."""
     with listening(str(ROOT / "tests" / "rewards" / "judge_server.py"), "0") as (address, process):
-        config = configuration(tmp_path, {"server": address}, 4.0, steps=STEPS if max_failed == 1 else 50)
-        config.rewards.max_failed = max_failed
+        config = configuration(tmp_path, {"server": address}, 4.0)
+        config.rewards.max_failed = 1.0
         diary = Kills(process)
         with FluxTrainer(config) as trainer:
-            if max_failed == 1:
-                assert trainer.fit(callbacks=[diary]).summary.complete
-            else:
-                with pytest.raises(RunGivenUp) as caught:
-                    trainer.fit(callbacks=[diary])
-                assert "\n" not in str(caught.value)
-                assert str(caught.value).startswith("reward 'judge' of data.sources.words failed on ")
-                assert f"most often: {address}/v1/chat/completions: ClientConnectorError" in str(caught.value)
+            assert trainer.fit(callbacks=[diary]).summary.complete
     first, last = ([sample.reward for sample in samples] for samples in (diary.samples[:16], diary.samples[-16:]))
     assert not any(reward.reason for reward in first)
     unjudged = [reward.reason.startswith(f"judge: {address}") and reward.parts["judge"] == 0 for reward in last]
     assert all(unjudged), last
     assert any((tmp_path / "run" / "checkpoints").iterdir())
-    if max_failed < 1:
-        return
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (reason,) = summary["rewards_failed"]["words"]
     assert reason.startswith(f"judge: {address}/v1/chat/completions: ClientConnectorError: Cannot connect to host")
     assert summary["rewards_failed"]["words"][reason] >= len(last)
-
-
-def test_a_rubric_with_an_unknown_field_ends_a_run_before_it_begins(tmp_path: pathlib.Path) -> None:
-    rubric = tmp_path / "rubric.txt"
-    rubric.write_text("Is {response} like {reference}? {verdict}")
-    config = configuration(tmp_path, {"server": "http://127.0.0.1:1", "rubric": str(rubric)})
-    with pytest.raises(ConfigError) as caught, FluxTrainer(config):
-        pass
-    for part in ("data.sources.words.rewards.judge", str(rubric), "there is no field {reference}"):
-        assert part in str(caught.value)

@@ -1,24 +1,13 @@
 """Whole runs with LoRA: they learn, are killed and go on bit for bit, and leave a model and its adapter behind."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
-from run_cases import (
-    as_if_killed,
-    assert_same_run,
-    checkpoint_arrays,
-    flags,
-    flags_beside,
-    model_arrays,
-    summary,
-    trained,
-)
+from run_cases import assert_goes_on, flags, flags_beside, model_arrays, trained
 from safetensors.numpy import load_file
 
 import models
-from fluxjax.config import ConfigError
 from fluxjax.report.metrics import read
 
 pytestmark = pytest.mark.long
@@ -74,30 +63,10 @@ def test_the_folder_has_the_merged_model_and_the_adapter(reference, base):
     assert models.load(reference / "model").config.text.num_layers == 2
 
 
-def test_checkpoints_have_no_base_weights(reference):
-    names = set(checkpoint_arrays(reference, STEPS))
-    assert any("lora_a" in name for name in names) and not any("embedding" in name for name in names)
-
-
 def test_killed(adapted, reference, tmp_path):
-    run_dir = as_if_killed(reference, tmp_path / "run", 9)
-    trained(run_dir, TEXT, adapted)
-    assert summary(run_dir)["resumed_from"] == [9]
-    assert_same_run(run_dir, reference)
+    run_dir = assert_goes_on(reference, tmp_path / "run", TEXT, adapted, 9)
     mine, theirs = (folder / "adapter" / "adapter_model.safetensors" for folder in (run_dir, reference))
     assert mine.read_bytes() == theirs.read_bytes()
-
-
-def test_another_base_is_refused(adapted, base, reference, tmp_path):
-    run_dir, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(reference, run_dir)
-    shutil.copytree(base, other)
-    graphdef, params = models.split(models.load(base))
-    params["norm"]["scale"] = params["norm"]["scale"].at[0].add(1e-3)
-    models.save(models.merge(graphdef, params), other)
-    others = [flag.replace(str(base), str(other)) for flag in adapted]
-    with pytest.raises(ConfigError, match="other weights"):
-        trained(run_dir, TEXT, [*others, f"--config.steps={STEPS + 1}"])
 
 
 def test_a_run_goes_on_from_an_adapter(adapted, reference, tmp_path):

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 TURNS = {"first_light": (0,), "flex_ulysses": (1, 2)}
+assert NOTEBOOKS
 
 
 @pytest.mark.long
@@ -29,17 +30,12 @@ def test_notebook_runs(file, tmp_path, monkeypatch):
 
 def assert_pictures(notebook: nbformat.NotebookNode) -> None:
     """A cell that shows pictures has them as PNG: text in their place is a display, too."""
-    showing = [
-        cell for cell in notebook.cells if re.search(r"display\((figure|draw|Image)|^Image\(", cell.source, re.M)
-    ]
+    shows = re.compile(r"display\((figure|draw|Image)|^Image\(", re.M)
+    showing = [cell for cell in notebook.cells if shows.search(cell.source)]
     assert showing
     for cell in showing:
         shown = [output.data for output in cell.outputs if output.output_type in ("display_data", "execute_result")]
         assert shown and all("image/png" in data for data in shown), cell.source
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

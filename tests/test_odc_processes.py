@@ -7,9 +7,7 @@ from process_cases import Processes
 
 WORKER = "odc_process.py"
 pytestmark = pytest.mark.long
-
-
-SETTINGS = {"devices": 1, "steps": 3}
+SETTINGS = {"steps": 3}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from flight_cases import PlainStore
+from process_cases import until
 from run_cases import picture, write_jsonl
 
 from fluxjax.config import Config
@@ -90,13 +91,6 @@ def folder(tmp_path):
 def run(folder):
     with contextlib.ExitStack() as opened:
         yield lambda **settings: Run(opened, folder, **settings)
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def tickets(prepared):

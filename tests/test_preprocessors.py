@@ -8,10 +8,9 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import pytest
-from flight_cases import ROOT, SETTINGS, PlainStore, pictures
-from shadow_run_cases import gone
+from flight_cases import ROOT, SETTINGS, check, pictures
+from process_cases import gone, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
@@ -19,25 +18,8 @@ from fluxjax.data.preprocessor_flags import flags_of
 from fluxjax.preprocess import parse
 from fluxjax.runtime.flight_store import FlightStore
 from fluxjax.runtime.preprocessors import Preprocessors
-from models.shadow import Rows
 
 SMALL = DataConfig(workers=1, cache_gib=0.25, spill_gib=0.0)
-
-
-def eventually(holds, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
-
-
-def check(store, refs) -> None:
-    direct = PlainStore(SETTINGS)
-    tickets: list[Any] = store.look(refs)
-    assert tickets == direct.look(refs)
-    rows = [Rows(str(ticket), 0, ticket.num_patches) for ticket in tickets]
-    for ours, theirs in zip(store.fetch(rows), direct.fetch(rows), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.slow
@@ -47,23 +29,22 @@ def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
         first = preprocessors.addresses
         assert list(first) == ["host/preprocessor-0", "host/preprocessor-1"]
         assert sorted(path.name for path in folder.iterdir()) == ["preprocessor-0.log", "preprocessor-1.log"]
-        store = FlightStore(
-            first, SETTINGS, preprocessors.token, lease_seconds=2.0, patience=60.0, silent=preprocessors.restart
-        )
+        waits: dict[str, Any] = {"lease_seconds": 2.0, "patience": 60.0, "silent": preprocessors.restart}
+        store = FlightStore(first, SETTINGS, preprocessors.token, **waits)
         preprocessors.tell(store)
         with contextlib.closing(store):
             check(store, refs)
             pids = preprocessors.pids  # a slow machine's may have been silent before
             os.kill(pids["host/preprocessor-0"], signal.SIGKILL)
             check(store, refs)
-            eventually(lambda: preprocessors.pids.get("host/preprocessor-0", 0) not in (0, pids["host/preprocessor-0"]))
-            eventually(lambda: preprocessors.addresses == first)  # other processes know them there
-            eventually(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: preprocessors.pids.get("host/preprocessor-0", 0) not in (0, pids["host/preprocessor-0"]))
+            until(lambda: preprocessors.addresses == first)  # other processes know them there
+            until(lambda: all(place["up"] for place in store.stats().values()))
             pids = preprocessors.pids
             os.kill(pids["host/preprocessor-1"], signal.SIGSTOP)
             check(store, pictures(tmp_path / "more", 8))
-            eventually(lambda: gone(pids["host/preprocessor-1"]))
-            eventually(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: gone(pids["host/preprocessor-1"]))
+            until(lambda: all(place["up"] for place in store.stats().values()))
             check(store, refs)
             assert all(place["looks"] for place in store.stats().values())
         pids = preprocessors.pids
@@ -88,7 +69,7 @@ def test_one_that_dies_again_and_again_ends_the_run(tmp_path):
             check(store, refs)
             first = preprocessors.pids["preprocessor-0"]
             os.kill(first, signal.SIGKILL)
-            eventually(lambda: preprocessors.pids.get("preprocessor-0", first) != first)
+            until(lambda: preprocessors.pids.get("preprocessor-0", first) != first)
             os.kill(preprocessors.pids["preprocessor-0"], signal.SIGKILL)
             with pytest.raises(DataError, match="preprocessor-0 ended with status -9, 2 times in a row; its log"):
                 while True:
@@ -97,17 +78,17 @@ def test_one_that_dies_again_and_again_ends_the_run(tmp_path):
 
 
 def test_they_end_with_the_run(tmp_path):
-    code = (
-        "import os, pathlib, signal\n"
-        "from fluxjax.config.data import DataConfig\n"
-        "from fluxjax.runtime.preprocessors import Preprocessors\n"
-        f"started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1, spill_gib=0.0))\n"
-        "print(started.pids['preprocessor-0'], flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
+    code = f"""
+import os, pathlib, signal
+from fluxjax.config.data import DataConfig
+from fluxjax.runtime.preprocessors import Preprocessors
+started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1, spill_gib=0.0))
+print(started.pids['preprocessor-0'], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    eventually(lambda: gone(int(run.stdout)))
+    until(lambda: gone(int(run.stdout)))
 
 
 def test_settings_of_a_run_are_those_of_its_preprocessors():

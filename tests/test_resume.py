@@ -16,6 +16,7 @@ from run_cases import (
     Died,
     DiesAt,
     as_if_killed,
+    assert_goes_on,
     assert_same_run,
     checkpoint_arrays,
     checkpoint_steps,
@@ -109,8 +110,7 @@ def test_killed_again_and_again(text, reference, monkeypatch, tmp_path):
 
 def test_a_damaged_checkpoint_is_passed_over(text, reference, caplog, tmp_path):
     """The run goes on from the one before it, and ends with the same bits."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(reference, run_dir, ignore=shutil.ignore_patterns("model", "summary.json"))
+    run_dir = as_if_killed(reference, tmp_path / "run", STEPS)
     damaged = largest_file(run_dir / "checkpoints" / str(STEPS))
     flipped(damaged, random.Random(0))
     trained(run_dir, TEXT, text)
@@ -132,10 +132,7 @@ def test_resumed_on_another_mesh_with_another_strategy(text, reference, tmp_path
         # Three steps of lr 5e-3 follow; float32 sums in another order differ by 1e-6, Adam's quotient of two
         # small numbers magnifies that.
         np.testing.assert_allclose(mine[name], theirs[name], rtol=0, atol=2e-4)
-    resumed = as_if_killed(run_dir, tmp_path / "resumed", 5)
-    trained(resumed, TEXT, spread)
-    assert summary(resumed)["resumed_from"] == [3, 5]
-    assert_same_run(resumed, run_dir)
+    assert_goes_on(run_dir, tmp_path / "resumed", TEXT, spread, 5)
 
 
 def test_every_device_at_its_own_pace(reference, tmp_path):
@@ -152,10 +149,7 @@ def test_every_device_at_its_own_pace(reference, tmp_path):
     assert all("seconds/idle" in record for record in records)
     assert {record["sharding/collective"] > 0 for record in records} == {False, True}
     assert len({record["grad_norm"] for record in records}) == 9 and records[6]["packing/shapes"] > 1
-    resumed = as_if_killed(complete, tmp_path / "resumed", 6)
-    trained(resumed, TEXT, odc)
-    assert summary(resumed)["resumed_from"] == [6]
-    assert_same_run(resumed, complete)
+    assert_goes_on(complete, tmp_path / "resumed", TEXT, odc, 6)
 
 
 def test_images_and_videos(tmp_path):
@@ -163,8 +157,5 @@ def test_images_and_videos(tmp_path):
     settings = flags(steps=4, checkpoint__every=2, algorithm__kl_coefficient=0.01, **colours(tmp_path))
     complete = tmp_path / "complete"
     trained(complete, VLM, settings)
-    resumed = as_if_killed(complete, tmp_path / "resumed", 2)
-    trained(resumed, VLM, settings)
-    assert summary(resumed)["resumed_from"] == [2]
-    assert_same_run(resumed, complete)
+    resumed = assert_goes_on(complete, tmp_path / "resumed", VLM, settings, 2)
     assert any("reference" in name for name in checkpoint_arrays(resumed, 4))

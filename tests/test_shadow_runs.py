@@ -8,9 +8,9 @@ import json
 import pathlib
 import re
 import signal
-import time
 
 import pytest
+from process_cases import gone, until
 from run_cases import (
     Commands,
     Died,
@@ -26,7 +26,7 @@ from run_cases import (
     trained,
     without_times,
 )
-from shadow_run_cases import Killer, addresses, descendants, gone, media
+from shadow_run_cases import Killer, addresses, descendants, media
 from turns import by_turns
 
 from fluxjax.config.cli import load
@@ -98,13 +98,6 @@ def assert_same(run_dir: pathlib.Path, reference: pathlib.Path) -> None:
     assert samples(run_dir) == samples(reference)
 
 
-def all_gone(pids, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := {pid: line for pid, line in pids.items() if not gone(pid)}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
 def test_a_store_in_the_process(sources, index, central, tmp_path):
     """Killed, it goes on with worker processes, and finds in the index what it has seen before."""
     run_dir, store = tmp_path / "run", shadow(sources, index, data__workers=0, data__cache_gib=1e-5)
@@ -133,7 +126,7 @@ def test_preprocessors_are_killed_and_then_the_run(commands, sources, index, cen
         assert signal_when(process, in_mid_run) == -signal.SIGKILL
     killer.join()
     assert any("fluxjax.preprocess" in line for line in killer.seen.values())
-    all_gone(killer.seen)
+    until(lambda: all(map(gone, killer.seen)))
     ahead = ("preprocessors=1", "near_gib=1e-4", "steps_ahead=2")
     trained(run_dir, VLM, [*arguments, *(f"--config.data.{setting}" for setting in ahead)])
     assert summary(run_dir)["resumed_from"] == [3]
@@ -167,7 +160,7 @@ def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sour
     mine, theirs = (measured(folder) for folder in (run_dir, tmp_path / "central"))
     assert mine == theirs
     assert samples(run_dir) == samples(tmp_path / "central")
-    all_gone(killer.seen)
+    until(lambda: all(map(gone, killer.seen)))
 
 
 # --- media that change while a run goes on ------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 import types
 
 import pytest
+from process_cases import until
 from run_cases import Commands, checkpoint_steps, ended, logged
 
 from fluxjax import launch
@@ -155,10 +156,7 @@ def test_two_signals_end_both_processes_at_once(commands: Commands, tmp_path):
     arguments = ["--config.warm_start.steps=2", "--config.evaluation.samples=4", "--config.steps=500"]
     process = commands.start(run_dir, "configs/vlm.py:debug", arguments, processes=2)
     with ended(process):
-        end = time.monotonic() + 300
-        while not logged(run_dir, "warm_start", 1)():
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
+        until(logged(run_dir, "warm_start", 1), 300)
         before, began = checkpoint_steps(run_dir), time.monotonic()
         for _ in range(2):
             process.send_signal(signal.SIGINT)

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import os
-import pathlib
 import threading
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_cases import gone, until
 from turns import third_of
 
 from fluxjax.base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
@@ -20,15 +20,6 @@ def pool(function, workers=1, seconds=60.0, memory_gib=0.25):
     subject = WorkerPool(f"worker_functions:{function}", workers, seconds=seconds, memory_gib=memory_gib, name="test")
     with contextlib.closing(subject):
         yield subject
-
-
-def ended(pid):
-    """Waits until a process is gone, or waits itself for whoever started it."""
-    until, state = time.monotonic() + 60, pathlib.Path(f"/proc/{pid}/stat")
-    with contextlib.suppress(OSError):
-        while state.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < until, f"process {pid} lives on"
-            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +86,7 @@ def test_no_signal_mask_saves_a_process_and_its_children_go_along(tmp_path):
         subject.call("stops the alarm and hangs", seconds=0.3)
     with pool("leaves_a_child") as subject, pytest.raises(WorkerTimeout):
         subject.call(str(tmp_path / "child"), seconds=1.5)
-    ended(int((tmp_path / "child").read_text()))
+    until(lambda: gone(int((tmp_path / "child").read_text())))
 
 
 def test_calls_run_side_by_side_where_they_have_to(tmp_path):
