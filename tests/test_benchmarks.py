@@ -25,18 +25,30 @@ TINY = [
 ]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"  # the last one counts
-    env = os.environ | {"XLA_FLAGS": flags}
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), *arguments]
+def run(script: str, *arguments: str, one_device: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a benchmark; on one device, or on as many as this process has."""
+    env = dict(os.environ)
+    if one_device:
+        env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"  # the last one counts
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
 
 
-def result(*arguments: str) -> dict:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
+def result(script: str, *arguments: str, **how: bool) -> dict:
+    """The one line that a benchmark prints."""
+    done = run(script, *arguments, **how)
+    assert done.returncode == 0, done.stderr[-2000:]
     (line,) = done.stdout.splitlines()  # exactly one
     return json.loads(line)
+
+
+def refusal(script: str, *arguments: str) -> str:
+    """The one line with which a benchmark refuses its arguments."""
+    done = run(script, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def check_side(side: dict, stages: set[str], tokens: int) -> None:
@@ -55,7 +67,7 @@ def check_side(side: dict, stages: set[str], tokens: int) -> None:
 @pytest.mark.long
 @pytest.mark.turn(1)
 def test_one_json_line() -> None:
-    line = result(*TINY)
+    line = result("train_step", *TINY)
     assert line["benchmark"] == "train_step" and line["repeats"] == 2
     assert line["batch"]["prompts"] == 2 and line["batch"]["response_tokens"] == 2
     ours = line["fluxjax"]
@@ -90,7 +102,7 @@ def check_ratios(line: dict) -> None:
 @pytest.mark.turn(0)
 def test_peer() -> None:
     python = python_with("trl", "FLUXJAX_PEER_PYTHON")
-    line = result("--peer=trl", f"--peer-python={python}", "--peer-threads=1", *TINY)
+    line = result("train_step", "--peer=trl", f"--peer-python={python}", "--peer-threads=1", *TINY)
     check_side(line["fluxjax"], {"prepare", "rollout", "train", "sync", "step"}, tokens=8)
     check_side(line["peer"], {"prepare", "rollout", "train", "step"}, tokens=8)
     assert line["batch"]["videos"] == 0 and line["batch"]["images"] == 2
@@ -102,7 +114,7 @@ def test_peer() -> None:
 def test_natural_lengths() -> None:
     """Every response is as long as it was told to be, on the side of the engine and on that of the learner."""
     lengths = ["--lengths=natural", "--config.rollout.max_new_tokens=12"]
-    line = result("--config=configs/text.py", *TINY[:-2], *lengths)
+    line = result("train_step", "--config=configs/text.py", *TINY[:-2], *lengths)
     batch, ours = line["batch"], line["fluxjax"]
     assert 4 < batch["all_response_tokens"] < 4 * 12
     assert ours["packing"]["tokens"] == round(2 * batch["prompt_tokens"]["mean"]) + batch["all_response_tokens"]
@@ -118,7 +130,7 @@ def test_natural_lengths() -> None:
 def test_tunix_peer(lengths: str) -> None:
     python = python_with("tunix", "FLUXJAX_TUNIX_PYTHON")
     arguments = ["--peer=tunix", f"--peer-python={python}", "--size=0.13M", f"--lengths={lengths}", *TINY[:-2]]
-    line = result(*arguments, "--config.rollout.max_new_tokens=6")
+    line = result("train_step", *arguments, "--config.rollout.max_new_tokens=6")
     tokens = line["batch"]["all_response_tokens"]
     assert (tokens == 4 * 6) == (lengths == "equal")
     check_side(line["fluxjax"], {"prepare", "rollout", "train", "sync", "step"}, tokens=tokens)
@@ -138,14 +150,11 @@ def test_tunix_peer(lengths: str) -> None:
     ],
 )
 def test_wrong_settings_end_in_one_line(arguments: list[str], says: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and says in line
+    assert says in refusal("train_step", *arguments)
 
 
 def test_help() -> None:
-    done = run("--help")
+    done = run("train_step", "--help")
     assert done.returncode == 0 and "--peer-python" in done.stdout
 
 
@@ -153,12 +162,8 @@ def test_help() -> None:
 @pytest.mark.turn(2)
 def test_two_processes_compute_the_same_under_every_plan():
     """Real processes with a device each: FSDP's gathers and Ulysses' all-to-alls between them."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_step.py"), "--part=measured"]
-    command += ["--repeats=1", "--warmup=1", "--lengths", "48", "16", "9", "5"]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr
-    plans = json.loads(done.stdout)["measured"]["given"]["plans"]
+    few = ["--repeats=1", "--warmup=1", "--lengths", "48", "16", "9", "5"]
+    plans = result("flex_ulysses_step", "--part=measured", *few)["measured"]["given"]["plans"]
     assert plans["fsdp_bucketing"]["degrees"] == {"1": 4} and plans["ulysses"]["degrees"] == {"2": 4}
     losses = [plan["loss"] for plan in plans.values()]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
@@ -170,11 +175,7 @@ def test_generation_beside_transformers():
     """Both sides have the same weights and prompts, and so the same tokens. How fast they are is another matter."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--shape=tiny", "--repeats=1"]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([*command, "--new-tokens=6"], capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = result("generate", "--shape=tiny", "--repeats=1", "--new-tokens=6")
     assert answer["equal_tokens"] == 1.0
     assert set(answer["ratio"]) == {"1", "8"}
     for batch, ratio in answer["ratio"].items():
@@ -188,10 +189,7 @@ def test_the_plan_benchmark_takes_other_mixes(tmp_path):
     mixes = tmp_path / "mixes.json"
     lengths = [900, 30, 20, 200, 150, 80, 60, 40]
     mixes.write_text(json.dumps([{"name": "own", "devices": 4, "sequences": [{"length": n} for n in lengths]}]))
-    command = [sys.executable, str(ROOT / "benchmarks" / "flex_ulysses_plan.py"), "--mixes", str(mixes), "--repeats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = result("flex_ulysses_plan", "--mixes", str(mixes), "--repeats=1")
     assert answer["seconds_4096_on_1024"] > 0 and answer["seconds_4096_on_1024_by_cost"] > 0
     assert 1.0 <= answer["worst_balance"] < 1.03 and answer["worst_memory"] <= 1.1
 
@@ -205,20 +203,13 @@ def test_the_shapes_benchmark_counts_programs_and_padding(tmp_path):
     ]
     mixes = tmp_path / "mixes.json"
     mixes.write_text(json.dumps([{"name": "clips", "devices": 4, "sequences": sequences}]))
-    script = [sys.executable, str(ROOT / "benchmarks" / "shapes.py"), "--mixes"]
     settings = ["--steps=8", "--sequences=12", "--devices=4", "--tokens-a-device=4096", "--max-shapes=4"]
-    done = subprocess.run([*script, str(mixes), *settings], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = result("shapes", "--mixes", str(mixes), *settings)
     for strategy in ("fsdp", "ulysses", "flex_ulysses", "odc"):
         figures = answer[strategy]
         assert 1 <= figures["programs"] <= 4 and figures["new_after_half"] <= 3
         assert 0 < figures["padding"] < 1 and figures["mixes"]["clips"]["padding"] == figures["padding"]
-    absent = subprocess.run(
-        [*script, str(tmp_path / "none.json")], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
-    assert absent.returncode == 2 and absent.stdout == ""
-    (line,) = absent.stderr.splitlines()
+    line = refusal("shapes", "--mixes", str(tmp_path / "none.json"))
     assert line.startswith("error: no mixes at ") and "--mixes" in line
 
 
@@ -237,28 +228,21 @@ def test_closing_figures_are_of_pairs(monkeypatch) -> None:
 @pytest.mark.long
 @pytest.mark.turn(2)
 def test_the_engine_alone_says_what_its_cache_held() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "engine_alone.py"), "--shape=tiny", "--repeats=1"]
-    sizes = ["--prompt-tokens=40", "--new-tokens=8", "--kv-tokens=192"]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    (line,) = map(json.loads, done.stdout.splitlines())
+    few = ["--shape=tiny", "--repeats=1"]
+    line = result("engine_alone", *few, "--prompt-tokens=40", "--new-tokens=8", "--kv-tokens=192", one_device=False)
     assert set(line["cases"]) == {"one", "eight", "group of eight"} and line["programs"] > 0
     assert line["cache"]["pages"] == 12 >= line["cache"]["peak_pages"] > 0
     assert line["cache"]["bytes"] == 2 * 192 * 2 * 2 * 16 * 4  # keys and values: tokens, layers, heads, numbers, bytes
-    wrong = subprocess.run([*command, "--kv-tokens=16"], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    wrong = run("engine_alone", *few, "--kv-tokens=16", one_device=False)
     assert wrong.returncode == 2 and "raise rollout.kv_tokens" in wrong.stderr.splitlines()[-1]
 
 
 @pytest.mark.long
 @pytest.mark.turn(1)
 def test_rollout_engines_side_by_side_without_sglang() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "rollout_engine.py"), "--concurrency", "1", "2"]
-    sizes = ["--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1"]
-    done = subprocess.run(
-        [*command, *sizes, "--sides", "jax", "serve"], capture_output=True, text=True, cwd=ROOT, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert "SGLang is not measured" in done.stderr
+    few = ["--concurrency", "1", "2", "--prompt-tokens=8", "--new-tokens=4", "--repeats=1", "--warmup=1"]
+    done = run("rollout_engine", *few, "--sides", "jax", "serve", one_device=False)
+    assert done.returncode == 0 and "SGLang is not measured" in done.stderr, done.stderr
     (line,) = map(json.loads, done.stdout.splitlines())
     assert line["benchmark"] == "rollout_engine" and line["shape"]["name"] == "tiny"
     assert line["ratio"] is None and line["no_ratio_because"]
@@ -268,19 +252,15 @@ def test_rollout_engines_side_by_side_without_sglang() -> None:
         for count in (1, 2):
             rate, seconds = line["tokens_per_second"][side][str(count)], line["seconds"][side][str(count)]["median"]
             assert rate == pytest.approx(4 * count / seconds, rel=0.1)  # both are rounded
-    absent = [*command, "--sglang=/no/such/python"]
-    wrong = subprocess.run(absent, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    wrong = run("rollout_engine", "--concurrency", "1", "2", "--sglang=/no/such/python", one_device=False)
     assert (wrong.returncode, wrong.stdout) == (2, "") and "there is no program /no/such/python" in wrong.stderr
 
 
 @pytest.mark.long
 @pytest.mark.turn(1)
 def test_routes_of_weights_are_measured_without_sglang() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--sizes", "tiny", "--servers", "serve"]
-    sizes = ["--repeats=1", "--steps=1", "--rates", "1e-6", "1e-3"]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    (line,) = map(json.loads, done.stdout.splitlines())
+    few = ["--sizes", "tiny", "--servers", "serve", "--repeats=1", "--steps=1", "--rates", "1e-6", "1e-3"]
+    line = result("weight_sync", *few, one_device=False)
     routes, shares = line["routes"]["tiny"]["serve"], line["delta_share"]["tiny"]
     assert set(routes) == {"shm", "bucket", "orbax", "orbax with delta"}
     for route in routes.values():
@@ -295,7 +275,7 @@ def test_routes_of_weights_are_measured_without_sglang() -> None:
 def test_what_deciding_for_all_costs():
     """Real processes and scripted ones are told as many bytes each, which grow with the responses."""
     few = ["--groups=1", "--group-size=2", "--devices=1", "--repeats=1", "--warmup=0"]
-    answer = hosts("--part=controller", "--processes", "2", "--scripted", "6", *few)
+    answer = result("hosts", "--part=controller", "--processes", "2", "--scripted", "6", *few)
     found = answer["controller"]["by_processes"]
     assert {processes: one["followers"] for processes, one in found.items()} == {"2": "real", "6": "scripted"}
     for one in found.values():
@@ -307,7 +287,7 @@ def test_what_deciding_for_all_costs():
 @pytest.mark.turn(0)
 def test_a_step_of_two_processes_is_compared_with_one_of_one():
     few = ["--models", "0.2M", "--strategies", "odc", "--repeats=1", "--warmup=1"]
-    found = hosts("--part=scaling", *few)["weak_scaling"]["0.2M"]
+    found = result("hosts", "--part=scaling", *few)["weak_scaling"]["0.2M"]
     assert list(found) == ["machine", "odc"]
     for one in found.values():
         assert 0 < one["efficiency"] < 2 and one["tokens"]["two"] > one["tokens"]["one"]
@@ -318,29 +298,18 @@ def test_a_step_of_two_processes_is_compared_with_one_of_one():
 def test_waiting_gains_what_the_schedules_say():
     """Eight real processes; the waits are long beside what else a loaded machine does."""
     settings = ["--settings", "longalign:1", "longalign:8", "--minibatches=1", "--waiting-repeats=1", "--ideal=4"]
-    found = hosts("--part=waiting", *settings)["waiting"]
+    found = result("hosts", "--part=waiting", *settings)["waiting"]
     assert found["longalign:1"]["predicted_by_the_schedules"] == 1.0, "one sample a device: nothing to balance"
     for one in found.values():
         for side, seconds in one["seconds"].items():
             assert seconds >= one["seconds_predicted"][side]
 
 
-def hosts(*arguments: str) -> dict:
-    command = [sys.executable, str(ROOT / "benchmarks" / "hosts.py"), *arguments]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a device a process
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = done.stdout.splitlines()
-    return json.loads(line)
-
-
 @pytest.mark.long
 @pytest.mark.turn(0)
 def test_slices_of_materializers_are_counted(tmp_path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "shadow_loader.py"), "--part", "bytes", "--materializers", "2"]
-    done = subprocess.run([*command, "--media", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
+    few = ["--part", "bytes", "--materializers", "2", "--media", str(tmp_path)]
+    line = result("shadow_loader", *few, one_device=False)
     found = line["bytes"]["by_materializers"]["2"]
     assert line["benchmark"] == "shadow_loader" and line["bytes"]["largest_over_share"] == found["largest_over_share"]
     assert found["sum_over_whole"] == 1.0, "every row is fetched once"

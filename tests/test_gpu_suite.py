@@ -16,10 +16,8 @@ from gpu import record, runner  # noqa: E402
 
 
 def run_suite(*words: str) -> subprocess.CompletedProcess[str]:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"  # the last one counts
-    return subprocess.run(
-        [sys.executable, str(SUITE), *words], env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
-    )
+    env = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"}
+    return subprocess.run([sys.executable, str(SUITE), *words], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -45,10 +43,8 @@ def test_kernels_and_attention_run_dry(tmp_path):
 
 
 def test_unknown_parts_and_folders_without_wheels_end_in_one_line(tmp_path):
-    for words, expected in (
-        (["heads"], "no part is called 'heads'"),
-        (["all", "--wheels", str(tmp_path)], "no wheels"),
-    ):
+    wheels = ["all", "--wheels", str(tmp_path)]
+    for words, expected in ((["heads"], "no part is called 'heads'"), (wheels, "no wheels")):
         done = run_suite(*words)
         assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -71,13 +67,8 @@ def test_a_part_that_fails_or_hangs_keeps_its_figures_and_stops_no_other(tmp_pat
         limit = 1 if name == "hangs" else 30
         results.add(name, runner.run(name, limit, dict(os.environ), tmp_path / "logs", dry=True), prediction="some")
     entries = {entry["part"]: entry for entry in json.loads((tmp_path / "out" / "gpu_cpu.json").read_text())}
-    assert {name: entry.get("outcome") for name, entry in entries.items()} == {
-        "fails": {"first": 1},
-        "hangs": {"first": 2},
-        "silent": None,
-        "ends": {"first": 3},
-        "missing": None,
-    }
+    outcomes = {"fails": {"first": 1}, "hangs": {"first": 2}, "silent": None, "ends": {"first": 3}, "missing": None}
+    assert {name: entry.get("outcome") for name, entry in entries.items()} == outcomes
     assert "for a reason" in entries["fails"]["error"] and entries["hangs"]["error"] == "stopped after 1 s"
     assert "no figures" in entries["silent"]["error"] and "does not exist" in entries["missing"]["error"]
     assert "error" not in entries["ends"] and results.failed
@@ -85,8 +76,7 @@ def test_a_part_that_fails_or_hangs_keeps_its_figures_and_stops_no_other(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("card", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("cpu", "cpu")],
+    ("card", "name"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("cpu", "cpu")]
 )
 def test_files_are_named_for_cards(card, name):
     assert record.short(card) == name
