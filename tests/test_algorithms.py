@@ -1,4 +1,4 @@
-"""GRPO and SFT against numbers worked out by hand, and against float64 references with finite differences."""
+"""GRPO and SFT against numbers worked out by hand; `test_objectives` has GRPO's loss against its formula."""
 
 import dataclasses
 import math
@@ -42,13 +42,9 @@ def test_every_algorithm_of_the_config_has_a_module():
 def test_advantages_by_hand():
     # Rewards 1, 0, 0, 1: mean 1/2, sample variance (4 * 1/4) / 3 = 1/3.
     [got] = advantages_of(grpo.advantages([group([1.0, 0.0, 0.0, 1.0])], AlgorithmConfig()))
-    expected = 0.5 * math.sqrt(3.0)
-    np.testing.assert_allclose(got, [expected, -expected, -expected, expected], rtol=1e-5)
-
-
-def test_advantages_without_division_as_in_dr_grpo():
-    [got] = advantages_of(grpo.advantages([group([1.0, 0.0, 0.0, 0.0])], AlgorithmConfig(normalize_std=False)))
-    np.testing.assert_allclose(got, [0.75, -0.25, -0.25, -0.25], rtol=1e-12)
+    np.testing.assert_allclose(got, 0.5 * math.sqrt(3.0) * np.array([1, -1, -1, 1]), rtol=1e-5)
+    [undivided] = advantages_of(grpo.advantages([group([1.0, 0.0, 0.0, 0.0])], AlgorithmConfig(normalize_std=False)))
+    np.testing.assert_allclose(undivided, [0.75, -0.25, -0.25, -0.25], rtol=1e-12)
 
 
 def test_groups_do_not_influence_each_other():
@@ -65,12 +61,9 @@ def test_equal_rewards_give_exactly_zero(rewards, normalize_std):
     cfg = AlgorithmConfig(normalize_std=normalize_std)
     assert advantages_of(grpo.advantages(groups, cfg))[0] == [0.0] * len(rewards)
     assert grpo.zero_variance_groups(groups) == 1
-
-
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
-def test_rounding_is_no_difference_for_any_algorithm(name):
-    got = advantages_of(ALGORITHMS[name].advantages([group([0.3, 0.1 + 0.2])], AlgorithmConfig.of(name)))
-    assert got == [[0.0, 0.0]]
+    for name in ("dr_grpo", "rloo", "reinforce_plus_plus_baseline"):
+        [got] = advantages_of(ALGORITHMS[name].advantages(groups[:1], AlgorithmConfig.of(name)))
+        assert got == [0.0] * len(rewards)
 
 
 def test_small_rewards_that_differ_are_told_apart():
@@ -87,23 +80,6 @@ def test_sft_weighs_every_answer_the_same():
 
 
 # --- loss weights -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (LossAggregation.TOKEN_MEAN, [1 / 8, 1 / 8, 1 / 8]),  # 2 + 0 + 6 tokens
-        (LossAggregation.SEQUENCE_MEAN, [1 / 4, 1 / 2, 1 / 12]),  # two responses with tokens
-        (LossAggregation.CONSTANT, [1 / 48, 1 / 48, 1 / 48]),  # three responses of at most 16 tokens
-    ],
-)
-def test_loss_weights_by_hand(aggregation, expected):
-    lengths = np.array([2, 0, 6])
-    weights = response_weights(lengths, aggregation, max_new_tokens=16)
-    assert weights.dtype == np.float32
-    np.testing.assert_allclose(weights[lengths > 0], np.array(expected)[lengths > 0], rtol=1e-7)
-    total = {LossAggregation.CONSTANT: 8 / 48}.get(aggregation, 1.0)
-    np.testing.assert_allclose((weights * lengths).sum(), total, rtol=1e-6)
 
 
 def test_loss_weights_refuse_a_step_without_tokens():
@@ -135,24 +111,6 @@ def loss_of(module, logprobs_BT, entropies_BT, batch, cfg):
     return jnp.sum(batch.loss_weights_BT * loss_BT), metrics
 
 
-def reference_loss(logprobs, batch, cfg):
-    """The formula of the docstring, token by token, in float64."""
-    total = 0.0
-    for cell in np.ndindex(logprobs.shape):
-        weight = np.float64(batch.loss_weights_BT[cell])
-        if weight == 0.0:
-            continue
-        advantage = np.float64(batch.advantages_BT[cell])
-        ratio = np.exp(logprobs[cell] - np.float64(batch.behaviour_logprobs_BT[cell]))
-        bounded = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
-        loss = -min(ratio * advantage, bounded * advantage)
-        if cfg.kl_coefficient > 0:
-            difference = np.float64(batch.reference_logprobs_BT[cell]) - logprobs[cell]
-            loss += cfg.kl_coefficient * (np.exp(difference) - difference - 1)
-        total += weight * loss
-    return total
-
-
 def finite_differences(function, x, step=1e-6):
     gradient = np.zeros_like(x)
     for cell in np.ndindex(x.shape):
@@ -173,31 +131,6 @@ def random_case(seed):
     return logprobs, jnp.asarray(rng.uniform(0, 3, shape), jnp.float32), batch
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        AlgorithmConfig(),
-        AlgorithmConfig(clip_low=0.2, clip_high=0.28),
-        AlgorithmConfig(clip_low=0.1, clip_high=0.5, kl_coefficient=0.3),
-    ],
-    ids=["grpo", "clip_higher", "kl"],
-)
-def test_grpo_loss_and_gradient_against_float64_finite_differences(cfg, seed):
-    logprobs, entropies, batch = random_case(seed)
-    value, metrics = loss_of(grpo, jnp.asarray(logprobs), entropies, batch, cfg)
-    gradient = jax.grad(lambda x: loss_of(grpo, x, entropies, batch, cfg)[0])(jnp.asarray(logprobs))
-    exact = logprobs.astype(np.float64)
-    np.testing.assert_allclose(value, reference_loss(exact, batch, cfg), atol=TOLERANCE)
-    expected = finite_differences(lambda x: reference_loss(x, batch, cfg), exact)
-    np.testing.assert_allclose(gradient, expected, atol=TOLERANCE)
-    clipped = np.asarray(metrics["clip_fraction"])
-    assert 0 < clipped.sum() < clipped.size  # the case has clipped and free tokens
-    if cfg.kl_coefficient == 0:
-        trained = batch.loss_weights_BT != 0
-        np.testing.assert_array_equal((np.asarray(gradient) == 0) & trained, clipped.astype(bool) & trained)
-
-
 def test_grpo_by_hand():
     # One token a case: ratio 2 and 1/2, advantage +1 and -1, bounds 0.8 and 1.3.
     ratios = np.array([[2.0, 2.0, 0.5, 0.5]])
@@ -214,9 +147,8 @@ def test_grpo_by_hand():
     assert "reference_kl" not in metrics
 
     # k3 of reference over policy 1/2 and 2: 1/2 + log 2 - 1 and 2 - log 2 - 1.
-    loss_kl, metrics = grpo.token_loss(
-        logprobs, jnp.ones_like(logprobs), batch, dataclasses.replace(cfg, kl_coefficient=0.1)
-    )
+    with_kl = dataclasses.replace(cfg, kl_coefficient=0.1)
+    loss_kl, metrics = grpo.token_loss(logprobs, jnp.ones_like(logprobs), batch, with_kl)
     kl = [[0.5 + math.log(2) - 1] * 2 + [2 - math.log(2) - 1] * 2]
     np.testing.assert_allclose(metrics["reference_kl"], kl, rtol=1e-5)
     np.testing.assert_allclose(loss_kl - loss, 0.1 * np.array(kl), rtol=1e-4)
@@ -230,13 +162,6 @@ def test_entropy_bonus_by_hand():
     np.testing.assert_allclose(value, plain - 0.05 * np.sum(batch.loss_weights_BT * entropies), atol=1e-6)
     gradient = jax.grad(lambda x: loss_of(grpo, jnp.asarray(logprobs), x, batch, bonus)[0])(entropies)
     np.testing.assert_allclose(gradient, -0.05 * batch.loss_weights_BT, atol=1e-8)
-
-
-def test_on_policy_gradient_is_the_policy_gradient():
-    logprobs, entropies, batch = random_case(0)
-    batch = dataclasses.replace(batch, behaviour_logprobs_BT=logprobs)
-    gradient = jax.grad(lambda x: loss_of(grpo, x, entropies, batch, AlgorithmConfig())[0])(jnp.asarray(logprobs))
-    np.testing.assert_allclose(gradient, -batch.loss_weights_BT * batch.advantages_BT, atol=1e-7)
 
 
 def test_sft_loss_and_gradient():

@@ -211,8 +211,6 @@ def test_a_coupled_algorithm_of_ones_own_needs_a_reference():
 
     with pytest.raises(ConfigError, match=r"compares with a reference: algorithm.kl_coefficient must be above 0"):
         check_algorithm(cli.load([]), Mine())
-    with pytest.raises(ConfigError, match="group_size is 1; dpo compares"):
-        cli.load(["--config.rollout.group_size=1", "--config.algorithm.name=dpo"])
 
 
 # --- a run ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from test_algorithms import finite_differences, loss_of, make_batch, random_case
 
 from fluxjax.algorithms import grpo, importance
 from fluxjax.algorithms.loss import clipped_surrogate, masked
-from fluxjax.config import AlgorithmConfig, ConfigError, Importance, ImportanceConfig, cli
+from fluxjax.config import AlgorithmConfig, Importance, ImportanceConfig
 
 TOLERANCE = 1e-5  # float32 against float64, values of order one
 KINDS = {
@@ -109,22 +109,10 @@ def test_coupled_gradient_against_float64_finite_differences(name):
         advantages = batch.advantages_BT.astype(np.float64)
         return -np.sum(factors * batch.loss_weights_BT * np.minimum(ratio * advantages, bounded * advantages))
 
-    np.testing.assert_allclose(
-        loss_of(grpo, jnp.asarray(logprobs), entropies, batch, cfg)[0], reference(exact), atol=TOLERANCE
-    )
+    value, _ = loss_of(grpo, jnp.asarray(logprobs), entropies, batch, cfg)
+    np.testing.assert_allclose(value, reference(exact), atol=TOLERANCE)
     want = finite_differences(reference, exact)
     np.testing.assert_allclose(gradient_of(logprobs, entropies, batch, cfg), want, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_masked_tokens_have_no_gradient(decoupled):
-    logprobs, entropies, batch = stale_case(0)
-    gradient = gradient_of(logprobs, entropies, batch, configured(KINDS["mask"], decoupled=decoupled))
-    ratios = np.exp(np.float64(logprobs) - batch.behaviour_logprobs_BT)
-    outside = (ratios < 0.6) | (ratios > 1.7)
-    assert outside[batch.loss_weights_BT != 0].any() and not gradient[outside].any()
-    if decoupled:
-        assert gradient[~outside & (batch.loss_weights_BT != 0)].all()
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -141,11 +129,7 @@ def test_extreme_log_ratios_stay_finite(name, decoupled):
         value, _ = loss_of(grpo, logprobs, jnp.ones_like(logprobs), batch, cfg)
         gradient = gradient_of(logprobs, jnp.ones_like(logprobs), batch, cfg)
         assert np.isfinite(value) and np.isfinite(gradient).all()
-        sums, maxima = importance.tally(
-            logprobs, jax.tree.map(jnp.asarray, batch), jnp.asarray(trained), cfg.importance
-        )
-        metrics = importance.metrics({name: float(v) for name, v in (sums | maxima).items()}, float(trained.size))
-        assert np.isfinite(list(metrics.values())).all()
+        assert np.isfinite(list(metrics_of(logprobs, batch, cfg.importance).values())).all()
 
 
 # --- metrics ------------------------------------------------------------------------------------
@@ -166,9 +150,7 @@ def test_metrics_against_numpy(name):
     ratios, lags = np.exp(log_ratios), batch.lags_BT[trained]
     weights = np.array([weight_of(ratio, lag, KINDS[name]) for ratio, lag in zip(ratios, lags, strict=True)])
     kind, low, high = KINDS[name].kind, KINDS[name].low, KINDS[name].high
-    clipped = {Importance.NONE: ratios < 0, Importance.TRUNCATE: ratios > high}.get(
-        kind, (ratios < low) | (ratios > high)
-    )
+    clipped = (kind is not Importance.NONE) & (ratios > high) | (kind is Importance.MASK) & (ratios < low)
     want = {
         "importance/ess": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
         "importance/mean": weights.mean(),
@@ -179,21 +161,6 @@ def test_metrics_against_numpy(name):
         "staleness/lag_max": lags.max(),
     }
     assert metrics_of(logprobs, batch, KINDS[name]) == pytest.approx(want, rel=1e-4)
-
-
-def test_on_policy_every_token_counts_and_nothing_is_stale():
-    logprobs, _, batch = random_case(0)
-    batch = dataclasses.replace(batch, behaviour_logprobs_BT=logprobs)
-    for cfg in KINDS.values():
-        assert metrics_of(logprobs, batch, cfg) == {
-            "importance/ess": 1.0,
-            "importance/mean": 1.0,
-            "importance/clipped": 0.0,
-            "staleness/kl": 0.0,
-            "staleness/variance": 0.0,
-            "staleness/lag_mean": 0.0,
-            "staleness/lag_max": 0.0,
-        }
 
 
 def test_small_variance_is_not_lost_to_rounding():
@@ -210,23 +177,3 @@ def test_all_masked_is_an_effective_sample_of_none():
     metrics = metrics_of(batch.behaviour_logprobs_BT - 5.0, batch, KINDS["mask"])
     assert metrics["importance/ess"] == metrics["importance/mean"] == 0.0
     assert metrics["importance/clipped"] == 1.0
-
-
-# --- configuration ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("low", "1.5", "low is 1.5; it must be in [0, 1)"),
-        ("low", "-0.1", "low is -0.1; it must be in [0, 1)"),
-        ("high", "1", "high is 1.0; it must be greater than 1"),
-        ("decay", "0", "decay is 0.0; it must be in (0, 1]"),
-        ("decay", "1.1", "decay is 1.1; it must be in (0, 1]"),
-        ("kind", "clip", "'clip' is not one of none, truncate, mask"),
-    ],
-)
-def test_mistakes_name_the_field(field, value, says):
-    with pytest.raises(ConfigError) as caught:
-        cli.load([f"--config.algorithm.importance.{field}={value}"])
-    assert f"algorithm.importance.{field}" in str(caught.value) and says in str(caught.value)
