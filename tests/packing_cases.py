@@ -1,6 +1,7 @@
 """Small groups with real patch and position layouts, and a tiny Qwen2.5-VL configuration, for packing tests."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,20 +93,32 @@ def make_groups(
         draw = 100 + 3 * index
         prompt = Prompt(f"prompt-{draw}", "test", "?", "!", draw=draw)
         prepared[draw] = PreparedPrompt(prompt, model_input(content, rng))
-        samples = []
-        for sample, size in enumerate(sizes):
-            response = Response(
-                rid=f"{draw}/{sample}",
-                draw=draw,
-                sample=sample,
-                token_ids=tuple(rng.integers(0, vocabulary, size).tolist()),
-                logprobs=tuple((-rng.uniform(0.1, 5.0, size)).astype(np.float32).tolist()),
-                versions=tuple(rng.integers(0, 9, size).tolist()),
-                finish="stop",
-            )
-            samples.append(Sample(response, Reward(float(rng.normal()), False), float(np.float32(rng.normal()))))
-        groups.append(Group(prompt, tuple(samples)))
+        groups.append(random_group(prompt, sizes, rng, vocabulary))
     return groups, prepared
+
+
+def random_group(
+    prompt: Prompt, sizes: Iterable[int], rng: np.random.Generator, vocabulary: int = TEXT_VOCABULARY
+) -> Group:
+    """Random responses of these lengths, each with a reward and an advantage."""
+    samples = []
+    for sample, size in enumerate(sizes):
+        ids = tuple(rng.integers(0, vocabulary, size).tolist())
+        logprobs = tuple((-rng.uniform(0.1, 5.0, size)).astype(np.float32).tolist())
+        versions = tuple(rng.integers(0, 9, size).tolist())
+        response = Response(f"{prompt.draw}/{sample}", prompt.draw, sample, ids, logprobs, versions, "stop")
+        samples.append(Sample(response, Reward(float(rng.normal()), False), float(np.float32(rng.normal()))))
+    return Group(prompt, tuple(samples))
+
+
+def answered(prompt: Prompt, answers: Iterable[tuple[Sequence[int], Sequence[float]]], version: int = 0) -> Group:
+    """These responses, their token ids and log-probs, each with an advantage of 1."""
+    samples = []
+    for sample, (ids, logprobs) in enumerate(answers):
+        versions, rid = (version,) * len(ids), f"{prompt.draw}/{sample}"
+        response = Response(rid, prompt.draw, sample, tuple(ids), tuple(logprobs), versions, "stop")
+        samples.append(Sample(response, Reward(0.0, False), 1.0))
+    return Group(prompt, tuple(samples))
 
 
 def make_config(tokens_per_row: int = 48, rows: int = 4, patches: int = 128, share: bool = True) -> Config:

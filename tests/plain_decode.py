@@ -39,13 +39,7 @@ class Generation:
     stopped: bool
 
 
-def generate(
-    model: Decoder,
-    prompt: ModelInput,
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int] = (),
-) -> Generation:
+def generate(model: Decoder, prompt: ModelInput, *, max_new_tokens: int, stop_ids: Sequence[int] = ()) -> Generation:
     """Decodes greedily."""
     graphdef, params = models.split(model)
     T = _bucket(len(prompt), LEAST_TOKENS)

@@ -53,14 +53,6 @@ def test_restores_onto_another_mesh(tmp_path, devices):
     checkpoints.close()
 
 
-def test_keeps_the_newest(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "c", keep=2)
-    for step in (1, 2, 3):
-        save(checkpoints, step, arrays_on(1, P()), {})
-    checkpoints.close()
-    assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["2", "3"]
-
-
 def test_errors_name_the_folder(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     with pytest.raises(ResumeError, match=f"no checkpoint in {tmp_path / 'c'}"):

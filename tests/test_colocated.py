@@ -70,7 +70,6 @@ def fleet(run_dir: pathlib.Path, data: Mapping[str, object], **own: object) -> C
     return cli.load(["--config=configs/text.py:debug", f"--config.run_dir={run_dir}", *flags(**settings)])
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_with_servers_that_sleep(
     data: Mapping[str, object], forked_servers: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -112,7 +111,6 @@ def test_a_run_with_servers_that_sleep(
     assert watch.seen == [[(f"server {i}", False, step) for i in range(2)] for step in range(1, 4)]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_degree_of_servers_changes_without_a_start(
     data: Mapping[str, object], forked_servers: None, tmp_path: pathlib.Path

@@ -99,9 +99,8 @@ def trainer_call(folder: pathlib.Path) -> list[str]:
 
 def run(script: list[str | pathlib.Path], folder: pathlib.Path, **environment: str) -> None:
     path = f"{folder}/bin:{os.environ['PATH']}"
-    done = subprocess.run(
-        script, cwd=folder, env={"PATH": path} | environment, capture_output=True, text=True, timeout=60
-    )
+    env = {"PATH": path} | environment
+    done = subprocess.run(script, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -125,12 +124,18 @@ def test_a_job_of_slurm_starts_servers_and_trainers(nodes, servers, tmp_path):
     assert f"--ntasks={count}" in trainers and f"--nodelist={','.join(nodes.split()[-count:])}" in trainers
 
 
+def on_node(node: int, folder: pathlib.Path, **more: str) -> None:
+    """Runs what SkyPilot would on one of three nodes."""
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NUM_NODES": "3"}
+    nodes |= {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "1"}
+    nodes |= {"RUN_DIR": str(folder / "run")}
+    run(["bash", "-c", SKYPILOT["run"]], folder, **SKYPILOT["envs"] | nodes | more)
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_nodes_of_skypilot_are_processes(node, tmp_path):
     program(tmp_path / ".venv" / "bin" / "python", says(tmp_path))
-    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NUM_NODES": "3"}
-    nodes |= {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "1"}
-    run(["bash", "-c", SKYPILOT["run"]], tmp_path, **SKYPILOT["envs"] | nodes | {"RUN_DIR": str(tmp_path / "run")})
+    on_node(node, tmp_path)
     config = parsed(trainer_call(tmp_path))
     assert (config.distributed.processes, config.distributed.process) == (2, node)
     assert config.distributed.coordinator == "10.0.0.1:61440"
@@ -141,11 +146,8 @@ def test_nodes_of_skypilot_are_processes(node, tmp_path):
 def test_a_node_of_skypilot_serves_until_training_has_ended(tmp_path):
     program(tmp_path / ".sglang" / "bin" / "python", says(tmp_path) + "\nexec sleep 60")
     (tmp_path / "deploy").symlink_to(DEPLOY)
-    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NUM_NODES": "3"}
-    nodes |= {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "1"}
     program(tmp_path / "bin" / "sleep", f'touch "{tmp_path}/run.1.ended"\nexec /bin/sleep 1')
-    more = {"RUN_DIR": str(tmp_path / "run"), "FLUXJAX_TOKEN": SECRET}
-    run(["bash", "-c", SKYPILOT["run"]], tmp_path, **SKYPILOT["envs"] | nodes | more)
+    on_node(2, tmp_path, FLUXJAX_TOKEN=SECRET)
     (call,) = calls(tmp_path)
     assert call[1:3] == ["-m", "sglang.launch_server"] and call[call.index("--api-key") + 1] == SECRET
     assert call[call.index("--model-path") + 1] == SKYPILOT["envs"]["CHECKPOINT"]
@@ -153,7 +155,6 @@ def test_a_node_of_skypilot_serves_until_training_has_ended(tmp_path):
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path):
-    done = subprocess.run(
-        ["bash", DEPLOY / "serve.sh", "model", "1"], env={"PATH": os.environ["PATH"]}, capture_output=True
-    )
+    command, env = ["bash", DEPLOY / "serve.sh", "model", "1"], {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=env, capture_output=True)
     assert done.returncode and b"FLUXJAX_TOKEN" in done.stderr

@@ -46,10 +46,8 @@ def configuration(folder, policy: str, **own: object):
 def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
     assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "error: dynamic sampling dropped 9 groups of equal rewards (policy.dynamic_sampling_by is correct)"
-    )
-    assert "for step 1, which needs 4 others" in line
+    said = "error: dynamic sampling dropped 9 groups of equal rewards (policy.dynamic_sampling_by is correct)"
+    assert line.startswith(said) and "for step 1, which needs 4 others" in line
     assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "policy.max_num_gen_batches" in line
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 from fluxjax.base.import_path import as_if_missing
 
@@ -25,3 +26,14 @@ def test_a_run_does_not_import_pytorch():
     code = "import sys, fluxjax.run.main; print('torch' in sys.modules, 'tensorboardX' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.split() == ["False", "True"]
+
+
+def test_shadowing_package_is_named(tmp_path):
+    """Our packages have common names."""
+    impostor = tmp_path / "models"
+    impostor.mkdir()
+    (impostor / "__init__.py").write_text("")
+    script = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import fluxjax"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode != 0
+    assert "ImportError" in run.stderr and str(impostor) in run.stderr

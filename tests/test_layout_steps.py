@@ -5,18 +5,7 @@ import jax
 import numpy as np
 import pytest
 from packing_cases import TEXT, compose
-from step_cases import (
-    LAYOUTS,
-    SEQUENCE,
-    TOKEN,
-    VERSION,
-    config_for,
-    flat,
-    key_of,
-    near_policy,
-    samples_of,
-    trained,
-)
+from step_cases import LAYOUTS, SEQUENCE, TOKEN, VERSION, config_for, flat, key_of, near_policy, samples_of, trained
 from test_importance import TOLERANCE, weight_of
 from turns import by_turns
 

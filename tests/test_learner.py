@@ -59,9 +59,8 @@ def microbatches_for(kind, config, num_shards=1, seed=0):
 def plain_logprobs(model, inputs, temperature=1.0):
     """What the learner should compute, without it."""
     graphdef, params = models.split(model)
-    return jax.jit(lambda p, x: forward_logprobs(models.merge(graphdef, p), x, Walk(), temperature=temperature))(
-        params, inputs
-    )
+    plain = jax.jit(lambda p, x: forward_logprobs(models.merge(graphdef, p), x, Walk(), temperature=temperature))
+    return plain(params, inputs)
 
 
 def gradients(learner, batches):
@@ -207,10 +206,8 @@ def test_a_step_is_clipped_adamw(most):
     learner.step(microbatches_for("text", config))
     assert not any(weight.is_deleted() for weight in jax.tree.leaves(served))
 
-    matrices = {"q", "k", "v", "o", "gate", "up", "down", "table"}
-    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(before)} - matrices == {
-        *("q_bias", "k_bias", "v_bias", "scale")
-    }
+    matrices, vectors = {"q", "k", "v", "o", "gate", "up", "down", "table"}, {"q_bias", "k_bias", "v_bias", "scale"}
+    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(before)} == matrices | vectors
 
     def expected(path, weight, grad):
         grad = grad * (most / norm if most else 1.0)
@@ -245,10 +242,8 @@ def test_moments_and_gradients_in_bfloat16():
             assert learner.step(microbatches)["skipped_nonfinite"] == 0
     sizes = [sum(x.nbytes for x in jax.tree.leaves(learner.opt_state)) for learner in (exact, rounded)]
     assert sizes[1] < 0.51 * sizes[0]
-    moved, moved_rounded = (
-        jax.tree.map(lambda new, old: np.asarray(new) - old, learner.params, before) for learner in (exact, rounded)
-    )
-    assert_close(moved_rounded, moved, 0.05)  # 8 bits of mantissa, three steps
+    moved = [jax.tree.map(lambda new, old: np.asarray(new) - old, one.params, before) for one in (exact, rounded)]
+    assert_close(moved[1], moved[0], 0.05)  # 8 bits of mantissa, three steps
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(rounded.params))
 
 
@@ -293,17 +288,13 @@ def test_logprobs_are_those_of_the_sampling_temperature():
     config = config_for()
     config.rollout.temperature = 0.5
     inputs = microbatches_for("text", config, 2)[0].batch.inputs
-
-    def learned(learner):
-        return learner.logprobs(inputs)
-
     learner = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
-    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs, 0.5))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs, 0.5))
     learner.reset(sft.token_loss, temperature=1.0)
-    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs))
     config.rollout.temperature = 0.0  # greedy: scored with 1
     learner.reset(sft.token_loss)
-    assert_close(learned(learner), plain_logprobs(tiny("text"), inputs))
+    assert_close(learner.logprobs(inputs), plain_logprobs(tiny("text"), inputs))
 
 
 @pytest.mark.slow
@@ -374,39 +365,6 @@ def test_a_restored_state_is_never_on_the_devices_beside_the_old_one(tmp_path, h
     assert learner.version == 0
     monkeypatch.undo()
     learner.step(microbatches_for("text", config_for(), 2))
-    checkpoints.close()
-
-
-@pytest.mark.long
-def test_state_goes_through_a_checkpoint_onto_another_mesh(tmp_path):
-    """Three steps in a row equal one step, a checkpoint, a restore and two more: exactly on the same mesh."""
-    config = config_for(rows=2, **SMOOTH)
-
-    def learner_on(devices):
-        return Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(devices))
-
-    def two_more(learner, devices):
-        for seed in (1, 2):
-            learner.step(microbatches_for("text", config, devices, seed))
-        return jax.tree.map(np.asarray, learner.params)
-
-    first = learner_on(2)
-    first.step(microbatches_for("text", config, 2))
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    assert save(checkpoints, 1, first.state(), {})
-    straight = two_more(first, 2)
-    checkpoints.wait()
-    for devices in (2, 6):
-        learner = learner_on(devices)
-        _, arrays, _ = checkpoints.restore(like(learner.state()))
-        learner.load_state(arrays)
-        assert learner.version == 1
-        resumed = two_more(learner, devices)
-        assert learner.version == 3
-        if devices == 2:
-            jax.tree.map(np.testing.assert_array_equal, resumed, straight)
-        else:
-            assert_close(resumed, straight)
     checkpoints.close()
 
 

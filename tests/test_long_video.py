@@ -12,12 +12,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL, compose, make_config
+from packing_cases import MODEL, answered, compose, make_config
 from plain_decode import generate
 
 import models
 from fluxjax.algorithms import grpo
-from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
 from fluxjax.learner.learner import Learner
 from models.config import PatchLayout
@@ -95,11 +95,7 @@ def test_the_engine_answers_like_plain_decoding(model, prompt, plain, known: int
 def test_the_trainer_scores_like_plain_decoding(model, prompt, plain):
     record = Prompt("long", "test", "?", "!", draw=5)
     answers = [plain.token_ids, plain.token_ids[:5]]
-    responses = [
-        Response(f"5/{k}", 5, k, ids, plain.logprobs[: len(ids)], (0,) * len(ids), "stop")
-        for k, ids in enumerate(answers)
-    ]
-    group = Group(record, tuple(Sample(response, Reward(0.0, False), 1.0) for response in responses))
+    group = answered(record, [(ids, plain.logprobs[: len(ids)]) for ids in answers])
     config = make_config(tokens_per_row=48, rows=1, patches=128)
     composition = compose([group], {5: PreparedPrompt(record, prompt)}, config, vision=MODEL.vision)
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from cuda_ahead import clean_environment, needs_gpu
+from cuda_ahead import clean_environment, needs_gpu, run_on_gpu
 
 PROGRAM, PROGRAMS = ROOT / "tests" / "gpu_program.py", {"send": ROOT / "tests" / "ipc_program.py"}
 TOLERANCE = 2e-5  # of float32, of the largest value of each array; products are whole, not TF32
@@ -102,3 +102,25 @@ def test_a_run_from_end_to_end(tmp_path: pathlib.Path) -> None:
     done = subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all 2 steps are done" in done.stdout + done.stderr
+
+
+FLASH = ROOT / "tests" / "sharding" / "flash_program.py"
+LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"
+
+
+@pytest.fixture(params=["", LISTED, None], ids=["lists none", "lists one", "absent"])
+def listed(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Returns True where the stand-in for nvidia-smi lists a GPU. JAX finds none in any case."""
+    if request.param is not None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\necho '{request.param}'\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return request.param == LISTED
+
+
+@pytest.mark.slow
+def test_a_gpu_that_cannot_be_used_is_a_failure(listed: bool) -> None:
+    with pytest.raises(AssertionError if listed else pytest.skip.Exception):
+        run_on_gpu(FLASH)

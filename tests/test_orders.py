@@ -16,7 +16,6 @@ from turns import third_of
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import PackedRows
 from fluxjax.config import Strategy
-from fluxjax.data.materializer import Materializer
 from fluxjax.hosts.gang import fingerprint, release
 from fluxjax.hosts.orders import (
     PROTOCOL,
@@ -36,7 +35,6 @@ from fluxjax.hosts.orders import (
     share_of,
     told_all,
 )
-from models.shadow import ShadowTensor
 
 ORDERS = [Start("/runs/a", "secret", "{}"), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
 ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
@@ -50,10 +48,7 @@ def test_an_order_comes_as_it_was_given(order):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ulysses", "flex_ulysses"])
 @given(
-    seed=st.integers(0, 2**20),
-    processes=st.sampled_from([1, 2, 4]),
-    temperature=st.booleans(),
-    together=st.booleans(),
+    seed=st.integers(0, 2**20), processes=st.sampled_from([1, 2, 4]), temperature=st.booleans(), together=st.booleans()
 )
 @example(seed=24560, processes=1, temperature=False, together=False)  # a group in two microbatches
 @settings(deadline=None, max_examples=third_of(15))
@@ -148,13 +143,8 @@ def test_each_process_is_told_its_own():
         assert shown == [(item, k) for item, group in enumerate(share.groups) for k in range(len(group.samples))]
         heard += [sample.response for group in share.groups for sample in group.samples]
     sent = [sample.response for group in groups for sample in group.samples if sample.response.token_ids]
-    assert sorted((r.draw, r.sample) for r in heard) == sorted((r.draw, r.sample) for r in sent)
-    known = {(r.draw, r.sample): r for r in sent}
-    for response in heard:
-        whole = dataclasses.replace(known[response.draw, response.sample], rid="")
-        assert response == whole
-        for ours, theirs in zip(response.arrays, whole.arrays, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+    known = {(r.draw, r.sample): dataclasses.replace(r, rid="") for r in sent}
+    assert {(r.draw, r.sample): r for r in heard} == known and len(heard) == len(sent)
 
 
 @pytest.mark.parametrize(
@@ -186,56 +176,5 @@ def test_a_prompt_that_is_not_here_is_named():
 
 def test_fields_of_orders_are_plain():
     """Nothing that would need pickle."""
-    for order in ORDERS:
-        assert all(
-            field.type in ("str", "int", "bool", "Mapping[str, Any]", "Sequence[Any]")
-            for field in dataclasses.fields(order)
-        )
-
-
-def test_tickets_are_told_in_the_place_of_media_and_come_back_as_the_same_shadows():
-    """A process that is told tickets lays out the very slices of its own devices, whatever it can't see."""
-    groups, prepared = random_groups(3)
-    shadowed = {draw: shadow_of(draw, one) for draw, one in prepared.items()}
-    data = {row.ticket: one.inputs.laid_out().vision.patches_PX for _, one, rows in shadowed.values() for row in rows}
-    composer = Composer(make_config(64, 2), 4, MODEL.vision)
-    own = [range(k, k + 1) for k in range(4)]
-    plain = composer.shares(groups, prepared, own)
-    shares = composer.shares(groups, {draw: prompt for draw, (prompt, *_) in shadowed.items()}, own)
-    whole = sum(array.nbytes for array in data.values())
-    for want, share in zip(map(composer.lay_out, plain), shares, strict=True):
-        order = decode(b"".join(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0]))))
-        assert isinstance(order, Learn)
-        heard = {}
-
-        def inputs(media, heard=heard):
-            heard.update(media)
-            return {draw: shadowed[draw][0].inputs for draw in media}
-
-        got = composer.lay_out(share_of(order.rows, order.responses, inputs))
-        assert heard and all(
-            told_media == ([(row.ticket, f"place of {row.ticket}") for row in shadowed[draw][2]] or None)
-            for draw, told_media in heard.items()
-        )
-        fetched = 0
-
-        def fetch(rows):
-            nonlocal fetched
-            fetched += sum(map(len, rows))
-            return [data[row.ticket][row.start : row.stop] for row in rows]
-
-        materializer = Materializer(fetch)
-        for ours, theirs in zip(want.batches, got.batches, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours, materializer.read(theirs))
-        materializer.close()
-        assert fetched * 4 * MODEL.vision.patch_values <= whole
-
-
-def shadow_of(draw, one):
-    """(the prompt with shadows of its patches, itself, the rows that they are)."""
-    vision = one.inputs.laid_out().vision
-    if vision is None:
-        return one, one, []
-    shadow = ShadowTensor.of(f"draw {draw}", vision.patches_PX.shape, np.float32)
-    inputs = dataclasses.replace(one.inputs, vision=dataclasses.replace(vision, patches_PX=shadow))
-    return dataclasses.replace(one, inputs=inputs), one, list(shadow.elsewhere)
+    kinds = {field.type for order in ORDERS for field in dataclasses.fields(order)}
+    assert kinds <= {"str", "int", "bool", "Mapping[str, Any]", "Sequence[Any]"}

@@ -29,43 +29,29 @@ SEEDS = range(3)
 TOKEN, SEQUENCE, CONSTANT = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 
 # What each of ours is, in theirs.
+BY_RESPONSE = {"loss_aggregation": LossAggregation.SEQUENCE_MEAN}
 LOSSES = {
-    "verl grpo, mean over responses": (
-        "grpo",
-        {"loss_aggregation": LossAggregation.SEQUENCE_MEAN},
-        ("verl_loss", "vanilla", SEQUENCE, {}),
-    ),
+    "verl grpo, mean over responses": ("grpo", BY_RESPONSE, ("verl_loss", "vanilla", SEQUENCE, {})),
     "verl grpo": ("grpo", {}, ("verl_loss", "vanilla", TOKEN, {})),
-    "verl grpo k1": (
-        "grpo",
-        {"kl_coefficient": 0.3, "kl_estimator": KlEstimator.K1},
-        ("verl_loss", "vanilla", TOKEN, {"kl": "k1", "kl_coefficient": 0.3}),
-    ),
-    "verl grpo k2": (
-        "grpo",
-        {"kl_coefficient": 0.3, "kl_estimator": KlEstimator.K2},
-        ("verl_loss", "vanilla", TOKEN, {"kl": "k2", "kl_coefficient": 0.3}),
-    ),
-    "verl grpo k3": (
-        "grpo",
-        {"kl_coefficient": 0.3},
-        ("verl_loss", "vanilla", TOKEN, {"kl": "k3", "kl_coefficient": 0.3}),
-    ),
+    **{
+        f"verl grpo {kl.value}": (
+            "grpo",
+            {"kl_coefficient": 0.3, "kl_estimator": kl},
+            ("verl_loss", "vanilla", TOKEN, {"kl": kl.value, "kl_coefficient": 0.3}),
+        )
+        for kl in KlEstimator
+    },
     "verl grpo dual": ("grpo", {"dual_clip": 1.4}, ("verl_loss", "vanilla", TOKEN, {"dual": 1.4})),
     "verl dr_grpo": ("dr_grpo", {}, ("verl_loss", "vanilla", CONSTANT, {"horizon": MAX_NEW_TOKENS})),
     "verl dapo": ("dapo", {}, ("verl_loss", "vanilla", TOKEN, {})),
     "verl gspo": ("gspo", {"clip_low": 0.1, "clip_high": 0.15}, ("verl_loss", "gspo", SEQUENCE, {})),
     "verl cispo": ("cispo", {"clip_low": 0.3, "clip_high": 0.4}, ("verl_loss", "cispo", TOKEN, {})),
     "verl rloo": ("rloo", {}, ("verl_loss", "vanilla", CONSTANT, {"horizon": MAX_NEW_TOKENS})),
-    "trl grpo": (
-        "grpo",
-        {"dual_clip": 0.0, "loss_aggregation": LossAggregation.SEQUENCE_MEAN},
-        ("trl_loss", "grpo", None, {}),
-    ),
+    "trl grpo": ("grpo", {"dual_clip": 0.0, **BY_RESPONSE}, ("trl_loss", "grpo", None, {})),
     "trl grpo, mean over tokens": ("grpo", {"dual_clip": 0.0}, ("trl_loss", "bnpo", None, {})),
     "trl grpo k3": (
         "grpo",
-        {"dual_clip": 0.0, "loss_aggregation": LossAggregation.SEQUENCE_MEAN, "kl_coefficient": 0.3},
+        {"dual_clip": 0.0, "kl_coefficient": 0.3, **BY_RESPONSE},
         ("trl_loss", "grpo", None, {"beta": 0.3}),
     ),
     "trl dr_grpo": ("dr_grpo", {"dual_clip": 0.0}, ("trl_loss", "dr_grpo", None, {"horizon": MAX_NEW_TOKENS})),
@@ -93,10 +79,6 @@ def padded(one, values):
     return rows
 
 
-def settings_of(name, own):
-    return AlgorithmConfig.of(name, **own)
-
-
 def requests():
     arrays = {}
     for seed in SEEDS:
@@ -104,14 +86,12 @@ def requests():
         tokens = {name: padded(one, getattr(one, name)) for name in ("behaviour", "policy", "reference")}
         tokens |= {"mask": padded(one, np.ones(sum(LENGTHS))), "advantages": one.advantages}
         for key, (name, own, (function, loss, aggregation, further)) in LOSSES.items():
-            cfg = settings_of(name, own)
+            cfg = AlgorithmConfig.of(name, **own)
             call = {"function": function, "loss": loss, "low": cfg.clip_low, "high": cfg.clip_high} | further
             if aggregation:
                 call["aggregation"] = aggregation
             arrays |= {f"{key} {seed}/{field}": value for field, value in tokens.items()}
             arrays[f"{key} {seed}/call"] = json.dumps(call)
-    for seed in SEEDS:
-        one = case(seed)
         critic = {"mask": padded(one, np.ones(sum(LENGTHS))), "rewards": padded(one, one.reference)}
         critic |= {"values": padded(one, one.behaviour), "policy": padded(one, one.policy)}
         for key, call in (
@@ -142,7 +122,7 @@ def answers(tmp_path_factory):
 @pytest.mark.parametrize("key", LOSSES)
 def test_loss_and_gradient_are_the_peers(key, seed, answers):
     name, own, _ = LOSSES[key]
-    cfg, one = settings_of(name, own), case(seed)
+    cfg, one = AlgorithmConfig.of(name, **own), case(seed)
     logprobs, batch = laid_out(one, cfg)
     value, gradient = jax.value_and_grad(lambda x: objective(name, cfg, x, batch))(logprobs)
     np.testing.assert_allclose(value, answers[f"{key} {seed}/loss"], atol=TOLERANCE)
@@ -165,12 +145,8 @@ def test_a_critics_advantages_and_loss_are_the_peers(seed, answers):
     one = case(seed)
     estimates = gae(one.reference, one.behaviour, np.array(LENGTHS), 0.9, 0.8)
     mask = padded(one, np.ones(sum(LENGTHS)))
-    np.testing.assert_allclose(
-        padded(one, whitened(estimates)), answers[f"gae {seed}/advantages"] * mask, atol=TOLERANCE
-    )
-    np.testing.assert_allclose(
-        padded(one, estimates + one.behaviour), answers[f"gae {seed}/returns"] * mask, atol=TOLERANCE
-    )
+    for name, values in (("advantages", whitened(estimates)), ("returns", estimates + one.behaviour)):
+        np.testing.assert_allclose(padded(one, values), answers[f"gae {seed}/{name}"] * mask, atol=TOLERANCE)
     cfg = AlgorithmConfig.of("ppo", loss_aggregation=LossAggregation.TOKEN_MEAN)
     values, batch = laid_out(one, cfg)
     batch = dataclasses.replace(batch, values_BT=batch.behaviour_logprobs_BT, returns_BT=batch.reference_logprobs_BT)

@@ -103,23 +103,13 @@ def test_the_schedule_of_a_compiled_program_is_read():
     assert found["all-reduce"].bytes == 4
 
 
+HELD = {"masters": 4, "gradients": 4, "moments": 8, "reference": 0, "batch": 1, "engine": 15, "cache": 14}
+TEMPORARIES = {"accumulate": 40, "update": 4, "logprobs": 5, "prefill": 3, "decode": 20}
 ACCOUNT = Account(
-    masters=4 * GIB,
-    gradients=4 * GIB,
-    moments=8 * GIB,
-    reference=0.0,
-    batch=GIB,
-    engine=15 * GIB,
-    cache=14 * GIB,
+    **{name: size * GIB for name, size in HELD.items()},
     largest_weight=2 * GIB,
-    temporaries={
-        "accumulate": 40 * GIB,
-        "update": 4 * GIB,
-        "logprobs": 5 * GIB,
-        "prefill": 3 * GIB,
-        "decode": 20 * GIB,
-    },
-    results={"accumulate": 0.0, "update": 0.0, "logprobs": 0.0, "prefill": GIB, "decode": 0.0},
+    temporaries={name: size * GIB for name, size in TEMPORARIES.items()},
+    results=dict.fromkeys(TEMPORARIES, 0.0) | {"prefill": GIB},
 )
 
 
@@ -309,9 +299,8 @@ def test_topologies():
 
 def test_a_missing_plugin_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delenv("FLUXJAX_AOT", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"jax-cuda12-plugin is not in .*pip install --no-deps --target .aot/.*FLUXJAX"
-    ):
+    said = r"jax-cuda12-plugin is not in .*pip install --no-deps --target .aot/.*FLUXJAX"
+    with pytest.raises(ConfigError, match=said):
         find_plugin(str(tmp_path))
     monkeypatch.setenv("FLUXJAX_AOT", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"none: no such folder; no GPU is needed: pip install"):
@@ -330,17 +319,8 @@ def test_sizes_are_found_without_weights(tmp_path):
         model_sizes(config)
     with pytest.raises(ConfigError, match=r"nowhere\.json: no such file"):
         model_sizes(config, "nowhere.json")
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLForConditionalGeneration", "LlamaForCausalLM"]
-)
-def test_architectures_that_are_not_there_are_refused_by_name(architecture, tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"architectures": [architecture], "hidden_size": 64}))
-    with pytest.raises(
-        ConfigError, match=rf"unsupported architecture {architecture}; supported are .*Qwen2ForCausalLM"
-    ):
+    (file := tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"unsupported architecture Qwen3MoeForCausalLM; supported are .*Qwen2"):
         model_sizes(Config(), str(file))
 
 
@@ -357,9 +337,7 @@ def test_help_and_errors_are_quick_lines():
 
 
 def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention():
-    line = (
-        '%x = f32[8] custom-call(%y), custom_call_target="triton_kernel_call", metadata={{op_name="jit(f)/{}/triton"}}'
-    )
+    line = 'f32[8] custom-call(%y), custom_call_target="triton_kernel_call", metadata={{op_name="jit(f)/{}/triton"}}'
     assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
     assert ATTENTION_CALL.search(line.format("transpose(jvp(flash_kernels_forward))"))
     assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))
@@ -386,18 +364,10 @@ def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
     del environment["JAX_PLATFORMS"]
     sizes, picture = tmp_path / "config.json", tmp_path / "memory.png"
     sizes.write_text(json.dumps(SIZES))
-    command = [
-        *(sys.executable, "-m", "fluxjax.preflight"),
-        "--config=configs/qwen2_5_7b.py",
-        "--topology=1x8xh100",
-        "--json",
-        "--layers=2",
-        f"--model-config={sizes}",
-        f"--out={picture}",
-        "--config.sharding.strategy=fsdp",
-        "--config.sharding.remat=none",
-        "--config.packing.tokens_per_row=131072",
-    ]
+    command = [sys.executable, "-m", "fluxjax.preflight", "--config=configs/qwen2_5_7b.py", "--topology=1x8xh100"]
+    command += ["--json", "--layers=2", f"--model-config={sizes}", f"--out={picture}"]
+    command += ["--config.sharding.strategy=fsdp", "--config.sharding.remat=none"]
+    command.append("--config.packing.tokens_per_row=131072")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr[-3000:]
     found = json.loads(done.stdout)

@@ -26,27 +26,20 @@ def _group(source: str, id: str, *correct: bool) -> Group:
     return Group(_prompt(source, id), tuple(Sample(response, Reward(float(one), one)) for one in correct))
 
 
-def _values(text: str, *progress: float) -> list[float]:
-    schedule = parse(text, "schedules.temperature")
-    return [schedule.value(p) for p in progress]
-
-
 class TestValues:
-    def test_constant(self) -> None:
-        assert _values("1", 0.0, 0.3, 1.0) == [1.0] * 3
-        assert _values(" 1e-3 ", 0.5) == [0.001]
-
-    def test_linear(self) -> None:
-        assert _values("linear(1.2, 0.8)", -1.0, 0.0, 0.25, 1.0, 2.0) == pytest.approx([1.2, 1.2, 1.1, 0.8, 0.8])
-
-    def test_cosine(self) -> None:
-        assert _values("cosine(1.2,0.8)", 0.0, 0.25, 0.5, 1.0) == pytest.approx(
-            [1.2, 1.0 + 0.2 * math.cos(math.pi / 4), 1.0, 0.8]
-        )
-
-    def test_phases(self) -> None:
-        text = "phases(1.2@0, 1.0@0.2, 0.7@0.7)"
-        assert _values(text, 0.0, 0.19, 0.2, 0.69, 0.7, 1.0) == [1.2, 1.2, 1.0, 1.0, 0.7, 0.7]
+    @pytest.mark.parametrize(
+        ("text", "values"),
+        [
+            ("1", {0.0: 1.0, 0.3: 1.0, 1.0: 1.0}),
+            (" 1e-3 ", {0.5: 0.001}),
+            ("linear(1.2, 0.8)", {-1.0: 1.2, 0.0: 1.2, 0.25: 1.1, 1.0: 0.8, 2.0: 0.8}),
+            ("cosine(1.2,0.8)", {0.0: 1.2, 0.25: 1.0 + 0.2 * math.cos(math.pi / 4), 0.5: 1.0, 1.0: 0.8}),
+            ("phases(1.2@0, 1.0@0.2, 0.7@0.7)", {0.0: 1.2, 0.19: 1.2, 0.2: 1.0, 0.69: 1.0, 0.7: 0.7, 1.0: 0.7}),
+        ],
+    )
+    def test_by_hand(self, text: str, values: dict[float, float]) -> None:
+        schedule = parse(text, "schedules.temperature")
+        assert {progress: schedule.value(progress) for progress in values} == pytest.approx(values)
 
     def test_sources(self) -> None:
         schedule = parse("math: 1.0; code: linear(1.2, 0.8); *: 0.9", "schedules.temperature")
@@ -56,9 +49,7 @@ class TestValues:
 
     def test_source_without_a_value(self) -> None:
         schedule = parse("math: 1.0; code: 1.1", "schedules.temperature")
-        with pytest.raises(
-            ConfigError, match=r"schedules\.temperature has no value for source 'pans', only for math, code"
-        ):
+        with pytest.raises(ConfigError, match="temperature has no value for source 'pans', only for math, code"):
             schedule.value(0.0, _prompt("pans"))
 
     @given(first=FINITE, last=FINITE, progress=st.floats(-1, 2), name=st.sampled_from(["linear", "cosine"]))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import MODEL, make_config
+from packing_cases import MODEL, make_config, random_group
 from PIL import Image
 from run_cases import clip, write_jsonl
 from turns import third_of
 
-from fluxjax.base.types import Group, Response, Reward, Sample
+from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Strategy
 from fluxjax.data.loader import PromptLoader
@@ -91,23 +91,9 @@ def settings_of(strategy: str, together: bool = True):
 
 def answered(prepared, seed: int) -> list[Group]:
     """A group for each prompt, of responses of random lengths."""
-    random, groups = np.random.default_rng(seed), []
-    for draw, one in sorted(prepared.items()):
-        samples = []
-        for sample in range(int(random.integers(1, 4))):
-            length = int(random.integers(1, 12))
-            response = Response(
-                rid=f"{draw}/{sample}",
-                draw=draw,
-                sample=sample,
-                token_ids=tuple(random.integers(0, 60, length).tolist()),
-                logprobs=tuple((-random.uniform(0.1, 5.0, length)).astype(np.float32).tolist()),
-                versions=(0,) * length,
-                finish="stop",
-            )
-            samples.append(Sample(response, Reward(1.0, False), float(np.float32(random.normal()))))
-        groups.append(Group(one.prompt, tuple(samples)))
-    return groups
+    rng = np.random.default_rng(seed)
+    sizes = {draw: rng.integers(1, 12, rng.integers(1, 4)).tolist() for draw in sorted(prepared)}
+    return [random_group(prepared[draw].prompt, own, rng) for draw, own in sizes.items()]
 
 
 def by_draw(prepared):
@@ -145,12 +131,14 @@ def test_batches_of_every_process_are_those_of_central(
         here.prompts.loader = zero.prompts.loader
 
         def inputs(media, here=here):
-            tickets = {draw: [ticket for ticket, _ in heard] for draw, heard in media.items() if heard is not None}
+            told_media = {draw: heard for draw, heard in media.items() if heard is not None}
+            assert all(place == f"place of {ticket}" for heard in told_media.values() for ticket, place in heard)
+            tickets = {draw: [ticket for ticket, _ in heard] for draw, heard in told_media.items()}
             texts = here.prompts.again(draw for draw, heard in media.items() if heard is None)
             assert all(one.inputs.patches_PX is None for one in texts), "pixels are never decoded for an order"
             return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
 
-        order = decode(b"".join(encode(Learn(1, *told_all([share])[0]))))
+        order = decode(b"".join(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0]))))
         assert isinstance(order, Learn)
         got, expected = make().lay_out(share_of(order.rows, order.responses, inputs)), make().lay_out(want)
         assert [m.owner for m in got.microbatches] == [m.owner for m in expected.microbatches]

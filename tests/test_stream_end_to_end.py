@@ -66,12 +66,8 @@ def held_back(trainer: FluxTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder, *, hold: pytest.MonkeyPatch | None = None, **changes):
     """Four devices train, the first two of them also generate. `hold`: see `held_back`."""
     # Rounds are so long that groups end one by one, on two cores at least: engines and trainer must run side by side.
-    settings = {
-        "steps": STEPS,
-        "policy__engines": 2,
-        "rollout__max_new_tokens": 64,
-        "rollout__prompts_per_step": PROMPTS,
-    }
+    settings = {"steps": STEPS, "policy__engines": 2, "rollout__max_new_tokens": 64}
+    settings |= {"rollout__prompts_per_step": PROMPTS}
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
     settings |= {"sharding__devices": 4, "optim__eps": 1e-2, "rollout__max_sequence_tokens": 112}
     settings |= letters(folder, count=60) | {"packing__tokens_per_row": 128} | changes
@@ -106,9 +102,8 @@ def check_same(plain, diary, params) -> None:
 
 def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
     """Responses that were moved in the middle are those never moved."""
-    diary, params, coordinator, prefilled = run(
-        tmp_path, hold=monkeypatch, stream_trainer__enabled=True, stream_trainer__chunk=1, stream_trainer__last=0.8
-    )
+    own = {"stream_trainer__enabled": True, "stream_trainer__chunk": 1, "stream_trainer__last": 0.8}
+    diary, params, coordinator, prefilled = run(tmp_path, hold=monkeypatch, **own)
     assert isinstance(coordinator.policy, Rounds) and coordinator.policy.stream is not None
     assert coordinator.policy.stream.lent == STEPS
     assert all(metrics["stream/groups"] >= 1 for metrics in diary.metrics.values())

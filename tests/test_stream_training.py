@@ -11,7 +11,6 @@ from learner_cases import tiny
 from packing_cases import TEXT, make_config, make_groups
 
 from fluxjax.algorithms import RLAlgorithm, grpo
-from fluxjax.algorithms.loss import normaliser, response_weights
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
@@ -159,16 +158,3 @@ def test_odc() -> None:
     one, other = trainer(config, 1), trainer(config, 1)
     streamed(one, groups, prepared, [([2, 5], (1,))]), other.train(1, groups, prepared)
     assert difference(one, other) < TOLERANCE
-
-
-@pytest.mark.parametrize("aggregation", LossAggregation)
-def test_normaliser(aggregation: LossAggregation) -> None:
-    """It adds over parts, and a response's weight times it depends on the response alone."""
-    one, other = np.array([3, 0, 5]), np.array([2, 9])
-    whole = np.concatenate([one, other])
-    sizes = [normaliser(lengths, aggregation, 16) for lengths in (one, other, whole)]
-    assert sizes[0] + sizes[1] == sizes[2]
-    parts = [
-        response_weights(lengths, aggregation, 16) * size for lengths, size in zip((one, other), sizes, strict=False)
-    ]
-    np.testing.assert_allclose(np.concatenate(parts), response_weights(whole, aggregation, 16) * sizes[2], rtol=1e-6)
