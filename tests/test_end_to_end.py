@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -141,7 +142,7 @@ def test_exported_model_answers_as_the_engine_does(fitted):
 
     async def of_engine():
         await trainer.engine.update_weights(trainer.learner.version, trainer.learner.params)
-        stops = {"stop_ids": processor.eos_ids, "forbidden_ids": processor.media_token_ids}
+        stops: dict[str, Any] = {"stop_ids": processor.eos_ids, "forbidden_ids": processor.media_token_ids}
         request = GenerateRequest("greedy", inputs, SamplingParams(max_new_tokens=4, temperature=0.0, **stops))
         return [token async for chunk in trainer.engine.generate(request) for token in chunk.token_ids]
 

@@ -45,6 +45,7 @@ CANNOT_WORK = [
     ("algorithm.name=sft", "algorithm.name is sft"),
     ("algorithm.minibatches=333", "algorithm.minibatches is 333, but the responses of a prompt stay"),
     ("algorithm.dual_clip=0.5", "algorithm.dual_clip is 0.5; it must be 0 or above 1"),
+    ("algorithm.kl_in_reward=True", "algorithm.kl_in_reward needs algorithm.kl_coefficient above 0"),
     ("algorithm.name=distillation", "algorithm.reference must be the folder of its teacher"),
     ("algorithm.name=distillation algorithm.kl_coefficient=0", "its teacher needs algorithm.kl_coefficient above 0"),
     ("algorithm.name=dpo algorithm.kl_coefficient=0", "its beta is algorithm.kl_coefficient, which must be above 0"),
@@ -64,7 +65,7 @@ CANNOT_WORK = [
     ),
     (
         "replay.share=0.5 policy.name=adaptive_async replay.max_age=5",
-        "replay.max_age is 5, but adaptive_async.max_staleness is 4",
+        "replay.max_age is 5, but adaptive_async.max_staleness is 2",
     ),
     # --- gradients before a step is complete --------------------------------------------------------
     *(
@@ -204,7 +205,6 @@ UNREAD = [  # (settings of which the last one is not read, what it would need)
     ("algorithm.name=gspo algorithm.dual_clip=4", "algorithm.name another, not gspo"),
     ("algorithm.name=rloo algorithm.normalize_std=False", "algorithm.name grpo, dr_grpo, dapo, gspo"),
     ("algorithm.reference_every=5", "algorithm.kl_coefficient above 0"),
-    ("algorithm.kl_in_reward=True", "algorithm.kl_coefficient above 0"),
     ("algorithm.name=dpo algorithm.clip_high=0.3", "algorithm.name another, not dpo"),
     ("algorithm.name=dpo algorithm.loss_aggregation=constant", "algorithm.name another, not dpo"),
     ("algorithm.name=dpo algorithm.importance.kind=mask", "algorithm.name another, not dpo"),
