@@ -169,11 +169,11 @@ def held_by():
 
 
 @pytest.fixture
-def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A real file system of 2 MiB."""
-    mount = tmp_path / "small"
+def small_disk(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A real file system of 2 MiB, or of the size that the test is parametrized with."""
+    mount, size = tmp_path / "small", getattr(request, "param", "2m")
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount)], capture_output=True)
     if made.returncode:
         pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.decode().strip()}")
     yield mount

@@ -1,8 +1,11 @@
 """Media files, stores of small bounds, and what the pixels must be, for tests of stores of media."""
 
 import contextlib
+import os
 import pathlib
+import subprocess
 import sys
+import time
 
 from PIL import Image
 
@@ -10,16 +13,15 @@ from fluxjax.config.data import DataConfig
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.media_refs import read_ref
 from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
-from models.config import PatchLayout
 from models.processing.media import MediaSettings
-from models.processing.settings import FrameSettings, PixelSettings
+from models.processing.settings import FrameSettings
 from models.shadow import Rows
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "models"))
-from media_files import moving_frames, write_video
+from media_files import LAYOUT, PIXELS, moving_frames, write_video
 
-LAYOUT = PatchLayout(patch_size=8, window_size=32)
-PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
+ROOT = pathlib.Path(__file__).parents[2]
+TESTS = str(ROOT / "tests" / "data")
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=12))
 PAIR = 32 * 48 * 3 * 2  # bytes of a frame pair of the videos here
 SLICED = {"slice_bytes": 2 * PAIR}  # slices of two frame pairs, so that these videos have three
@@ -63,6 +65,31 @@ def pixels(ref):
 
 def whole(ticket):
     return Rows(str(ticket), 0, ticket.num_patches)
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
+    return found
+
+
+def alive(pids):
+    return [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
+
+
+@contextlib.contextmanager
+def running(script, folder):
+    """A process of a Python script, in a session of its own; it is killed at the end."""
+    (folder / "run.py").write_text(script)
+    command, environment = [sys.executable, str(folder / "run.py")], os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def seen(store, refs) -> list[Ticket]:

@@ -10,23 +10,28 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 from PIL import Image
 from store_cases import (
     PAIR,
+    ROOT,
     SETTINGS,
     SLICED,
+    TESTS,
+    alive,
     make_media,
     moving_frames,
     opened,
     pixels,
     ref_of,
     refs_of,
+    running,
     seen,
     small,
+    until,
     whole,
     write_video,
 )
@@ -43,8 +48,6 @@ from models.processing import MediaError
 from models.processing.media import MediaSettings
 from models.processing.media_file import MediaUnavailable
 from models.shadow import Rows
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -69,35 +72,14 @@ def ended(pid):
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def alive(pids):
-    return [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
-    return found
-
-
 def open_files():
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def in_background(function, *args):
-    """A thread that runs the function, and the list that gets its result, or what it raised."""
-    results = []
-
-    def run():
-        try:
-            results.append(function(*args))
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as threads:
+        yield threads
 
 
 def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
@@ -253,7 +235,7 @@ def test_a_video_that_needs_too_much_memory_costs_its_process(folder, tmp_path):
         seen(store, refs_of(folder))
 
 
-def test_a_file_that_changes_while_a_process_decodes_it_is_stale(folder, tmp_path):
+def test_a_file_that_changes_while_a_process_decodes_it_is_stale(folder, tmp_path, pool):
     path = tmp_path / "a.mp4"
     path.write_bytes((folder / "c.mp4").read_bytes())
     with opened(workers=1) as store:
@@ -261,17 +243,16 @@ def test_a_file_that_changes_while_a_process_decodes_it_is_stale(folder, tmp_pat
         kept = store.stats().memory_bytes
         (pid,) = children()
         os.kill(pid, signal.SIGSTOP)
-        thread, results = in_background(store.look, [ref_of(path)])
+        looking = pool.submit(store.look, [ref_of(path)])
         until(lambda: store.stats().busy_workers)
         path.write_bytes((folder / "d.mp4").read_bytes())
         os.utime(path, ns=(1, 1))
         os.kill(pid, signal.SIGCONT)
-        thread.join(60)
-        assert isinstance(results[0][0], StaleTicket) and store.stats().memory_bytes == kept
+        assert isinstance(looking.result(60)[0], StaleTicket) and store.stats().memory_bytes == kept
         seen(store, [ref_of(path)])
 
 
-def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch):
+def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch, pool):
     attempt, order = DecoderPool._attempt, []
 
     def attempted(self, job, keep):
@@ -285,29 +266,28 @@ def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch):
         (pid,) = children()
         os.kill(pid, signal.SIGSTOP)
         order.clear()
-        first, _ = in_background(store.look, refs[1:2])
+        first = pool.submit(store.look, refs[1:2])
         until(lambda: store.stats().busy_workers == 1)
-        second, _ = in_background(store.look, refs[2:3])
+        second = pool.submit(store.look, refs[2:3])
         until(lambda: store.stats().queue_depth == 1)
-        third, _ = in_background(store.fetch, [whole(ticket)])
+        third = pool.submit(store.fetch, [whole(ticket)])
         until(lambda: store.stats().queue_depth == 2)
         os.kill(pid, signal.SIGCONT)
-        for thread in (first, second, third):
-            thread.join(60)
+        wait((first, second, third), 60)
         assert [job.name for job in order] == [refs[number].name for number in (1, 0, 2)]
 
 
-def test_closing_ends_what_is_being_decoded(folder):
+def test_closing_ends_what_is_being_decoded(folder, pool):
     store = LocalStore(SETTINGS, DataConfig(), workers=1)
     seen(store, refs_of(folder)[:1])
     pids = children()
     os.kill(pids[0], signal.SIGSTOP)
-    thread, results = in_background(store.look, refs_of(folder)[1:])
+    looking = pool.submit(store.look, refs_of(folder)[1:])
     until(lambda: store.stats().busy_workers)
     store.close()
-    thread.join(60)
+    error = looking.exception(60)
     assert not alive(pids) and not children()
-    assert isinstance(results[0], BaseException) and not isinstance(results[0], MediaError)
+    assert error is not None and not isinstance(error, MediaError)
 
 
 def test_processes_that_cannot_be_started_are_an_error(folder, monkeypatch, tmp_path, capfd):
@@ -339,24 +319,14 @@ while True:
 @pytest.mark.slow
 def test_ctrl_c_is_the_runs_and_a_run_that_is_killed_leaves_nothing(folder, tmp_path):
     """A script without `if __name__ == "__main__":`, too."""
-    script = tmp_path / "run.py"
     spill = tmp_path / "spill"
-    script.write_text(RUN.format(tests=str(pathlib.Path(__file__).parent), folder=str(folder), spill=str(spill)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
-    try:
+    with running(RUN.format(tests=TESTS, folder=str(folder), spill=str(spill)), tmp_path) as run:
         assert run.stdout.readline() == "ready\n"
         pids = until(lambda: children(run.pid))
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does
         for pid in pids:
             os.kill(pid, signal.SIGTERM)  # as Slurm does
         assert run.stdout.readline() == "4\n" and children(run.pid) == pids
-    finally:
-        run.kill()
-        run.wait()
-        run.stdout.close()
     until(lambda: not alive(pids))
     with opened(small(folder=spill)):
         assert len(os.listdir(spill)) == 2, "its folder is gone: here are another one and its lock"
@@ -418,19 +388,12 @@ def test_a_system_without_nameless_memory(folder, monkeypatch):
         np.testing.assert_array_equal(there.receive(10.0)[1], np.arange(7))
 
 
-def test_pools_decode_at_once_as_many_files_as_there_are_processes(folder):
-    pool = DecoderPool(SETTINGS, 2, seconds=60.0, memory_gib=8.0)
-    with contextlib.closing(pool):
-        together = threading.Barrier(2)
-
-        def keep(medium, number, patches):
-            together.wait(60)
-
-        jobs = [DecodeJob(ref.name, ref.kind, ref.path) for ref in refs_of(folder)[:2]]
-        threads = [in_background(pool.decode, job, keep) for job in jobs]
-        for thread, _ in threads:
-            thread.join(60)
-        assert [results[0] for _, results in threads] == [pixels(ref)[0] for ref in refs_of(folder)[:2]]
+def test_pools_decode_at_once_as_many_files_as_there_are_processes(folder, pool):
+    together = threading.Barrier(2)
+    jobs = [DecodeJob(ref.name, ref.kind, ref.path) for ref in refs_of(folder)[:2]]
+    with contextlib.closing(DecoderPool(SETTINGS, 2, seconds=60.0, memory_gib=8.0)) as decoders:
+        media = list(pool.map(lambda job: decoders.decode(job, lambda *_: together.wait(60)), jobs))
+    assert media == [pixels(ref)[0] for ref in refs_of(folder)[:2]]
 
 
 def test_what_decoding_shows_of_a_video_comes_back_from_the_process(folder):

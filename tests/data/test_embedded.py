@@ -2,18 +2,16 @@
 
 import json
 import os
-import pathlib
-import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 from PIL import Image
+from store_cases import ROOT, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config import ConfigError, DataConfig, SourceConfig
@@ -24,7 +22,6 @@ from fluxjax.tasks.embedded import digest, ensure
 from fluxjax.tasks.pans import DIRECTIONS, PansRecipe, encode, load_photos
 from fluxjax.tasks.strings import StringsRecipe
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 DIGITS = DigitsRecipe(train=12, held_out=12, warm_start=12)
 PANS = PansRecipe(train=6, held_out=6, warm_start=2)
 
@@ -221,7 +218,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, capfd):
     assert lines == [f"digit strips: {n}/36" for n in (9, 18, 27, 36)]
 
 
-def test_the_default_recipes_are_those_of_the_default_sources():
+def test_a_source_without_a_path_is_an_embedded_one():
     config = DataConfig(sources={"nonsense": SourceConfig()})
     with pytest.raises(ConfigError, match=r"data.sources.nonsense has no path and is no embedded.*digits, pans"):
         open_sources(config)
@@ -244,8 +241,8 @@ def test_sources_open_by_name_and_by_path(root, monkeypatch, caplog):
 
 
 def run(script, *args, **kwargs):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(script)
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], **kwargs)
+    code = "import sys\n" + textwrap.dedent(script)
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, **kwargs)
 
 
 BUILD = """
@@ -262,17 +259,10 @@ BUILD = """
 """
 
 
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     target = tmp_path / "set"
     process = run(BUILD, target, 1000)
-    wait_for(lambda: list(tmp_path.glob(".set.building-*/first")))
+    until(lambda: list(tmp_path.glob(".set.building-*/first")), seconds=300)
     process.kill()
     process.wait()
     assert not target.exists()
@@ -289,23 +279,9 @@ def test_two_builds_at_once_build_once(tmp_path):
     assert sorted(path.name for path in target.iterdir()) == ["first", "second"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 64 KiB; skips where mounting is not permitted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode
-    ):
-        pytest.skip("needs the permission to mount a tmpfs; the file size limit below covers the same path")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(small_disk):
-    with pytest.raises(DataError, match=r"cannot be built in .*disk.*No space left.*data\.root=FOLDER"):
+    with pytest.raises(DataError, match=r"cannot be built in .*small.*No space left.*data\.root=FOLDER"):
         ensure("digits", small_disk, DigitsRecipe(train=200, held_out=12))
     assert [path.name for path in small_disk.iterdir() if path.is_dir()] == []
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import PAIR, SETTINGS, SLICED, make_media, opened, pixels, ref_of, refs_of, seen, small, whole
+from store_cases import PAIR, ROOT, SETTINGS, SLICED, make_media, opened, pixels, ref_of, refs_of, seen, small, whole
 from turns import third_of
 
 from fluxjax.base.errors import DataError
@@ -198,7 +199,7 @@ def test_what_leaves_memory_is_read_back_from_disk(folder, small_files, tmp_path
         assert store.stats().misses > 0
 
 
-def test_what_was_handed_out_stays_though_it_is_evicted(folder, small_files, tmp_path):
+def test_what_was_handed_out_stays_though_it_is_evicted(folder, small_files):
     with opened(small(cache=PAIR, spill=0), **SLICED) as store:
         tickets = seen(store, refs_of(folder))
         held = store.fetch_bytes([whole(ticket) for ticket in tickets])
@@ -224,74 +225,50 @@ def test_threads_that_want_the_same_medium_wait_for_one_decoding(folder, monkeyp
         return load(self, kind, source)
 
     monkeypatch.setattr(MediaSettings, "load", counted)
-    ref, found = ref_of(folder / "a.png"), []
-    with opened() as store:
-        threads = [threading.Thread(target=lambda: found.append(store.look([ref])[0])) for _ in range(count)]
-        for thread in threads:
-            thread.start()
+    ref = ref_of(folder / "a.png")
+    with opened() as store, ThreadPoolExecutor(2 * count) as pool:
+        looking = [pool.submit(store.look, [ref]) for _ in range(count)]
         for _ in range(count - 1):
-            threading.Thread(target=together.wait, args=(30,)).start()
+            pool.submit(together.wait, 30)
         together.wait(30)
-        for thread in threads:
-            thread.join(30)
-        assert len(found) == count and all(ticket == found[0] for ticket in found) and len(loads) == 1
+        found = [future.result(30)[0] for future in looking]
+        assert all(ticket == found[0] for ticket in found) and len(loads) == 1
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_many_threads_under_small_bounds_get_right_pixels(folder, small_files, tmp_path, workers):
-    expected, failures = [pixels(ref) for ref in refs_of(folder)], []
+    expected = [pixels(ref) for ref in refs_of(folder)]
 
     def work(seed):
         rng = np.random.default_rng(seed)
-        try:
-            for _ in range(15):
-                which = rng.integers(4)
-                medium, patches, _ = expected[which]
-                start, stop = sorted(rng.integers(0, len(patches) + 1, 2))
-                ticket = Ticket(refs_of(folder)[which], SETTINGS.digest, medium)
-                assert store.look([ticket.ref]) == [ticket]
-                rows = [Rows(str(ticket), int(start), int(stop)), whole(ticket)]
-                for found, (low, high) in zip(store.fetch_bytes(rows), ((start, stop), (0, None)), strict=True):
-                    np.testing.assert_array_equal(found, patches[low:high])
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(15):
+            which = rng.integers(4)
+            medium, patches, _ = expected[which]
+            start, stop = sorted(rng.integers(0, len(patches) + 1, 2))
+            ticket = Ticket(refs_of(folder)[which], SETTINGS.digest, medium)
+            assert store.look([ticket.ref]) == [ticket]
+            rows = [Rows(str(ticket), int(start), int(stop)), whole(ticket)]
+            for found, (low, high) in zip(store.fetch_bytes(rows), ((start, stop), (0, None)), strict=True):
+                np.testing.assert_array_equal(found, patches[low:high])
 
-    with opened(small(3 * PAIR, 5 * PAIR, tmp_path), workers, **SLICED) as store:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert not failures
+    with opened(small(3 * PAIR, 5 * PAIR, tmp_path), workers, **SLICED) as store, ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6), timeout=120))
         stats = store.stats()
         assert stats.memory_bytes <= 3 * PAIR and stats.spilled_bytes <= 5 * PAIR
         assert sum(path.stat().st_size for path in tmp_path.rglob("[0-9]*")) == stats.spilled_bytes
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    """A disk of 64 kB."""
-    if os.geteuid():
-        pytest.skip("needs root, to mount a small disk")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"needs a small disk, which can't be mounted here: {mounted.stderr.decode()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_full_disk_loses_nothing_and_is_said_once(folder, small_files, full_disk, caplog):
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
+def test_a_full_disk_loses_nothing_and_is_said_once(folder, small_files, small_disk, caplog):
     with (
-        opened(small(cache=PAIR, folder=full_disk), **SLICED) as store,
+        opened(small(cache=PAIR, folder=small_disk), **SLICED) as store,
         caplog.at_level(logging.WARNING, "fluxjax.data"),
     ):
         tickets = seen(store, refs_of(folder))
         for ticket in tickets * 2:
             np.testing.assert_array_equal(store.fetch_bytes([whole(ticket)])[0], pixels(ticket.ref)[1])
         assert store.stats().spilled_bytes <= 64 << 10
-        assert [str(full_disk) in record.getMessage() for record in caplog.records] == [True]
+        assert [str(small_disk) in record.getMessage() for record in caplog.records] == [True]
         assert "data.spill names another folder" in caplog.text and "No space left" in caplog.text
 
 
@@ -305,7 +282,6 @@ OWNER = """
 import sys
 from fluxjax.data.spill import SpillFolder
 import numpy as np
-SpillFolder(sys.argv[1], 1000).write(1, np.zeros(10, np.uint8)) if sys.argv[2:] else None
 folder = SpillFolder(sys.argv[1], 1000)
 folder.write(1, np.zeros(10, np.uint8))
 print(folder.folder, flush=True)
@@ -314,9 +290,8 @@ sys.stdin.read()
 
 
 def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path):
-    root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as living:
         dead, alive = (pathlib.Path(process.stdout.readline().strip()) for process in (killed, living))
         assert (dead / "1").exists() and (alive / "1").exists()

@@ -28,7 +28,6 @@ from fluxjax.data.media_index import MediaIndex
 from fluxjax.data.media_refs import check_ref, read_ref
 from fluxjax.data.sources import open_source
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
-from models.config import PatchLayout
 from models.processing import MediaError
 from models.processing.facts import Facts
 from models.processing.media import MediaSettings
@@ -38,10 +37,8 @@ from models.processing.settings import DecodeLimits, FrameSettings, PixelSetting
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/models"))
-from media_files import CODECS, moving_frames, turn, whole, write_video  # noqa: E402
+from media_files import CODECS, LAYOUT, PIXELS, moving_frames, turn, whole, write_video  # noqa: E402
 
-LAYOUT = PatchLayout(patch_size=8, window_size=32)
-PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=4))
 MEDIUM = Medium("image", (1, 4, 6))
 

@@ -1,7 +1,9 @@
 """Pixels near the devices: right whatever was expected, asked for or passed by, and no more than there is room for."""
 
+import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from flight_cases import SETTINGS, PlainStore, pictures
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cases import until
 from turns import third_of
 
 from fluxjax.data.near_pixels import NearPixels
@@ -43,25 +46,16 @@ def store(tmp_path):
     return Watched(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory):
+    return Watched(tmp_path_factory.mktemp("pictures"))
+
+
 @pytest.fixture
 def near(store):
-    made = []
-
-    def make(limit):
-        made.append(NearPixels(store, limit))
-        return made[-1]
-
-    yield make
-    store.open.set()
-    for each in made:
-        each.close()
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    with contextlib.ExitStack() as stack:
+        yield lambda limit: stack.enter_context(contextlib.closing(NearPixels(store, limit)))
+        store.open.set()
 
 
 def same(got, wanted):
@@ -89,14 +83,12 @@ def test_who_asks_for_what_is_on_its_way_waits_for_it(store, near):
     pixels = near(2 * store.size(*range(6)))
     pixels.expect(store.rows[:1])
     until(lambda: store.asked)
-    got: list[Any] = []
-    asking = threading.Thread(target=lambda: got.extend(pixels.fetch(store.rows[:1])))
-    asking.start()
-    time.sleep(0.05)
-    assert not got
-    store.open.set()
-    asking.join(60)
-    same(got, store.plain.fetch(store.rows[:1]))
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(pixels.fetch, store.rows[:1])
+        time.sleep(0.05)
+        assert not asking.done()
+        store.open.set()
+        same(asking.result(60), store.plain.fetch(store.rows[:1]))
     assert store.asked == store.rows[:1]
 
 
@@ -155,20 +147,14 @@ STEPS = st.lists(
 def test_whatever_happens_pixels_are_right_and_room_is_kept(shared_store, steps, sixths):
     store = shared_store
     limit = store.size(*range(6)) * sixths // 6
-    pixels = NearPixels(store, limit)
-    for what, number, cut in steps:
-        rows = store.rows[number]
-        if what == "expect":
-            pixels.expect([rows])
-        elif what == "pass":
-            pixels.pass_by([rows])
-        else:
-            asked = [Rows(rows.ticket, cut, max(cut, rows.stop - cut)), store.rows[5 - number]]
-            same(pixels.fetch(asked), store.plain.fetch(asked))
-        assert pixels.used <= limit
-    pixels.close()
-
-
-@pytest.fixture(scope="module")
-def shared_store(tmp_path_factory):
-    return Watched(tmp_path_factory.mktemp("pictures"))
+    with contextlib.closing(NearPixels(store, limit)) as pixels:
+        for what, number, cut in steps:
+            rows = store.rows[number]
+            if what == "expect":
+                pixels.expect([rows])
+            elif what == "pass":
+                pixels.pass_by([rows])
+            else:
+                asked = [Rows(rows.ticket, cut, max(cut, rows.stop - cut)), store.rows[5 - number]]
+                same(pixels.fetch(asked), store.plain.fetch(asked))
+            assert pixels.used <= limit

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from run_cases import write_jsonl
 
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Media, MediaKind, PreparedPrompt, Prompt
@@ -48,23 +49,19 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True, params=["central", "shadow"])
 def proxies(request, tmp_path):
     """What `build` gives preparers: nothing, or a store that decodes for them. Everything else must be the same."""
-    opened = []
+    with contextlib.ExitStack() as stack:
 
-    def proxy(processor, config):
-        if request.param == "central" or not isinstance(processor, Processor):
-            return None
-        store, index = LocalStore(processor.settings, config.data, workers=0), MediaIndex(tmp_path / "index")
-        opened.extend((store, index))
-        return ProxyMedia(store, index)
+        def proxy(processor, config):
+            if request.param == "central" or not isinstance(processor, Processor):
+                return None
+            store, index = LocalStore(processor.settings, config.data, workers=0), MediaIndex(tmp_path / "index")
+            return ProxyMedia(*(stack.enter_context(contextlib.closing(part)) for part in (store, index)))
 
-    PROXY.append(proxy)
-    yield
-    PROXY.clear()
-    for each in opened:
-        each.close()
+        PROXY[:] = proxy, stack
+        yield
 
 
-PROXY = []
+PROXY: list[Any] = []  # and the stack that closes what `build` makes
 
 
 def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, ahead=8, workers=0):
@@ -79,7 +76,9 @@ def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, 
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
     config.packing.patches_per_device, config.data.workers = patches, workers
     loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0)
-    return Preparer(processor, loader, config, ahead=ahead, proxy=PROXY[0](processor, config))
+    proxy, stack = PROXY
+    preparer = Preparer(processor, loader, config, ahead=ahead, proxy=proxy(processor, config))
+    return stack.enter_context(contextlib.closing(preparer))
 
 
 def draw_all(preparer, counts):
@@ -124,22 +123,15 @@ def test_images_videos_and_text_come_prepared_in_draw_order(folders):
         else:
             # a digit is 2 x 2 patches; of a clip, 4 frames make 2 pairs of 4 x 4 patches
             assert vision.num_patches == (32 if prompt.source == "pans" else 4 * len(prompt.answer))
-    preparer.close()
-
-
-def test_it_is_what_the_runtime_draws_from(folders):
-    preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
-    assert isinstance(preparer, PromptSource)
-    preparer.close()
 
 
 def test_text_alone_needs_no_vision(folders):
     preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
+    assert isinstance(preparer, PromptSource), "it is what the runtime draws from"
     ((prepared, skipped),) = draw_all(preparer, [4])
     assert len(prepared) == 4 and not skipped
     assert isinstance(preparer.processor, Processor)
     assert all(preparer.processor.decode(p.inputs.laid_out().token_ids_T.tolist()) == p.prompt.text for p in prepared)
-    preparer.close()
 
 
 def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
@@ -159,11 +151,8 @@ def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
         resumed = build(paths)
         resumed.load_state_dict(state)
         assert [p.prompt for prepared, _ in draw_all(resumed, [5]) for p in prepared] == whole[done : done + 5]
-        resumed.close()
     preparer.load_state_dict(straight.state_dict())  # also backwards or forwards, with a queue to drop
     assert draws(draw_all(preparer, [2])) == [40, 41]
-    preparer.close()
-    straight.close()
 
 
 def test_it_reads_ahead_while_the_caller_is_busy_and_no_further(folders):
@@ -174,7 +163,6 @@ def test_it_reads_ahead_while_the_caller_is_busy_and_no_further(folders):
     counted.wait_for(6 + 5)
     time.sleep(0.1)
     assert counted.count == 6 + 5
-    preparer.close()
 
 
 # --- what cannot be used --------------------------------------------------------------------------
@@ -198,18 +186,18 @@ def bad_manifest(folder, clip):
     for file in ("whole.mp4", "cut.mp4"):
         records.append({"id": file, "prompt": "<video>Look", "answer": "a", "videos": [file]})
     records.append({"id": "plain", "prompt": "Look", "answer": "a"})
-    path = folder / "bad.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_jsonl(folder / "bad.jsonl", records)
 
 
 def test_files_that_cannot_be_used_are_skipped_counted_and_logged(folders, tmp_path, caplog):
     clip = next((folders["pans"] / "videos").iterdir())
     preparer = build({"bad": bad_manifest(tmp_path, clip)})
     ((prepared, skipped),) = draw_all(preparer, [9])
-    shapes = {p.prompt.id: p.inputs.laid_out().vision and p.inputs.laid_out().vision.num_patches for p in prepared}
+    visions = {p.prompt.id: p.inputs.laid_out().vision for p in prepared}
+    shapes = {id: vision and vision.num_patches for id, vision in visions.items()}
     # A single pixel is enlarged to the least size, 16 x 16; the rotated picture is 16 wide and 32 high, so 2 x 4.
     assert shapes == {"pixel.png": 4, "rotated.jpg": 8, "palette.png": 8, "whole.mp4": 32, "plain": None}
+    assert np.asarray(visions["rotated.jpg"].positions_P2).max(0).tolist() == [3, 1], "it is upright"
     reasons = {prompt.id: reason for prompt, reason in skipped}
     assert sorted(reasons) == ["cut.mp4", "empty.png", "missing.png", "text.png"]
     assert reasons["missing.png"] == "no such file" and reasons["empty.png"] == "the file is empty"
@@ -219,17 +207,6 @@ def test_files_that_cannot_be_used_are_skipped_counted_and_logged(folders, tmp_p
     state = json.loads(json.dumps(preparer.state_dict()))
     preparer.load_state_dict(state)
     assert preparer.skipped == dict.fromkeys(reasons.values(), 1)
-    preparer.close()
-
-
-def test_rotated_pictures_are_upright(folders, tmp_path):
-    clip = next((folders["pans"] / "videos").iterdir())
-    preparer = build({"bad": bad_manifest(tmp_path, clip)})
-    source = preparer.loader.sources["bad"]
-    (prompt,) = [p for p in map(source.__getitem__, range(len(source))) if p.id == "rotated.jpg"]
-    ((prepared,), skipped) = preparer.prepare_all([prompt])
-    assert not skipped and np.asarray(prepared.inputs.laid_out().vision.positions_P2).max(0).tolist() == [3, 1]
-    preparer.close()
 
 
 def test_prompts_beyond_the_limits_are_skipped(folders):
@@ -239,7 +216,6 @@ def test_prompts_beyond_the_limits_are_skipped(folders):
     reasons = {reason for _, reason in skipped}
     assert reasons == {"prompt too long", "too many patches"}
     assert len(prepared) + len(skipped) == 20
-    preparer.close()
 
 
 def test_bad_rows_of_a_table_are_skipped(tmp_path):
@@ -248,7 +224,6 @@ def test_bad_rows_of_a_table_are_skipped(tmp_path):
     ((prepared, skipped),) = draw_all(preparer, [3])
     assert sorted(p.prompt.id for p in prepared) == ["x:0", "x:2"]
     assert [(prompt.id, reason) for prompt, reason in skipped] == [("x:1", "no prompt")]
-    preparer.close()
 
 
 def test_a_parquet_source_with_embedded_pictures(folders, tmp_path):
@@ -265,7 +240,6 @@ def test_a_parquet_source_with_embedded_pictures(folders, tmp_path):
     ((prepared, skipped),) = draw_all(preparer, [6])
     assert not skipped
     assert all(p.inputs.laid_out().vision.num_patches == 4 * int(p.prompt.answer) for p in prepared)
-    preparer.close()
 
 
 def test_cells_that_mean_harm_are_skipped_by_name(tmp_path):
@@ -290,13 +264,13 @@ def test_cells_that_mean_harm_are_skipped_by_name(tmp_path):
         ("x:1", "cannot be opened as a video"),
         ("x:2", "too many pixels"),
     ]
-    preparer.close()
 
 
 def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_search(tmp_path):
     path = tmp_path / "gone.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "x", "answer": "y", "image": f"{i}.png"}) + "\n" for i in range(5)))
-    preparer = build({"gone": path})
+    preparer = build(
+        {"gone": write_jsonl(path, [{"prompt": "x", "answer": "y", "image": f"{i}.png"} for i in range(5)])}
+    )
 
     async def search():
         while True:
@@ -304,12 +278,10 @@ def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_se
 
     with pytest.raises(DataError, match=r"10 prompts in a row could not be used; .*no such file.*: 10"):
         asyncio.run(search())
-    preparer.close()
-    path.write_text("".join(json.dumps({"prompt": "x" * 70, "answer": "y"}) + "\n" for _ in range(5)))
+    write_jsonl(path, [{"prompt": "x" * 70, "answer": "y"}] * 5)
     preparer = build({"long": path}, processor=tiny.build(["x"]))  # "xxx" is no word of the vocabulary
     with pytest.raises(DataError, match=r"of long: prompt too long \(70 tokens, at most 64 leave room to answer\)"):
         asyncio.run(search())
-    preparer.close()
 
 
 def test_a_prompt_without_tokens_reaches_no_engine():
@@ -320,23 +292,20 @@ def test_a_prompt_without_tokens_reaches_no_engine():
 def test_a_picture_in_a_data_uri_is_decoded_or_named_shortly(tmp_path, caplog):
     uris = [f"data:image/png;base64,{base64.b64encode(png(64, 64, share)).decode()}" for share in (1.0, 0.5)]
     texts = [base64.b64encode(png(64, 64)).decode()]  # as some write it: a path would stand here
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "q", "answer": "1", "image": item}) + "\n" for item in uris + texts))
-    preparer = build({"x": path})
+    records = [{"prompt": "q", "answer": "1", "image": item} for item in uris + texts]
+    preparer = build({"x": write_jsonl(tmp_path / "train.jsonl", records)})
     ((prepared, skipped),) = draw_all(preparer, [3])
     assert [item.prompt.id for item in prepared] == ["1"] and len(skipped) == 2
     assert len(caplog.text) < 2000
-    preparer.close()
 
 
 def test_words_that_look_like_marks_end_no_run(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("the <video> tag?", "ok")))
+    records = [{"prompt": text, "answer": "1"} for text in ("the <video> tag?", "ok")]
+    path = write_jsonl(tmp_path / "train.jsonl", records)
     for vision, usable in ((False, 2), (True, 1)):
         preparer = build({"x": path}, vision=vision)
         ((prepared, skipped),) = draw_all(preparer, [2])
         assert len(prepared) == usable and all(reason == "marks and media disagree" for _, reason in skipped)
-        preparer.close()
 
 
 @pytest.mark.parametrize(("bad", "stops"), [(2, False), (6, True)])
@@ -346,8 +315,7 @@ def test_too_large_a_share_of_skipped_prompts_ends_the_run(tmp_path, bad, stops)
     for file in files[bad:]:
         (tmp_path / file).write_bytes(png(16, 16))
     records = [{"prompt": "<image>?", "answer": "y", "image": file} for file in files]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    preparer, resumed = build({"x": tmp_path / "x.jsonl"}), build({"x": tmp_path / "x.jsonl"})
+    preparer, resumed = (build({"x": write_jsonl(tmp_path / "x.jsonl", records)}) for _ in range(2))
     draw_all(preparer, [20] * 4)
     resumed.load_state_dict(preparer.state_dict())
     for each in (preparer, resumed):
@@ -356,7 +324,6 @@ def test_too_large_a_share_of_skipped_prompts_ends_the_run(tmp_path, bad, stops)
                 draw_all(each, [20])
         else:
             assert len(draw_all(each, [20])[0][1]) == 4
-        each.close()
 
 
 def png(width, height, share=1.0):
@@ -408,7 +375,6 @@ def test_an_error_of_a_worker_reaches_the_caller(folders):
     preparer = build({"digits": folders["digits"] / "train.jsonl"}, processor=Failing(MemoryError("no more")))
     with pytest.raises(MemoryError, match="no more"):
         draw_all(preparer, [2])
-    preparer.close()
 
 
 def test_the_chat_template_is_used_when_the_configuration_says_so():
@@ -451,7 +417,6 @@ def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
     preparer = build(paths, processor=Watched())
     assert draws(draw_all(preparer, [2])) == [0, 1]
     assert all(name.startswith("prepare") for name in names)
-    preparer.close()
 
 
 def test_a_state_of_an_earlier_release_goes_on_where_it_was(folders):
@@ -466,8 +431,6 @@ def test_a_state_of_an_earlier_release_goes_on_where_it_was(folders):
     assert resumed.state_dict() == straight.state_dict() | {"skipped": {"no such file": 1}}
     with pytest.raises(DataError, match=r"earlier release, and the weights .* were changed during its run"):
         resumed.load_state_dict({"loader": loader | {"position": 3}, "skipped": {}})
-    resumed.close()
-    straight.close()
 
 
 def test_a_store_that_cannot_answer_ends_the_run_and_costs_no_prompt(folders):
@@ -485,8 +448,6 @@ def test_a_store_that_cannot_answer_ends_the_run_and_costs_no_prompt(folders):
         def close(self): ...
 
     preparer = build({"digits": folders["digits"] / "train.jsonl"})
-    if not isinstance(preparer.processor, Processor):
-        return
     with contextlib.closing(MediaIndex(folders["digits"] / "index-of-nobody")) as index:
         gone = Preparer(preparer.processor, preparer.loader, Config(), proxy=ProxyMedia(Gone(), index))
         with pytest.raises(DataError, match="no preprocessor answers"):

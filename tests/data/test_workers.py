@@ -5,16 +5,13 @@ import contextlib
 import json
 import multiprocessing
 import os
-import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from store_cases import TESTS, alive, running, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config import Config
@@ -100,16 +97,15 @@ def test_signals_that_ask_the_run_to_stop_are_left_to_the_run(paths):
 
 
 def test_an_error_of_a_source_is_no_lack_of_memory(paths):
+    def broken():
+        raise RuntimeError("a bug of a source")
+        yield
+
     with contextlib.closing(build(paths, workers=1)) as preparer:
-        preparer._iterator = iter_of_a_broken_source()  # pyright: ignore[reportAttributeAccessIssue]
+        preparer._iterator = broken()  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(RuntimeError, match="a bug of a source"):
             draw(preparer, 1)
         preparer._iterator = None
-
-
-def iter_of_a_broken_source():
-    raise RuntimeError("a bug of a source")
-    yield
 
 
 def test_a_process_that_is_killed_is_an_error_that_says_so(paths):
@@ -155,22 +151,9 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_leaves_processes_alone_and_a_killed_run_leaves_none(paths, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(RUN.format(tests=str(pathlib.Path(__file__).parent), path=str(paths["reverse"])))
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-    run = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
-    try:
+    with running(RUN.format(tests=TESTS, path=str(paths["reverse"])), tmp_path) as run:
         pids = [int(pid) for pid in run.stdout.readline().split()]
         assert len(pids) == 2
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of them
         assert run.stdout.readline() == "still drawing\n"
-    finally:
-        run.kill()
-        run.wait()
-        run.stdout.close()
-    end = time.monotonic() + 60
-    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
+    until(lambda: not alive(pids))

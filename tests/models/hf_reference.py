@@ -109,6 +109,9 @@ def build_text(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, s
     return _pair(transformers.Qwen2ForCausalLM(config), folder, dtype, seed)
 
 
+BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
+
+
 def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
     randomise(reference, seed)
     reference = reference.to(dtype or torch.float32).eval()

@@ -19,6 +19,10 @@ from models.processing.patches import arrange
 from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 from models.processing.videos import Sampling, read_video, seconds_per_grid
 
+LAYOUT = PatchLayout(patch_size=8, window_size=32)
+PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
+ALL = FrameSettings(num_frames=0, fps=0)
+FOUR = FrameSettings(num_frames=4)
 CODECS = {
     "mkv": "libx264",
     "webm": "libvpx-vp9",
@@ -117,6 +121,12 @@ def decoded(path: pathlib.Path) -> np.ndarray:
     """All frames `[frames, height, width, 3]`, decoded plainly."""
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def load(source: pathlib.Path | str | bytes, frames: FrameSettings = FOUR, **limits: int) -> Any:
+    """The video of a file or of bytes, as `LAYOUT` and `PIXELS` have it."""
+    given = source if isinstance(source, bytes) else str(source)
+    return load_video(given, LAYOUT, PIXELS, frames, DecodeLimits(**limits))
 
 
 def whole(folder: pathlib.Path, kind: str, **options) -> bytes:

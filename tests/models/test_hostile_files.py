@@ -47,13 +47,10 @@ def test_a_size_that_is_none_is_named(name, value):
     "template",
     [
         "{{ messages[0].nothing.more }}",
-        "{{ messages + 1 }}",
         "{% for i in range(10**9) %}{% endfor %}",
-        "{{ 1 / 0 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'x'.__class__.__mro__ }}",
         "{{ raise_exception('no system message') }}",
-        "{% if %}",
     ],
 )
 def test_a_template_that_fails_is_one_line(template):

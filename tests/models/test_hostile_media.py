@@ -1,5 +1,6 @@
 """Media files that mean harm: nothing but the file is opened, no external program runs, and memory stays bounded."""
 
+import contextlib
 import fractions
 import io
 import os
@@ -8,69 +9,52 @@ import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import av
 import numpy as np
 import pytest
 from av.stream import Disposition
-from media_files import decoded, load_video, moving_frames, write_video
+from media_files import FOUR, LAYOUT, decoded, load, load_video, moving_frames, write_video
 from PIL import Image
 
 from fluxjax.config import Config, DataConfig
 from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.resize import resize_frame
-from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from models.processing.settings import DecodeLimits, PixelSettings
 
-LAYOUT = PatchLayout(patch_size=8, window_size=32)
-PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
-FRAMES = FrameSettings(num_frames=4)
 SESSION = (  # of two streams; a player binds their ports and waits
     b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 38004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
 )
 
 
-def load(source, **limits):
-    return load_video(source, LAYOUT, PIXELS, FRAMES, DecodeLimits(**limits))
-
-
 def as_given(kind, path):
-    return str(path) if kind == "path" else path.read_bytes()
+    return path if kind == "path" else path.read_bytes()
 
 
 GIVEN = pytest.mark.parametrize("given", ["path", "bytes"])
 
 
 def open_sockets():
-    links = []
+    count = 0
     for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except OSError:  # closed meanwhile
-            continue
-    return sum(link.startswith("socket:") for link in links)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+    return count
 
 
 @GIVEN
 def test_a_session_description_opens_no_socket(tmp_path, given):
     (tmp_path / "a.sdp").write_bytes(SESSION)
-    source, failures = as_given(given, tmp_path / "a.sdp"), []
-
-    def attempt():
-        try:
-            load(source)
-        except MediaError as error:
-            failures.append(error)
-
-    before, most = open_sockets(), 0
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        most = max(most, open_sockets())
-        assert most <= before, "the description's ports are bound"
-    assert "it has none of the formats" in str(failures[0])
+    before = open_sockets()
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(load, as_given(given, tmp_path / "a.sdp"))
+        while not loading.done():
+            assert open_sockets() <= before, "the description's ports are bound"
+    with pytest.raises(MediaError, match="it has none of the formats"):
+        loading.result()
 
 
 SCRIPTS = {
@@ -99,7 +83,7 @@ def test_a_pattern_in_a_name_is_no_sequence_of_pictures(tmp_path):
         Image.fromarray(moving_frames(8, 32, 48)[index]).save(tmp_path / f"a{index}.png")
     (tmp_path / "a0.png").rename(tmp_path / "a%d.png")
     with pytest.raises(MediaError, match="none of the formats"):
-        load(str(tmp_path / "a%d.png"))
+        load(tmp_path / "a%d.png")
 
 
 @GIVEN
@@ -117,7 +101,7 @@ def test_an_animated_gif_is_a_video(tmp_path, given):
     video = load(as_given(given, tmp_path / "a.gif"))
     assert video.seconds == pytest.approx(2.0) and video.indices.tolist() == [0, 2, 4, 6]
     np.testing.assert_array_equal(
-        load_video(str(tmp_path / "a.gif"), LAYOUT, PixelSettings(32 * 48, 32 * 48), FRAMES).frames,
+        load_video(str(tmp_path / "a.gif"), LAYOUT, PixelSettings(32 * 48, 32 * 48), FOUR).frames,
         decoded(tmp_path / "a.gif")[::2],
     )
 
@@ -238,10 +222,9 @@ def test_larger_pictures_are_refused_before_they_are_decoded(tmp_path, side):
 def test_pillows_warning_made_an_error_is_a_skip_as_well(monkeypatch):
     """Warnings are errors in this process, as they may be in a user's."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(MediaError, match=r"too many pixels: .*MAX_IMAGE_PIXELS"):
-        load_image(palette_png(40))  # up to twice the bound it warns
-    with pytest.raises(MediaError, match=r"too many pixels: .*MAX_IMAGE_PIXELS"):
-        load_image(palette_png(50))
+    for side in (40, 50):  # up to twice the bound it warns
+        with pytest.raises(MediaError, match=r"too many pixels: .*MAX_IMAGE_PIXELS"):
+            load_image(palette_png(side))
 
 
 def test_the_bound_is_the_last_size_that_is_decoded(tmp_path):
@@ -250,9 +233,9 @@ def test_the_bound_is_the_last_size_that_is_decoded(tmp_path):
     with pytest.raises(MediaError, match=r"64 x 64, at most 4095 are decoded \(data.max_decoded_pixels\)"):
         load_image(data, DecodeLimits(pixels=64 * 64 - 1))
     path = write_video(tmp_path / "a.mp4", moving_frames(8, 64, 96))
-    assert load(str(path), pixels=64 * 96).frames.shape == (4, 64, 96, 3)
+    assert load(path, pixels=64 * 96).frames.shape == (4, 64, 96, 3)
     with pytest.raises(MediaError, match=r"a\.mp4: too many pixels: 96 x 64, at most 6143"):
-        load(str(path), pixels=64 * 96 - 1)
+        load(path, pixels=64 * 96 - 1)
 
 
 @pytest.mark.slow
@@ -283,16 +266,6 @@ def test_frames_that_grow_on_the_way_are_refused(tmp_path, height, width, reason
     large = write_video(tmp_path / "b.h264", moving_frames(8, height, width), format="h264")
     with pytest.raises(MediaError, match=reason):
         load(small.read_bytes() + large.read_bytes(), pixels=64 * 96)
-
-
-def test_an_absurd_frame_count_of_a_header_is_not_believed(tmp_path):
-    """4,294,967,295 frames; the list of all of them would take 34 GB."""
-    path = write_video(tmp_path / "a.avi", moving_frames(12, 32, 48), fps=12, codec="mpeg4")
-    data = bytearray(path.read_bytes())
-    header = data.index(b"strh") + 8
-    data[header + 32 : header + 36] = struct.pack("<I", 2**32 - 1)
-    every = load_video(bytes(data), LAYOUT, PIXELS, FrameSettings(fps=0))
-    assert every.indices.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("mode", ["P", "RGBA", "LA", "I;16", "CMYK", "L", "1", "RGB keyed"])

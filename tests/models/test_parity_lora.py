@@ -4,11 +4,11 @@ import dataclasses
 import warnings
 from typing import Any
 
-import jax
 import pytest
 from flax.traverse_util import unflatten_dict
 from hf_reference import TOLERANCE, build_text, build_vl, question, torch, worst
 from lora_cases import LORA, given_adapters
+from tiny import run
 
 import models
 from models.config import NameLayout
@@ -32,9 +32,8 @@ def merged(model, adapters, lora):
     return models.merge(graphdef, unflatten_dict(by_path(params) | by_path(changed)))
 
 
-def computed(model, inputs):
-    graphdef, params = models.split(model)
-    return jax.jit(lambda params: logits(models.merge(graphdef, params), inputs, Walk()))(params)
+def computed(model, adapters, lora, inputs):
+    return run(merged(model, adapters, lora), logits, inputs, Walk())
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_peft_computes_the_same(kind, targets, peft, tmp_path):
             warnings.simplefilter("ignore", FutureWarning)
             with_adapter = peft.PeftModel.from_pretrained(pair.reference, tmp_path / "adapter").eval()
         after = with_adapter(**asked.reference).logits
-    assert worst(computed(merged(pair.model, adapters, lora), asked.inputs), after) < TOLERANCE
+    assert worst(computed(pair.model, adapters, lora, asked.inputs), after) < TOLERANCE
     assert (after - before).abs().max() > 0.3, "the adapter does nothing"
     adapted_modules = {name.split(".lora_A")[0] for name, _ in with_adapter.named_modules() if name.endswith(".lora_A")}
     assert len(adapted_modules) == 3 * len(targets) and not any("visual" in name for name in adapted_modules)
@@ -77,4 +76,4 @@ def test_adapters_of_peft_are_read(peft, tmp_path):
     asked = question(pair.model, 20)
     with torch.no_grad():
         want = with_adapter(**asked.reference).logits
-    assert worst(computed(merged(pair.model, adapters, LORA), asked.inputs), want) < TOLERANCE
+    assert worst(computed(pair.model, adapters, LORA, asked.inputs), want) < TOLERANCE

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from hf_reference import build_text, build_vl, transformers
+from hf_reference import BUILD, transformers
 from safetensors.numpy import load_file, save_file
 
 import models
@@ -23,11 +23,7 @@ CASES += [("qwen2_5_vl", outer, True, "copy") for outer in PLACES]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, pathlib.Path]:
     """Checkpoint folders of either architecture, whose heads are not their embeddings."""
-    builders = {"qwen2": build_text, "qwen2_5_vl": build_vl}
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in builders}
-    for kind, build in builders.items():
-        build(folders[kind], num_hidden_layers=1)
-    return folders
+    return {kind: build(tmp_path_factory.mktemp(kind), num_hidden_layers=1).folder for kind, build in BUILD.items()}
 
 
 def copy(source: pathlib.Path, folder: pathlib.Path, outer: bool | None, inner: bool | None, head: str) -> None:

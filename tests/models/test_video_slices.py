@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import moving_frames, write_video
+from media_files import ALL, LAYOUT, PIXELS, moving_frames, write_video
 from PIL import Image
 from wild_media import VIDEOS, frames, promising, remux, x264
 
@@ -17,12 +17,9 @@ from models.processing import MediaError, video_slices
 from models.processing.media import Chunk, MediaSettings
 from models.processing.outline import Medium
 from models.processing.packets import EntryPoints
-from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
+from models.processing.settings import FrameSettings, PixelSettings
 
-ALL = FrameSettings(num_frames=0, fps=0)
-SETTINGS = MediaSettings(
-    PatchLayout(patch_size=8, window_size=32), video=PixelSettings(min_pixels=256, max_pixels=64 * 96), frames=ALL
-)
+SETTINGS = MediaSettings(LAYOUT, video=PIXELS, frames=ALL)
 CHOICES = [
     ALL,
     FrameSettings(num_frames=19),
@@ -133,16 +130,6 @@ def test_what_is_not_there_and_what_has_changed(tmp_path):
     (tmp_path / "a.mp4").unlink()
     with pytest.raises(MediaError, match=r"a\.mp4: no such file"):
         SETTINGS.load_pairs(path, medium, 20, 22)
-
-
-def test_times_that_mislead_are_not_gone_by(tmp_path):
-    """AVI files tell when frames are decoded, not when they are shown: only decoding has shown that they are wrong."""
-    path = str(VIDEOS["h264 in avi, times of packets wrong"](tmp_path))
-    medium, _ = SETTINGS.load("video", path)
-    assert not medium.seekable
-    with av.open(path) as container:
-        times = [frame.pts or 0 for frame in container.decode(video=0)]
-    assert times != sorted(times)
 
 
 def test_a_frame_that_is_damaged_and_not_sampled_keeps_the_whole_together(tmp_path):

@@ -8,19 +8,17 @@ import io
 import av
 import numpy as np
 import pytest
-from media_files import CODECS, moving_frames, whole
+from media_files import ALL, CODECS, LAYOUT, PIXELS, moving_frames, whole
 from PIL import Image, ImageCms
 from wild_media import COUNT, TIMES, VIDEOS, encode, frames, x264
 
 from models.processing import MediaError
 from models.processing.media import MediaSettings
 from models.processing.outline import Medium
-from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from models.processing.settings import DecodeLimits, FrameSettings
 from models.processing.vision_input import arrange
 
-LAYOUT = PatchLayout(patch_size=8, window_size=32)
-PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)  # nothing here is resized, unless a test says so
-SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=0, fps=0))
+SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, ALL)  # nothing here is resized, unless a test says so
 
 
 def pictures_of(medium, patches):
@@ -126,7 +124,11 @@ def test_videos_that_cannot_be_used(tmp_path):
         (tmp_path / name).write_bytes(data)
         refused("video", str(tmp_path / name), "is empty|cannot be opened as a video")
         refused("image", str(tmp_path / name), "is empty|not an image in a known format")
-    refused("video", str(tmp_path / "gone"), "no such file")
+    for kind in ("image", "video"):
+        refused(kind, str(tmp_path / "gone"), "no such file")
+        refused(kind, str(tmp_path), "is not a file")
+        with pytest.raises(MediaError, match="the data is empty"):
+            SETTINGS.load(kind, b"")
     refused("image", path, "not an image in a known format")
 
 
@@ -294,3 +296,5 @@ def test_images_that_cannot_be_used(tmp_path):
         image.save(tmp_path / name)
         refused("image", str(tmp_path / name), reason)
     assert (tmp_path / "bomb.png").stat().st_size < 100_000
+    Image.new("RGB", (800, 4)).save(tmp_path / "long.png")  # its ratio is exactly 200
+    assert SETTINGS.load("image", str(tmp_path / "long.png"))[1].size
