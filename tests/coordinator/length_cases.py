@@ -47,20 +47,6 @@ def questions(file: pathlib.Path) -> Workload:
     ]
 
 
-def problems(file: pathlib.Path) -> tuple[Workload, list[float]]:
-    """DeepMath: real problems with their difficulties. It holds no solutions, so lengths are drawn: a median that
-    grows by 0.35 nats for each level of difficulty, with noise a prompt and a response."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rng = np.random.default_rng(0)
-    out = []
-    for draw, row in enumerate(rows):
-        level = 0.35 * (row["difficulty"] - 5.9) + rng.normal(0, 0.4)
-        lengths = 550 * np.exp(level + rng.normal(0, 0.65, 8))
-        prompt = Prompt(row["id"], row["source"], row["question"], "", (), draw)
-        out.append((prompt, [int(n) for n in np.clip(lengths.round(), 1, LIMIT)]))
-    return out, [float(row["difficulty"]) for row in rows]
-
-
 def answers(folders: dict[str, pathlib.Path]) -> Workload:
     """Embedded tasks: what a policy that answers right generates, a token a character and one that ends it."""
     out = []

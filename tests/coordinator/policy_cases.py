@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from fluxjax.base.types import Group, Prompt, Response, Reward
 from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings
@@ -33,6 +33,7 @@ from fluxjax.coordinator.messages import (
     SaveCheckpoint,
     Score,
     Started,
+    StopRequested,
     Tick,
     Train,
     Trained,
@@ -71,7 +72,8 @@ def reward(rid: str) -> Reward:
 
 
 class PolicyWorld:
-    """`faults` requests are lost on the way; every other event comes once, in random order."""
+    """`faults` requests are lost on the way; every other event comes once, in random order. After `ends` events the run
+    is asked to stop (0: never)."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class PolicyWorld:
         prompts: int = 1000,
         engines: int = 1,
         faults: int = 0,
+        ends: int = 0,
         state: dict | None = None,
         next_draw: int = 0,
         **settings: Any,
@@ -94,7 +97,7 @@ class PolicyWorld:
         if state is not None:
             held = [entry["draw"] for entry in state["ledger"]["entries"]]
             self.coordinator.load_state_dict(state, {draw: prompt(draw) for draw in held})
-        self.prompts, self.next_draw, self.faults = prompts, next_draw, faults
+        self.prompts, self.next_draw, self.faults, self.ends = prompts, next_draw, faults, ends
         self.version = max(self.coordinator.version, 0)
         self.served = [self.version] * engines
         self.lent: set[int] = set()
@@ -103,19 +106,25 @@ class PolicyWorld:
         self.running: dict[str, Running] = {}
         self.owed: list[Event] = []
         self.said: list[Instruction] = []
+        self.said_by_stop = 10**9  # instructions that were said when it had been asked to
         self.states: list[tuple[dict, int]] = []
         self.watch: Callable[[Instruction], None] = lambda instruction: None
 
     def start(self) -> None:
         self.hear(Started(self.version))
 
-    def go(self) -> PolicyWorld:
-        self.start()
+    def until(self, holds: Callable[[], object]) -> Self:
+        """Starts if need be, and goes on until this holds."""
+        if self.coordinator.served < 0:
+            self.start()
         for _ in range(100_000):
-            if self.coordinator.finished:
+            if holds():
                 return self
             self.step()
         raise AssertionError("no end")
+
+    def go(self) -> Self:
+        return self.until(lambda: self.coordinator.finished)
 
     def step(self) -> None:
         if getattr(self.coordinator.policy, "speculative", None) is not None:
@@ -154,6 +163,10 @@ class PolicyWorld:
             self.owed += self.answers(instruction)
         ledger = self.coordinator.ledger
         assert ledger.drawn == ledger.trained + len(ledger.skipped) + ledger.live
+        self.ends -= 1
+        if not self.ends and not self.coordinator.finished:
+            self.hear(StopRequested("enough"))
+            self.said_by_stop = len(self.said)
 
     def answers(self, instruction: Instruction) -> list[Event]:
         match instruction:

@@ -9,7 +9,7 @@ from policy_cases import PolicyWorld
 
 from fluxjax.config import Config, Order, Policy
 from fluxjax.coordinator.factory import make_policy, make_schedules
-from fluxjax.coordinator.messages import Event, StopRequested
+from fluxjax.coordinator.messages import Event
 from fluxjax.simulation.promises import Promises, make_promises
 
 SCHEDULES = {
@@ -21,9 +21,9 @@ SCHEDULES = {
 
 
 class PromisedWorld(PolicyWorld):
-    """A `PolicyWorld` with the policy of a configuration. `ends` stops it after so many events (0: never)."""
+    """A `PolicyWorld` with the policy of a configuration."""
 
-    def __init__(self, config: Config, seed: int, *, ends: int = 0, **options: Any) -> None:
+    def __init__(self, config: Config, seed: int, **options: Any) -> None:
         shape: dict[str, Any] = {
             "steps": config.steps,
             "prompts_per_step": config.rollout.prompts_per_step,
@@ -36,14 +36,10 @@ class PromisedWorld(PolicyWorld):
         self.coordinator.schedules = make_schedules(config.schedules)
         self.promises: Promises = make_promises(config, self.coordinator.settings)
         self.watch = self.promises.see
-        self.ends = ends
 
     def hear(self, event: Event) -> None:
         self.promises.see(event)
         super().hear(event)
-        self.ends -= 1
-        if not self.ends and not self.coordinator.finished:
-            self.hear(StopRequested("enough"))
 
     def kept(self) -> PromisedWorld:
         """Runs to the end. Raises AssertionError for the first promise that was broken."""

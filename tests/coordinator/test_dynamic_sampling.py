@@ -21,7 +21,6 @@ from fluxjax.coordinator.ledger import Ledger
 from fluxjax.coordinator.messages import (
     Accumulate,
     DrawPrompts,
-    Event,
     Finish,
     SaveCheckpoint,
     Skip,
@@ -55,22 +54,6 @@ def dropped(world: PolicyWorld) -> int:
     return count
 
 
-def stop_after(world: PolicyWorld, events: int) -> list[int]:
-    """The run is asked to stop after so many events. Answers how much was said by then, once that has happened."""
-    inner, heard, said = world.hear, 0, []
-
-    def hear(event: Event) -> None:
-        nonlocal heard
-        heard += 1
-        inner(event)
-        if heard == events:
-            inner(StopRequested("enough"))
-            said.append(len(world.said))
-
-    world.hear = hear
-    return said
-
-
 @pytest.mark.usefixtures("broken")
 class TestNothingToLearn:
     @pytest.mark.parametrize(("name", "bound"), zip(NAMES, BOUNDS, strict=True))
@@ -99,11 +82,9 @@ class TestNothingToLearn:
     def test_a_stop_stops(self, name: str, seed: int, after: int) -> None:
         """Nothing more is drawn; a resumed run counts on from where this one was."""
         bound = {"prompts_per_step": 3, "max_num_gen_batches": 30}
-        world = world_of(name, seed, **bound)
-        said = stop_after(world, after)
-        world.go()
+        world = world_of(name, seed, ends=after, **bound).go()
         assert world.all(Finish) == [Finish(0, "enough", complete=False)]
-        assert not [i for i in world.said[said[0] :] if isinstance(i, DrawPrompts)]
+        assert not [i for i in world.said[world.said_by_stop :] if isinstance(i, DrawPrompts)]
         ((state, next_draw),) = world.states
         state = json.loads(json.dumps(state))
         before = sum(count for _, _, count in state["ledger"]["dropped"]["groups"])
@@ -132,10 +113,8 @@ class TestSomethingToLearn:
         """After a stop nothing is drawn in the place of what is dropped, and at most the step under way is trained. A
         resumed run has whole steps, without a group too many or too few."""
         options = {"steps": 8, "prompts_per_step": 4}
-        world = world_of(name, seed, **options)
-        said = stop_after(world, after)
-        world.go()
-        late = world.said[said[0] :] if said else []
+        world = world_of(name, seed, ends=after, **options).go()
+        late = world.said[world.said_by_stop :]
         assert not [i for i in late if isinstance(i, DrawPrompts)]
         assert len([i for i in late if isinstance(i, Train)]) <= 1
         if world.coordinator.finished == Finish(8, "all 8 steps are done"):
@@ -158,9 +137,7 @@ def test_a_stopped_step_is_resumed_as_if_there_had_been_no_stop() -> None:
     whole = [[g.prompt.draw for g in groups] for groups in world_of("synchronous", 1, steps=4).go().steps.values()]
     stopped_in_a_step = 0
     for after in range(1, 60):
-        world = world_of("synchronous", after, steps=4)
-        stop_after(world, after)
-        world.go()
+        world = world_of("synchronous", after, steps=4, ends=after).go()
         state, next_draw = world.states[-1]
         stopped_in_a_step += bool(state["ledger"]["entries"])
         steps = world.steps
@@ -174,12 +151,8 @@ def test_a_stopped_step_is_resumed_as_if_there_had_been_no_stop() -> None:
 def _in_a_streamed_step(seed: int) -> PolicyWorld | None:
     """Gradients of some groups are computed, other groups were dropped, and the step is far from complete."""
     world = world_of("synchronous_stream", seed, prompts_per_step=6)
-    world.start()
-    while not (world.all(Accumulate) and dropped(world)):
-        if world.all(Train):
-            return None
-        world.step()
-    return world if len(world.trained) < 5 else None
+    world.until(lambda: world.all(Train) or (world.all(Accumulate) and dropped(world)))
+    return world if not world.all(Train) and len(world.trained) < 5 else None
 
 
 def test_gradients_computed_early_are_given_up_by_a_stop() -> None:
@@ -187,9 +160,7 @@ def test_gradients_computed_early_are_given_up_by_a_stop() -> None:
     world = next(filter(None, (_in_a_streamed_step(seed) for seed in range(200))))
     early = [group.prompt.draw for order in world.all(Accumulate) for group in order.groups]
     world.hear(StopRequested("enough"))
-    while not world.coordinator.finished:
-        world.step()
-    assert not world.all(Train)
+    assert not world.go().all(Train)
     state, next_draw = world.states[-1]
     saved = {entry["draw"]: entry["stage"] for entry in state["ledger"]["entries"]}
     assert all(saved[draw] == "scored" for draw in early)
@@ -237,8 +208,8 @@ def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:
     assert "source 'b' has 0" in str(caught.value)
 
 
-def test_whoever_mends_the_reward_begins_to_count_anew(monkeypatch) -> None:
-    monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(0.0, correct=False))
+@pytest.mark.usefixtures("broken")
+def test_whoever_mends_the_reward_begins_to_count_anew() -> None:
     world = world_of("synchronous", 1, max_num_gen_batches=9)
     with pytest.raises(CoordinatorError, match="max_num_gen_batches"):
         world.go()
@@ -281,15 +252,11 @@ def test_a_step_that_has_its_groups_is_not_given_up() -> None:
     assert some.complaint(1, 1, options) and not some.complaint(1, 2, options)
 
     for world in (world_of("tail_batching", seed) for seed in range(300)):
-        world.start()
         ledger = world.coordinator.ledger
-        while not world.all(Train) and not (ledger.count(PromptStage.SCORED) >= 3 and ledger.dropped.count):
-            world.step()
+        world.until(lambda: world.all(Train) or (ledger.count(PromptStage.SCORED) >= 3 and ledger.dropped.count))  # noqa: B023
         if not world.all(Train):
             break
     else:
         raise AssertionError("no such moment")
     world.hear(StopRequested("enough"))
-    while not world.coordinator.finished:
-        world.step()
-    assert len(world.all(Train)) == 1
+    assert len(world.go().all(Train)) == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_cases import LIMIT, answers, problems, questions, rank_correlation, source_means, synthetic, taught
+from length_cases import LIMIT, answers, questions, rank_correlation, source_means, synthetic, taught
 
 from fluxjax.base.types import Prompt
 from fluxjax.coordinator.lengths import FEATURES, LengthPredictor, Level, censored, given_survival
@@ -151,19 +151,6 @@ class TestReal:
         print(f"NExT-QA: {found:.3f}, source mean 0")
         assert rank_correlation(source_means(train, held_out), _flat(held_out)) == 0
         assert found > 0.3
-
-    def test_math_problems(self, shared) -> None:
-        """DeepMath: what the text of a problem tells of its difficulty, learnt from lengths only."""
-        workload, difficulties = problems(shared / "data" / "deepmath.jsonl")
-        train, held_out = workload[:1200], workload[1200:]
-        predictor = taught(train)
-        means = [predictor.predict(p).mean for p, _ in held_out]
-        found = rank_correlation(
-            [m for m, (_, each) in zip(means, held_out, strict=True) for _ in each], _flat(held_out)
-        )
-        hard = rank_correlation(means, difficulties[1200:])
-        print(f"DeepMath: {found:.3f} with lengths, {hard:.3f} with difficulty, source mean 0")
-        assert found > 0.15 and hard > 0.3
 
     def test_embedded_tasks(self, tmp_path) -> None:
         """Strings to write backwards: the text tells the length. Digits and clips say nothing before they are seen."""

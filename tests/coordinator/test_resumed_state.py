@@ -97,10 +97,7 @@ def test_what_became_too_old_begins_anew() -> None:
     for state, next_draw in whole.states[:-1]:
         resumed = PolicyWorld(April(2.0, 1), 3, state=state, next_draw=next_draw, **options)
         begun = {entry["draw"]: entry["born"] for entry in state["ledger"]["entries"] if entry["begun"]}
-        resumed.start()
-        while not resumed.all(Generate):
-            resumed.step()
-        for request in resumed.all(Generate)[0].requests:
+        for request in resumed.until(lambda: resumed.all(Generate)).all(Generate)[0].requests:  # noqa: B023
             if request.prompt.draw in begun:
                 old = begun[request.prompt.draw] < state["version"] - 1
                 assert bool(request.begun) == (not old)

@@ -122,15 +122,6 @@ def test_tail_batching() -> None:
     assert len(set(run.trained)) == 80
 
 
-def test_probability_counts_the_likeliest() -> None:
-    run = TimedWorld(TailBatching(3.0, 1.0, 0), prompts_per_step=2)
-    run.start()
-    while run.coordinator.ledger.accepted < 2:
-        run.step()
-    chances = [probability(run.coordinator, seconds) for seconds in (0.0, 10.0, 100.0, 10_000.0)]
-    assert chances == sorted(chances) and chances[-1] > 0.99 and chances[0] < 0.1
-
-
 def likeliest(coordinator: Coordinator, seconds: float) -> float:
     """The same by trying every choice of prompts and, for each, of responses."""
     ledger, pace, lengths, now = coordinator.ledger, coordinator.pace, coordinator.lengths, coordinator.now
@@ -196,15 +187,12 @@ class TestPace:
 
     def test_lost_and_repeated(self) -> None:
         """What was lost, or ends twice, measures nothing; nothing is kept of it."""
-        run = TimedWorld(Synchronous(), faults=0, steps=3)
+        run = TimedWorld(Synchronous(), steps=3)
         run.start()
         for _ in range(4):
             run.step()
-        lost = next(iter(run.running.values())).request.rid
-        run.lose(lost)
-        while not run.coordinator.finished:
-            run.step()
-        pace = run.coordinator.pace
+        run.lose(next(iter(run.running.values())).request.rid)
+        pace = run.go().coordinator.pace
         assert pace._open == {} and pace.growth == pytest.approx(1.0, rel=0.05)
         before = pace.growth
         pace.end("00000000.00/0", 50, run.now + 1000.0)
