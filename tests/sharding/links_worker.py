@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
@@ -55,10 +55,8 @@ def samples(process: int) -> list[jax.Array]:
     ]
 
 
-def same(one: jax.Array, other: jax.Array) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and np.asarray(one).tobytes() == np.asarray(
-        other
-    ).tobytes()
+def same(*two: jax.Array) -> bool:
+    return len({(array.shape, array.dtype, np.asarray(array).tobytes()) for array in two}) == 1
 
 
 def exchange(links: Links) -> None:
@@ -131,21 +129,8 @@ def exchange(links: Links) -> None:
 
 def threaded(work: list[Callable[[], None]]) -> None:
     """Runs all of it at once, and raises what one of them raises."""
-    errors = []
-
-    def run(one: Callable[[], None]) -> None:
-        try:
-            one()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(one,)) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(work)) as pool:
+        list(pool.map(lambda call: call(), work))
 
 
 def expect(call: Callable[[], object], *words: str) -> str:

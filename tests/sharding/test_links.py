@@ -21,6 +21,8 @@ from sharding.links import LinkError, Links
 
 WORKER = pathlib.Path(__file__).with_name("links_worker.py")
 LIMIT = 300.0  # seconds after which a team is taken for hung
+SILENT = "it has not answered for 10 s"
+KILLED = (signal.SIGKILL, 7, "its connection closed")  # the status with which others end, and what they say
 
 
 class Team:
@@ -111,18 +113,30 @@ def test_arrays_and_messages(tmp_path: pathlib.Path, processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dies", "processes"), by_turns([(0, 2), (1, 3)], first=1))
-def test_a_killed_process(tmp_path: pathlib.Path, dies: int, processes: int) -> None:
-    """Process 0 takes JAX's coordination service with it; the others still say in one line what happened."""
-    with team(tmp_path, f"victim{dies}", processes) as run:
+@pytest.mark.parametrize(
+    ("scenario", "processes", "victim", "number", "code", "why"),
+    [
+        *by_turns([("victim0", 2, 0, *KILLED), ("victim1", 3, 1, *KILLED)], first=1),
+        pytest.param("stopped", 2, 1, signal.SIGSTOP, 7, SILENT, marks=pytest.mark.long),
+        ("collective", 2, 1, *KILLED),
+        pytest.param("collective", 2, 1, signal.SIGSTOP, 1, SILENT, marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_is_killed_or_stopped(
+    tmp_path: pathlib.Path, scenario: str, processes: int, victim: int, number: int, code: int, why: str
+) -> None:
+    """The others say in one line what happened, though process 0 takes JAX's coordination service with it. Nothing
+    wakes a process that is inside a collective with a stopped one: it is ended. Where that is killed, gloo raises, and
+    the cause is found behind its error."""
+    with team(tmp_path, scenario, processes) as run:
         run.until("waiting", list(range(processes)))
-        run.signal(dies, signal.SIGKILL)
-        others = [process for process in range(processes) if process != dies]
-        assert run.codes(others) == [7] * len(others), run.report()
+        run.signal(victim, number)
+        others = [process for process in range(processes) if process != victim]
+        assert run.codes(others) == [code] * len(others), run.report()
         for process in others:
-            assert run.words(process) == ["waiting", "told"], run.report()
+            assert run.words(process) == (["waiting"] if scenario == "collective" else ["waiting", "told"])
             [line] = run.errors(process)
-            assert f"process {dies} ({socket.gethostname()}) is lost: its connection closed. All" in line
+            assert f"process {victim} ({socket.gethostname()}) is lost: {why}. All processes" in line
 
 
 @pytest.mark.slow
@@ -133,35 +147,6 @@ def test_process_0_killed_without_a_relay(tmp_path: pathlib.Path) -> None:
         run.signal(0, signal.SIGKILL)
         assert run.codes([1]) in ([1], [-signal.SIGABRT]), run.report()
         assert any("process 0 (" in line and "is lost" in line for line in run.errors(1)), run.report()
-
-
-@pytest.mark.long
-def test_a_stopped_process(tmp_path: pathlib.Path) -> None:
-    with team(tmp_path, "stopped", 2) as run:
-        run.until("waiting", [0, 1])
-        run.signal(1, signal.SIGSTOP)
-        assert run.codes([0]) == [7] and run.words(0) == ["waiting", "told"], run.report()
-        [line] = run.errors(0)
-        assert f"process 1 ({socket.gethostname()}) is lost: it has not answered for 10 s. All processes" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "why"),
-    [
-        pytest.param(signal.SIGSTOP, 1, "it has not answered for 10 s", marks=pytest.mark.long),
-        (signal.SIGKILL, 7, "its connection closed"),
-    ],
-)
-def test_a_process_inside_a_collective(tmp_path: pathlib.Path, number: int, code: int, why: str) -> None:
-    """Nothing wakes it where the other is stopped: it is ended. Where that is killed, gloo raises, and the cause is
-    found behind its error."""
-    with team(tmp_path, "collective", 2) as run:
-        run.until("waiting", [0, 1])
-        run.signal(1, number)
-        assert run.codes([0]) == [code], run.report()
-        [line] = run.errors(0)
-        assert f"process 1 ({socket.gethostname()}) is lost: {why}. All processes" in line
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ def draw(dtype=jnp.float32):
     return hidden, head, jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
 
 
-def naive(hidden, head, targets, temperature, allowed=None):
-    logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32) / temperature
+def naive(hidden, head, targets, temperature=1.0, allowed=None):
+    logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+    logits = logits / jnp.broadcast_to(temperature, targets.shape)[..., None]
     logs = jax.nn.log_softmax(logits if allowed is None else jnp.where(allowed[None, None], logits, -1e30))
     return jnp.take_along_axis(logs, targets[..., None], -1)[..., 0], -jnp.sum(jnp.exp(logs) * logs, -1)
 
@@ -33,51 +34,47 @@ def value_and_grads(function, hidden, head):
     return function(hidden, head), jax.jit(jax.grad(scalar, (0, 1)))(hidden, head)
 
 
+def both(hidden, head, targets, temperature=1.0, allowed=None, **options):
+    """(values, gradients) of the chunked and of the naive form."""
+    options |= {"temperature": temperature, "allowed_V": allowed}
+    got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, **options), hidden, head)
+    return got, value_and_grads(lambda h, w: naive(h, w, targets, temperature, allowed), hidden, head)
+
+
+def assert_equal(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 1, 4, 7, 21, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_naive(chunk, temperature):
-    hidden, head, targets = draw()
-    got = value_and_grads(
-        lambda h, w: token_logprobs(h, w, targets, chunk=chunk, temperature=temperature), hidden, head
-    )
-    want = value_and_grads(lambda h, w: naive(h, w, targets, temperature), hidden, head)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+    assert_equal(*both(*draw(), temperature, chunk=chunk))
 
 
 def test_a_temperature_for_each_token():
-    hidden, head, targets = draw()
     temperatures = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.5, (B, T)), jnp.float32)
-    got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, chunk=4, temperature=temperatures), hidden, head)
-    want = value_and_grads(lambda h, w: naive(h, w, targets, temperatures[..., None]), hidden, head)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+    assert_equal(*both(*draw(), temperatures, chunk=4))
 
 
 def test_tokens_that_are_never_sampled_are_out_of_the_distribution():
     hidden, head, targets = draw()
-    allowed = jnp.arange(V) >= 5
-    targets = jnp.maximum(targets, 5)
-    got = value_and_grads(
-        lambda h, w: token_logprobs(h, w, targets, chunk=4, temperature=0.6, allowed_V=allowed), hidden, head
-    )
-    want = value_and_grads(lambda h, w: naive(h, w, targets, 0.6, allowed), hidden, head)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+    got, want = both(hidden, head, jnp.maximum(targets, 5), 0.6, jnp.arange(V) >= 5, chunk=4)
+    assert_equal(got, want)
     assert not np.any(np.asarray(got[1][1])[:5]), "their head weights must get no gradient"
 
 
 def test_a_target_that_is_never_sampled_is_no_part_of_any_gradient():
     hidden, head, targets = draw()
-    allowed, targets = jnp.arange(V) >= 5, targets.at[0, 0].set(2)
-    got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, allowed_V=allowed), hidden, head)[1]
-    want = value_and_grads(lambda h, w: naive(h, w, targets, 1.0, allowed), hidden, head)[1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), got, want)
+    got, want = both(hidden, head, targets.at[0, 0].set(2), allowed=jnp.arange(V) >= 5)
+    assert_equal(got[1], want[1])
 
 
 def test_bfloat16_accumulates_in_float32():
     hidden, head, targets = draw(jnp.bfloat16)
     (logprobs, entropies), grads = value_and_grads(lambda h, w: token_logprobs(h, w, targets, chunk=4), hidden, head)
     wide = hidden.astype(jnp.float32), head.astype(jnp.float32)
-    values, want = value_and_grads(lambda h, w: naive(h, w, targets, 1.0), *wide)
+    values, want = value_and_grads(lambda h, w: naive(h, w, targets), *wide)
     assert logprobs.dtype == entropies.dtype == jnp.float32
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
     for got, expected in zip((logprobs, entropies), values, strict=True):  # same products, same accumulator
@@ -107,7 +104,7 @@ def test_logits_are_never_whole_in_memory():
         return lambda h, w: sum(jnp.sum(part) for part in form(h, w))
 
     chunked = loss(lambda h, w: token_logprobs(h, w, targets, chunk=chunk))
-    plain = loss(lambda h, w: naive(h, w, targets, 1.0))
+    plain = loss(lambda h, w: naive(h, w, targets))
     assert temp_bytes(plain, hidden, head) >= whole  # the measure sees whole logits where there are some
     assert temp_bytes(chunked, hidden, head) < whole / 4
     assert temp_bytes(jax.grad(plain, (0, 1)), hidden, head) >= whole
