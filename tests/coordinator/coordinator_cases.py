@@ -1,10 +1,8 @@
 """A scripted world around a coordinator: it keeps what is owed for each instruction, a test decides what comes when."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from fluxjax.base.types import Prompt, Response, Reward
 from fluxjax.coordinator import Coordinator, Settings, Synchronous
@@ -152,7 +150,7 @@ class World:
             self.deliver()
         return hits[0]
 
-    def finish(self) -> World:
+    def finish(self) -> Self:
         if self.coordinator.served < 0:
             self.start()
         while not self.coordinator.finished:

@@ -1,7 +1,5 @@
 """Workloads with known response lengths for the length predictor, and how well a prediction ranks them."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """A world around any policy: responses grow token by token in random order, engines fail, and parked ones keep what
 they have. Everything that happens is drawn from one random generator, so that a seed is a history."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Sequence

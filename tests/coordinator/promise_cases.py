@@ -1,9 +1,7 @@
 """A policy of a random configuration in a `PolicyWorld`, with its promises watched: a seed is a history."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
+from typing import Any, Self
 
 from policy_cases import PolicyWorld
 
@@ -41,7 +39,7 @@ class PromisedWorld(PolicyWorld):
         self.promises.see(event)
         super().hear(event)
 
-    def kept(self) -> PromisedWorld:
+    def kept(self) -> Self:
         """Runs to the end. Raises AssertionError for the first promise that was broken."""
         self.go()
         assert not self.promises.wrong, self.promises.wrong[0]

@@ -1,7 +1,5 @@
 """Which groups a step trains on: what holds for every choice, and what each switch changes."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -109,26 +107,17 @@ class TestAlways:
         waiting = dict.fromkeys(range(8), (VERSION, 5, 0)) | {8: (VERSION, 900, 4)}
         version, last = VERSION, 8
         for step in range(40):
-            groups = []
-            for draw, (born, tokens, wrong) in waiting.items():
-                old = group(draw, tokens=tokens, correct=4 - wrong, source="math" if wrong else "code")
-                groups.append(_reborn(old, born))
-            chosen = compose(groups, 6, config, version=version, max_staleness=LIMIT, progress=1.0, seed=0, step=step)
-            for g in chosen:
-                del waiting[g.prompt.draw]
+            groups = [
+                group(draw, age=version - born, tokens=tokens, correct=4 - wrong, source="math" if wrong else "code")
+                for draw, (born, tokens, wrong) in waiting.items()
+            ]
+            for draw in choose(groups, 6, config, progress=1.0, step=step):
+                del waiting[draw]
             version += 1
             for _ in range(6):
                 last += 1
                 waiting[last] = (version, 900, 4) if last % 7 == 0 else (version, 5, 0)
         assert min(waiting) > last - 6 * LIMIT
-
-
-def _reborn(old: Group, version: int) -> Group:
-    samples = tuple(
-        dataclasses.replace(s, response=dataclasses.replace(s.response, versions=(version,) * len(s.response.versions)))
-        for s in old.samples
-    )
-    return dataclasses.replace(old, samples=samples)
 
 
 class TestSwitches:

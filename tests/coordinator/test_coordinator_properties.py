@@ -1,7 +1,5 @@
 """What holds for every order of events, with replies lost, late and repeated: checked on random histories."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """Dynamic sampling ends: by its bounds where nothing can be learnt, and at once when somebody wants it to."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The coordinator's books and its wiring: what is counted under which name, and what reaches a policy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The length predictor: better than a source's mean on prompts it never saw, calibrated, and fair to what was cut."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

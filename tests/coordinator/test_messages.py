@@ -1,7 +1,5 @@
 """Every message has one handler wherever messages are handled, and the coordinator remembers the last of them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

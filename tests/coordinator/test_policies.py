@@ -1,7 +1,5 @@
 """What every policy holds to, on random histories; and what is special about each."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

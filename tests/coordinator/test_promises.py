@@ -3,8 +3,6 @@
 More seeds: `python tests/coordinator/test_promises.py 1000` in the root of the repository, with it on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

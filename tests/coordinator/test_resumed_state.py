@@ -1,8 +1,6 @@
 """What a checkpoint keeps beside prompts: counts, controllers, barriers, the planner. Each was once lost by a mutant
 that nothing else noticed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

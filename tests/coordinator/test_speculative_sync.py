@@ -1,7 +1,5 @@
 """When training begins before a batch is complete: on virtual time, with responses of one token a second."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """When engines are lent and what is trained on early: the stream trainer, without engines or a trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

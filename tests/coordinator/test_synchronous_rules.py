@@ -1,8 +1,6 @@
 """The rules of synchronous training, each one by a scripted sequence of events. They are the semantics of a run:
 do not change what they say without an explicit decision."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

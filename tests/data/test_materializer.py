@@ -1,7 +1,5 @@
 """Pixels come before it is their turn, a bounded number of batches ahead, and are right whatever the order of reads."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -4,8 +4,6 @@ Draw number `i` has the seed `S + i`. What failed is printed with its seed, by w
 code is 1 then.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -4,8 +4,6 @@ What is pulled is the version, bit for bit, or an error in one line; what the ho
 mended, the version is pulled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The loop of a fuzzer: one draw after the other, each with its own seed, and a word now and then."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import random

@@ -4,8 +4,6 @@ Each is answered by what it asks for or by an error of a kind that is the client
 good questions have the same answers as before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

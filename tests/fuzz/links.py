@@ -4,8 +4,6 @@ A friend gets in whoever else calls, and a peer that talks nonsense is lost, whi
 no thread dies of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

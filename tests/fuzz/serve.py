@@ -4,8 +4,6 @@ Each is answered, with less than 500 where it is HTTP; the server serves afterwa
 is raised on its event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -3,17 +3,13 @@
 Weights are drawn so that activations stay of order 1: a tolerance of 1e-4 then means something.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import warnings
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import models
 from models.decoder import Decoder
@@ -117,12 +113,6 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
     reference = reference.to(dtype or torch.float32).eval()
     reference.save_pretrained(folder)
     return Pair(reference, models.load(folder), folder)
-
-
-def layer_of(stack: nnx.Module, index: int) -> Any:
-    """Layer `index` of a stack, as one layer."""
-    graphdef, state = nnx.split(stack)
-    return nnx.merge(graphdef, jax.tree.map(lambda value: value[index], state))
 
 
 def to_numpy(value: Any) -> np.ndarray:

@@ -4,8 +4,6 @@ Needs torchvision, which the test environment has not; the committed file was ma
 torch 2.13.0 and torchvision 0.28.0: `python tests/models/make_video_golden.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

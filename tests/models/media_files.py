@@ -1,7 +1,5 @@
 """Real media files made by real encoders, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fractions

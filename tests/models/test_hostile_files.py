@@ -1,7 +1,5 @@
 """Whatever stands in the files of a checkpoint: they are read, or refused in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,6 +1,7 @@
 """Rotary positions against the authors' rule, window order against transformers' own functions, exactly (integers)."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -42,13 +43,11 @@ def prompt_of(items):
     return np.array(ids, np.int32), images, videos, seconds
 
 
+INDEX = functools.partial(rope_index, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=MERGE)
+
+
 def positions_of(items, tokens_per_second):
-    """`rope_index` of the prompt of `items`."""
-    ids, images, videos, seconds = prompt_of(items)
-    return rope_index(
-        ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=MERGE,
-        tokens_per_second=tokens_per_second,
-    )  # fmt: skip
+    return INDEX(*prompt_of(items), tokens_per_second=tokens_per_second)
 
 
 def authors_rule(items, tokens_per_second):
@@ -130,11 +129,7 @@ def test_text_behind_a_long_video_continues_behind_its_time_axis():
 
 def test_a_video_at_the_end_of_a_prompt_is_followed_by_the_answer():
     ids = np.array([1, START, *[VIDEO] * 8], np.int32)
-    _, next_position = rope_index(
-        ids, [], [(8, 2, 2)], [3.0], image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
-        tokens_per_second=2,
-    )  # fmt: skip
-    assert next_position == 2 + 7 * 6 + 1
+    assert INDEX(ids, [], [(8, 2, 2)], [3.0], tokens_per_second=2)[1] == 2 + 7 * 6 + 1
 
 
 def test_ticks_are_rounded_as_the_authors_round_them():
@@ -157,10 +152,7 @@ def test_ticks_are_rounded_as_the_authors_round_them():
 def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
     ids, *_ = prompt_of([("image", (1, 4, 4), 0.0)])
     with pytest.raises(ValueError, match=r"placeholders|frame pair"):
-        rope_index(
-            ids, images, videos, seconds, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=2,
-            tokens_per_second=2,
-        )  # fmt: skip
+        INDEX(ids, images, videos, seconds, tokens_per_second=2)
 
 
 @settings(max_examples=third_of(100), deadline=None)

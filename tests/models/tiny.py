@@ -1,7 +1,5 @@
 """A tiny Qwen2.5-VL and a tiny Qwen2, and random packed rows for them; no PyTorch needed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

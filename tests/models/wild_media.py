@@ -3,8 +3,6 @@
 Frame `n` is `moving_frames(48, 64, 96)[n]`, a window that pans.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import struct

@@ -1,8 +1,6 @@
 """One process of `test_links.py`: `links_worker.py SCENARIO PROCESS PORT PROCESSES WORDS`. Says in the file `WORDS` how
 far it has come, a word a line; the test kills it, or waits for its end."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

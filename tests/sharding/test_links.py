@@ -1,7 +1,5 @@
 """Ties between processes: real processes on loopback, really killed and stopped. Nothing may hang."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The wires below the links, within one process: greetings, heartbeats, last words."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

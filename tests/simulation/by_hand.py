@@ -1,7 +1,5 @@
 """A synchronous step by hand from the parts of `fluxjax.simulation`: rollout, then rewards, then training."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from fluxjax.config import cli

@@ -1,7 +1,5 @@
 """The same engine as `fluxjax.simulation.simulated_engine`, one token at a time: what the jumps must be equal to."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

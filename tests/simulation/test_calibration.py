@@ -1,7 +1,5 @@
 """The hardware model against what Flexes publishes: Table 1, Table 3, and the direction of figures 6 and 10."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """The real coordinator on a simulated cluster: agrees with a step worked out by hand, repeats itself, loses nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

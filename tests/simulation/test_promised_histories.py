@@ -1,7 +1,5 @@
 """Fault histories keep what their policies promise; in this process, so that a mutant is found at its first failure."""
 
-from __future__ import annotations
-
 import pytest
 
 from fluxjax.config import Policy

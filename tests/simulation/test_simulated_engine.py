@@ -1,7 +1,5 @@
 """The simulated engine: equal to a token-by-token simulation, conserving tokens, within its cache."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 

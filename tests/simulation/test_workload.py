@@ -1,7 +1,5 @@
 """Prompts, lengths, rewards, faults and servers of the simulation: distributions, and that names decide everything."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
