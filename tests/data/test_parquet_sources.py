@@ -48,16 +48,27 @@ def geometry(count, start=0):
     )
 
 
-def test_rows_with_embedded_images(tmp_path):
-    pq.write_table(geometry(10), tmp_path / "train.parquet", row_group_size=3)
-    source = open_source(tmp_path / "train.parquet", "geometry")
+@pytest.fixture
+def opened(tmp_path):
+    """Writes columns, or a table, and opens them as a source."""
+
+    def opened(columns, fields=None, **options):
+        table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+        pq.write_table(table, tmp_path / "x.parquet", **options)
+        return open_source(tmp_path / "x.parquet", "s", fields or Fields())
+
+    return opened
+
+
+def test_rows_with_embedded_images(tmp_path, opened):
+    source = opened(geometry(10), row_group_size=3)
     assert isinstance(source, parquet.ParquetSource) and len(source) == 10
     for index in np.random.default_rng(0).permutation(10):
         prompt = source[int(index)]
-        assert (prompt.id, prompt.source) == (f"train:{index}", "geometry")
+        assert (prompt.id, prompt.source) == (f"x:{index}", "s")
         assert (prompt.text, prompt.answer) == (f"<image>Find x{index}.", str(index))
         (media,) = prompt.media
-        assert media.kind is MediaKind.IMAGE and media.name == f"{tmp_path}/train.parquet#images/{index}/0"
+        assert media.kind is MediaKind.IMAGE and media.name == f"{tmp_path}/x.parquet#images/{index}/0"
         assert media.data is None and shade(media) == index
     assert list(source.texts())[:2] == ["<image>Find x0.", "0"]
     with pytest.raises(IndexError):
@@ -73,16 +84,15 @@ def test_shards_follow_each_other(tmp_path):
     assert [shade(source[i].media[0]) for i in range(9)] == [*range(9)]
 
 
-def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(tmp_path, monkeypatch):
-    pq.write_table(geometry(12), tmp_path / "train.parquet", row_group_size=3)
-    source = open_source(tmp_path / "train.parquet", "geometry")
-    read = []
+def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(opened, monkeypatch):
+    source, read = opened(geometry(12), row_group_size=3), []
     original = pq.ParquetFile.read_row_group
-    monkeypatch.setattr(
-        pq.ParquetFile,
-        "read_row_group",
-        lambda self, i, columns: read.append((i, *columns)) or original(self, i, columns),
-    )
+
+    def noted(self, i, columns):
+        read.append((i, *columns))
+        return original(self, i, columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
 
     def groups(kind):
         return [group for group, *columns in read if kind in columns]
@@ -107,10 +117,8 @@ def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(tmp_path, monkeypa
         ("images", pa.array([[{"bytes": None, "path": "a.png"}], []], pa.list_(STRUCT)), "a.png"),
     ],
 )
-def test_media_columns_in_all_their_forms(tmp_path, column, values, expected):
-    table = pa.table({column: values, "question": ["q", "r"], "solution": ["1", "2"]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    prompt = open_source(tmp_path / "x.parquet", "s")[0]
+def test_media_columns_in_all_their_forms(tmp_path, opened, column, values, expected):
+    prompt = opened({column: values, "question": ["q", "r"], "solution": ["1", "2"]})[0]
     if isinstance(expected, str):
         assert [(m.path, m.data) for m in prompt.media] == [(str(tmp_path / expected), None)]
     else:
@@ -124,27 +132,24 @@ def fixed(kind):
 
 @pytest.mark.parametrize("kind", [fixed, pa.list_view, pa.large_list_view, pa.large_list])
 @pytest.mark.parametrize("item", [STRUCT, pa.binary(), pa.large_binary()])
-def test_lists_of_all_kinds_hold_media(tmp_path, kind, item):
+def test_lists_of_all_kinds_hold_media(opened, kind, item):
     pictures = [png(1), png(2)]
     rows = [[{"bytes": picture, "path": None} if item == STRUCT else picture for picture in pictures]] * 3
-    plain = pa.table({"images": pa.array(rows, pa.list_(item)), "problem": ["q"] * 3, "answer": ["a"] * 3})
-    table = plain.set_column(0, "images", pa.array(rows, kind(item)))
-    pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
-    prompt = open_source(tmp_path / "x.parquet", "s")[2]
+    columns = {"images": pa.array(rows, kind(item)), "problem": ["q"] * 3, "answer": ["a"] * 3}
+    prompt = opened(columns, row_group_size=2)[2]
     assert prompt.text == "<image><image>q" and [shade(media) for media in prompt.media] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [fixed, pa.list_view, pa.large_list_view])
 @pytest.mark.parametrize("item", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
-def test_lists_of_all_kinds_hold_paths(tmp_path, kind, item):
+def test_lists_of_all_kinds_hold_paths(tmp_path, opened, kind, item):
     rows = pa.array([["a.png", "b.png"]], kind(pa.string()))
     if item != pa.string():
         try:
             rows = pa.array([["a.png", "b.png"]], kind(item))
         except (pa.ArrowException, NotImplementedError):
             pytest.skip(f"pyarrow cannot make {kind(item)}")
-    pq.write_table(pa.table({"images": rows, "problem": ["q"], "answer": ["a"]}), tmp_path / "x.parquet")
-    prompt = open_source(tmp_path / "x.parquet", "s")[0]
+    prompt = opened({"images": rows, "problem": ["q"], "answer": ["a"]})[0]
     assert [media.path for media in prompt.media] == [str(tmp_path / name) for name in ("a.png", "b.png")]
 
 
@@ -158,9 +163,8 @@ def test_lists_of_all_kinds_hold_paths(tmp_path, kind, item):
         pa.array([None, None], pa.binary_view()),
     ],
 )
-def test_columns_without_any_value(tmp_path, values):
-    pq.write_table(pa.table({"images": values, "problem": ["q", "r"], "answer": ["1", "2"]}), tmp_path / "x.parquet")
-    source = open_source(tmp_path / "x.parquet", "s")
+def test_columns_without_any_value(opened, values):
+    source = opened({"images": values, "problem": ["q", "r"], "answer": ["1", "2"]})
     assert [source[index].media for index in range(2)] == [(), ()]
 
 
@@ -176,37 +180,30 @@ def test_columns_without_any_value(tmp_path, values):
         (pa.array([1, 2], pa.uint8()), "2"),
     ],
 )
-def test_answers_of_all_types(tmp_path, values, expected):
+def test_answers_of_all_types(opened, values, expected):
     texts = pa.array(["q", "r"], pa.string_view() if values.type == pa.string_view() else pa.string())
     if pa.types.is_dictionary(values.type):
         texts = texts.dictionary_encode()
-    pq.write_table(pa.table({"problem": texts, "answer": values}), tmp_path / "x.parquet")
-    source = open_source(tmp_path / "x.parquet", "s")
+    source = opened({"problem": texts, "answer": values})
     assert (source[1].text, source[1].answer) == ("r", expected) and list(source.texts())[-1] == expected
 
 
-def test_media_beside_those_that_are_used_are_told_of(tmp_path, caplog):
+def test_media_beside_those_that_are_used_are_told_of(opened, caplog):
     table = geometry(2).append_column("photo", pa.array([None, b"x"]))
-    table = table.append_column("file_name", pa.array(["a.png", "b.png"])).append_column("level", pa.array([1, 2]))
-    pq.write_table(table, tmp_path / "x.parquet")
-    open_source(tmp_path / "x.parquet", "s")
+    opened(table.append_column("file_name", pa.array(["a.png", "b.png"])).append_column("level", pa.array([1, 2])))
     assert [record.args[1] for record in caplog.records] == ["photo", "file_name"]
-    text = pa.table({"problem": ["<image>"], "answer": ["x"], "file_name": ["a.png"]})
-    pq.write_table(text, tmp_path / "x.parquet")
-    assert open_source(tmp_path / "x.parquet", "s")[0].text == "<image>"
+    assert opened({"problem": ["<image>"], "answer": ["x"], "file_name": ["a.png"]})[0].text == "<image>"
     assert [record.args[1] for record in caplog.records] == ["photo", "file_name", "file_name"]
 
 
-def test_a_column_of_nulls_does_not_hide_another(tmp_path):
-    table = pa.table({"images": pa.array([None]), "image": ["a.png"], "problem": ["q"], "answer": ["x"]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    assert len(open_source(tmp_path / "x.parquet", "s")[0].media) == 1
+def test_a_column_of_nulls_does_not_hide_another(opened):
+    columns = {"images": pa.array([None]), "image": ["a.png"], "problem": ["q"], "answer": ["x"]}
+    assert len(opened(columns)[0].media) == 1
 
 
-def test_videos_and_given_columns(tmp_path):
-    table = pa.table({"clip": [[b"v"]], "q": ["<video>what?"], "n": [7], "uid": ["k"], "prompt": ["unused"]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    prompt = open_source(tmp_path / "x.parquet", "s", Fields(prompt="q", answer="n", videos="clip"))[0]
+def test_videos_and_given_columns(opened):
+    columns = {"clip": [[b"v"]], "q": ["<video>what?"], "n": [7], "uid": ["k"], "prompt": ["unused"]}
+    prompt = opened(columns, Fields(prompt="q", answer="n", videos="clip"))[0]
     assert (prompt.id, prompt.text, prompt.answer) == ("k", "<video>what?", "7")
     assert [(m.kind, source_of(m)) for m in prompt.media] == [(MediaKind.VIDEO, b"v")]
 
@@ -235,10 +232,9 @@ def test_videos_and_given_columns(tmp_path):
         ({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "the file has no records"),
     ],
 )
-def test_a_wrong_file_is_refused_when_it_is_opened(tmp_path, columns, message):
-    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+def test_a_wrong_file_is_refused_when_it_is_opened(opened, columns, message):
     with pytest.raises(DataError, match=message):
-        open_source(tmp_path / "x.parquet", "s")
+        opened(columns)
 
 
 def test_a_file_that_is_no_parquet_and_shards_that_differ(tmp_path):
@@ -328,19 +324,16 @@ def _filled(row):
         ({"problem": "<image>x", "answer": "y", "images": []}, "1 <image> and 0 <video> marks in the prompt for 0"),
     ],
 )
-def test_a_bad_row_is_a_record_error_and_the_others_are_usable(tmp_path, row, reason):
+def test_a_bad_row_is_a_record_error_and_the_others_are_usable(opened, row, reason):
     schema = pa.schema([("problem", pa.string()), ("answer", pa.string()), ("images", pa.list_(STRUCT))])
-    good = {"problem": "q", "answer": "a", "images": []}
-    pq.write_table(pa.Table.from_pylist([row, good], schema), tmp_path / "x.parquet")
-    source = open_source(tmp_path / "x.parquet", "s")
+    source = opened(pa.Table.from_pylist([row, {"problem": "q", "answer": "a", "images": []}], schema))
     with pytest.raises(RecordError) as caught:
         source[0]
     assert caught.value.id == "x:0" and caught.value.reason.startswith(reason)
     assert source[1].text == "q"
 
 
-def test_large_row_groups_are_pointed_out(tmp_path, monkeypatch, caplog):
-    pq.write_table(geometry(4), tmp_path / "x.parquet")
+def test_large_row_groups_are_pointed_out(opened, monkeypatch, caplog):
     monkeypatch.setattr(parquet, "LARGE_ROW_GROUP", 100)
-    open_source(tmp_path / "x.parquet", "s")
+    opened(geometry(4))
     assert "row_group_size=100" in caplog.text
