@@ -38,8 +38,8 @@ def make_media(folder):
     return folder
 
 
-def ref_of(path, cell=""):
-    return MediaRef("image" if path.suffix in (".png", ".parquet") else "video", str(path), stamp_of(str(path)), cell)
+def ref_of(path):
+    return MediaRef("image" if path.suffix == ".png" else "video", str(path), stamp_of(str(path)))
 
 
 def refs_of(folder):

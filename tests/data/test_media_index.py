@@ -4,7 +4,6 @@ import contextlib
 import io
 import logging
 import os
-import pathlib
 import pickle
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,9 +35,8 @@ from models.processing.media_file import MediaUnavailable
 from models.processing.outline import Medium
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
 
-ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/models"))
-from media_files import CODECS, LAYOUT, PIXELS, moving_frames, turn, whole, write_video  # noqa: E402
+from media_files import CODECS, LAYOUT, PIXELS, moving_frames, turn, whole, write_video
 
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=4))
 MEDIUM = Medium("image", (1, 4, 6))

@@ -8,10 +8,7 @@ python flash_program.py device              on this machine's GPU, against the p
 A process of its own: tests on CPU devices must not see the CUDA plugin, and Triton reads the environment at import.
 """
 
-import contextlib
-import json
 import pathlib
-import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -19,9 +16,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from triton_code import machine_code
+from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding.kernels import flash, tiles, triton_launch
 from sharding.kernels.attention import Mask, attention, segment_attention
@@ -116,8 +112,7 @@ def assemble(capability):
 
 def dispatch():
     """The kernels that programs for a GPU call, forward and backward, in a `shard_map` that checks what varies."""
-    abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=abstract)
+    mesh, cpus = meshes()
     q, k, v, dout, segments, branches, _ = case("bfloat16", 4, 2, 64, True, [[[40, 20], 30]] * 2, 128)
 
     def masked(q, k, v, segments, branches):
@@ -145,11 +140,8 @@ def dispatch():
 
             return jax.grad(loss, (0, 1, 2))(q, k, v)
 
-        text = jax.jit(step).trace(q, k, v, dout).lower(lowering_platforms=("cuda",)).as_text()
-        return len(re.findall(r"@triton_kernel_call", text))
+        return kernel_calls(step, q, k, v, dout)
 
-    cpu = jax.sharding.AbstractDevice("cpu", None, "cpu")
-    cpus = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=cpu)
     with compiling_for(Target("gpu", 90)):
         found = {f.__name__: calls(f, mesh) for f in (masked, tiled, windows, dense, odd)}
         found["on cpus"] = calls(masked, cpus)
@@ -158,9 +150,4 @@ def dispatch():
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        name, *rest = sys.argv[1:]
-        result = {"interpret": interpret, "assemble": assemble, "dispatch": dispatch, "device": device}[name](
-            *map(int, rest)
-        )
-    print(json.dumps(result))
+    run_one(interpret=interpret, assemble=assemble, dispatch=dispatch, device=device)

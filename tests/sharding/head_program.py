@@ -9,8 +9,6 @@ python head_program.py device                  on this machine's GPU, against th
 A process of its own: tests on CPU devices must not see the CUDA plugin, and Triton reads the environment at import.
 """
 
-import contextlib
-import json
 import math
 import pathlib
 import re
@@ -21,9 +19,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from triton_code import machine_code
+from jax.sharding import SingleDeviceSharding
+from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding.kernels import head, triton_launch
 from sharding.target import Target, compiling_for
@@ -117,10 +115,7 @@ def assemble(capability):
 
 def dispatch():
     """The kernels that programs for a GPU call, forward and backward, in a `shard_map` that checks what varies."""
-    abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=abstract)
-    cpu = jax.sharding.AbstractDevice("cpu", None, "cpu")
-    cpus = AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=cpu)
+    mesh, cpus = meshes()
 
     def calls(mesh, capability=90, dtype="bfloat16", head_dtype=None, width=64):
         (hidden, weights), cotangents, targets, rest = case(dtype, 2, 40, 1024, width)
@@ -135,8 +130,7 @@ def dispatch():
             check_vma=True,
         )
         with compiling_for(Target("gpu", capability)):
-            traced = jax.jit(step).trace(hidden, weights, cotangents, targets, rest["temperature"])
-            return len(re.findall(r"@triton_kernel_call", traced.lower(lowering_platforms=("cuda",)).as_text()))
+            return kernel_calls(step, hidden, weights, cotangents, targets, rest["temperature"])
 
     return {
         "bfloat16": calls(mesh),
@@ -191,14 +185,4 @@ def compile_ahead(tokens, vocabulary, width):
 
 
 if __name__ == "__main__":
-    programs = {
-        "interpret": interpret,
-        "assemble": assemble,
-        "dispatch": dispatch,
-        "compile": compile_ahead,
-        "device": device,
-    }
-    with contextlib.redirect_stdout(sys.stderr):
-        name, *rest = sys.argv[1:]
-        result = programs[name](*map(int, rest))
-    print(json.dumps(result))
+    run_one(interpret=interpret, assemble=assemble, dispatch=dispatch, compile=compile_ahead, device=device)

@@ -1,16 +1,14 @@
 """`python -m sharding.calibrate`: help at once, clear refusals, and a file that can be planned with."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 from sharding.cost import QWEN2_5_VL_7B, CostModel
 from sharding.planner.plan import ShardPlan, rounds
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(*arguments: str, flags: str = "") -> subprocess.CompletedProcess[str]:

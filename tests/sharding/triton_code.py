@@ -1,11 +1,17 @@
 """The machine code of Triton kernels, made without a GPU: for the programs `*_program.py`, and what must hold of it."""
 
+import contextlib
+import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a program may have
 # Bytes that a kernel of wide heads may spill, where a GPU has timed that it is quicker so than with smaller tiles.
@@ -16,7 +22,6 @@ TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # the instructions that
 def machine_code(programs, capability):
     """Of each kernel that the programs `{name: (function, arrays)}` launch: registers, bytes of spills and of shared
     memory, and the tensor core instructions of its PTX. Call it before anything imports jax_triton."""
-    import jax
     import triton  # pyright: ignore[reportMissingImports]
 
     from sharding.target import Target, compiling_for
@@ -48,6 +53,26 @@ def _assembled(ptx, capability, triton):
         "serialized": "serialized" in done.stderr,
         **{way: len(re.findall(rf"\b{way}\.", code)) for way in TENSOR_CORES.values()},
     }
+
+
+def run_one(**programs):
+    """Prints, as JSON, what the program that the command line names returns."""
+    with contextlib.redirect_stdout(sys.stderr):
+        name, *rest = sys.argv[1:]
+        result = programs[name](*map(int, rest))
+    print(json.dumps(result))
+
+
+def meshes():
+    """Meshes of two H100s and of two CPUs."""
+    devices = AbstractDevice("NVIDIA H100", 132, "gpu"), AbstractDevice("cpu", None, "cpu")
+    return [AbstractMesh((2,), ("d",), (AxisType.Auto,), abstract_device=device) for device in devices]
+
+
+def kernel_calls(step, *arguments):
+    """The number of Triton kernels that a step calls on a GPU."""
+    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return len(re.findall(r"@triton_kernel_call", text))
 
 
 def assert_no_spills_and_tensor_cores(kernels, capability):

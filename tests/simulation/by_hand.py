@@ -45,11 +45,6 @@ class Step:
     tokens: int
     preemptions: int
 
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        whole = self.rollout + self.reward + self.training
-        return self.rollout / whole, self.reward / whole, self.training / whole
-
 
 def workload(setup: Setup, seed: int, *tasks: str) -> Workload:
     settings = SimulationConfig(median=setup.median, tasks=tasks or TASKS)

@@ -1,14 +1,9 @@
 """The hardware model against what Flexes publishes: Table 1, Table 3, and the direction of figures 6 and 10."""
 
 import dataclasses
-import pathlib
-import sys
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from by_hand import Rollout, Step, finish, roll_out, setup_of, synchronous_step, workload
 
 from fluxjax.simulation.hardware import HARDWARE, QWEN3_8B, Hardware, parameters

@@ -2,19 +2,14 @@
 
 import dataclasses
 import json
-import pathlib
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-
-from fluxjax.coordinator.policies.rounds import Rounds
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from by_hand import roll_out, setup_of, workload
+from conftest import ROOT
 
 from fluxjax import simulate
 from fluxjax.base.types import Response
@@ -31,19 +26,18 @@ from fluxjax.coordinator.messages import (
     Started,
     Train,
 )
+from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.simulation.histories import History, scenario
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
 from fluxjax.simulation.simulated_run import summary as summarise
 from fluxjax.simulation.virtual_cluster import Cluster, StuckError
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-
-def configuration(*options: str, variant: str = "14b", prompts: int = 16) -> SimulateConfig:
-    small = [f"rollout.prompts_per_step={prompts}", "rollout.group_size=4", "simulation.gpus=8", "steps=3"]
+def configuration(*options: str) -> SimulateConfig:
+    small = ["rollout.prompts_per_step=16", "rollout.group_size=4", "simulation.gpus=8", "steps=3"]
     chosen = [f"--config.{option}" for option in [*small, *options]]
-    return cli.load([f"--config=configs/simulation.py:{variant}", *chosen], SimulateConfig)
+    return cli.load(["--config=configs/simulation.py:14b", *chosen], SimulateConfig)
 
 
 class Watched:
@@ -66,10 +60,8 @@ class Watched:
 
 def test_a_synchronous_step_is_the_one_worked_out_by_hand():
     """With one engine there is nothing to route: the first step takes as long as its parts, one after the other."""
-    config = configuration(
-        "simulation.gpus=2", "simulation.rewards=synchronous", "simulation.tasks=('math',)", "steps=1"
-    )
-    setup, watched = setup_of("14b"), Watched(config)
+    options = ("simulation.gpus=2", "simulation.rewards=synchronous", "simulation.tasks=('math',)", "steps=1")
+    setup, watched = setup_of("14b"), Watched(configuration(*options))
     work = workload(setup, 0, "math")
     seen = watched.cluster.work
     draws = list(range(16))
@@ -142,12 +134,8 @@ def test_responses_go_on_under_new_weights():
 
 
 def test_lent_engines_train_and_wake():
-    watched = Watched(
-        configuration(
-            "policy.name=tail_batching", "stream_trainer.enabled=True", "simulation.rewards=scheduled", "steps=5"
-        )
-    )
-    plain = Watched(configuration("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5"))
+    options = ("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5")
+    watched, plain = Watched(configuration(*options, "stream_trainer.enabled=True")), Watched(configuration(*options))
     policy = watched.cluster.coordinator.policy
     assert isinstance(policy, Rounds) and policy.stream is not None and policy.stream.lent > 0
     assert watched.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
@@ -182,9 +170,7 @@ def test_same_seed_same_trace():
 def test_a_run_that_can_not_go_on_says_so(crash_every, monkeypatch):
     cluster = make_cluster(configuration(f"simulation.faults.crash_every={crash_every}"))
     monkeypatch.setattr(cluster.scoring, "score", lambda *what: None)  # rewards never come
-    with pytest.raises(
-        StuckError, match=r"step 1: since .* s nothing happens, the coordinator awaits responses or rew"
-    ):
+    with pytest.raises(StuckError, match=r"step 1: since .* s nothing happens, the coordinator awaits responses or r"):
         cluster.run()
     assert summarise(cluster, 0.0)["steps"] == 0
 
@@ -280,11 +266,7 @@ class TestCommand:
         assert status == 2 and expected in error and error.count("\n") == 1
 
     def test_help_is_quick_and_complete(self):
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "fluxjax.simulate", "--help"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
+        command = [sys.executable, "-X", "importtime", "-m", "fluxjax.simulate", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert "--config.simulation.rewards=asynchronous" in done.stdout and "--config.optim" not in done.stdout
         assert "| jax\n" not in done.stderr.replace("  ", "")

@@ -104,16 +104,7 @@ def test_no_faults_by_default():
 
 
 def test_faults_come_at_their_rates_and_by_seed():
-    rates = FaultRates(
-        crash_every=100.0,
-        down=10.0,
-        slow_every=50.0,
-        lost=0.05,
-        doubled=0.1,
-        late=0.05,
-        slow_sync=0.2,
-        reward_hangs=0.1,
-    )
+    rates = FaultRates(100.0, 10.0, slow_every=50.0, lost=0.05, doubled=0.1, late=0.05, slow_sync=0.2, reward_hangs=0.1)
     plan, again, other = FaultPlan(rates, 1), FaultPlan(rates, 1), FaultPlan(rates, 2)
     crashes = list(itertools.islice(plan.crashes(3), 2000))
     assert crashes == list(itertools.islice(again.crashes(3), 2000)) != list(itertools.islice(other.crashes(3), 2000))
