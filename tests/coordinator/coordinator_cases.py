@@ -166,6 +166,13 @@ class World:
         return [group.prompt.draw for train in self.all(Train) for group in train.groups]
 
 
+def world_at(kind: type[Instruction], **options: Any) -> World:
+    """A world in which everything has happened, in the order asked, until this was said."""
+    world = World(**options)
+    world.until(kind)
+    return world
+
+
 def names(instructions: Iterable[Instruction]) -> list[str]:
     return [type(i).__name__ for i in instructions]
 

@@ -1,8 +1,6 @@
 """Workloads with known response lengths for the length predictor, and how well a prediction ranks them."""
 
 import csv
-import dataclasses
-import json
 import pathlib
 
 import numpy as np
@@ -43,18 +41,6 @@ def questions(file: pathlib.Path) -> Workload:
         (Prompt(str(i), "nextqa", rows[i]["question"], "", (), draw), [len(rows[i]["a" + rows[i]["answer"]])])
         for draw, i in enumerate(order)
     ]
-
-
-def answers(folders: dict[str, pathlib.Path]) -> Workload:
-    """Embedded tasks: what a policy that answers right generates, a token a character and one that ends it."""
-    out = []
-    for source, folder in folders.items():
-        for name in ("train", "eval"):
-            for line in (folder / f"{name}.jsonl").read_text().splitlines():
-                row = json.loads(line)
-                out.append((Prompt(row["id"], source, row["prompt"], ""), [len(row["answer"]) + 1]))
-    order = np.random.default_rng(0).permutation(len(out))
-    return [(dataclasses.replace(out[i][0], draw=draw), out[i][1]) for draw, i in enumerate(order)]
 
 
 def taught(workload: Workload, responses: int = 8, limit: int = LIMIT) -> LengthPredictor:

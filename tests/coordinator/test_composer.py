@@ -164,7 +164,6 @@ class TestSwitches:
                 tokens = [total_tokens(groups[i]) for i in chosen]
                 spread[lengths].append(max(tokens) / float(np.mean(tokens)))
         drawn, similar = float(np.mean(spread[False])), float(np.mean(spread[True]))
-        print(f"largest group over the mean: {drawn:.2f} as drawn, {similar:.2f} with similar lengths")
         assert similar < 0.8 * drawn
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from coordinator_cases import World, response
+from coordinator_cases import World, response, world_at
 
 from fluxjax.base.types import Group
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, messages
@@ -72,8 +72,7 @@ class TestDispatch:
 class TestLog:
     def test_story_of_a_prompt(self) -> None:
         """All that was heard and said of one prompt, and nothing else, in order."""
-        world = World(steps=2, prompts_per_step=2, group_size=2)
-        world.until(Generate)
+        world = world_at(Generate, steps=2, prompts_per_step=2, group_size=2)
         world.fail(1)
         world.finish()
         assert world.coordinator.story(1) == [
@@ -99,8 +98,7 @@ class TestLog:
         assert world.coordinator.log.last(9)[0] == "step 1, 2.2 s hears Started {'version': 0}"
 
     def test_an_error_shows_the_last_lines(self) -> None:
-        world = World()
-        world.until(Train)
+        world = world_at(Train)
         with pytest.raises(CoordinatorError) as error:
             world.hear(Trained(0))
         first, head, *lines = str(error.value).splitlines()
@@ -109,8 +107,7 @@ class TestLog:
         assert lines[-2] == "  step 1 says Train 0, 1 step 1"
 
     def test_what_a_user_can_mend_is_one_line(self) -> None:
-        world = World(max_attempts=1, prompts_per_step=3)
-        world.until(Generate)
+        world = world_at(Generate, max_attempts=1, prompts_per_step=3)
         with pytest.raises(EngineLost) as error:
             for draw in range(3):
                 world.fail(draw)
@@ -128,8 +125,7 @@ class TestLog:
         assert all(long not in kept and long.token_ids not in kept for kept in log._kept)
 
     def test_many_prompts_are_one_short_line(self) -> None:
-        world = World(prompts_per_step=50, group_size=1)
-        world.until(Train)
+        world = world_at(Train, prompts_per_step=50, group_size=1)
         line = world.coordinator.log.last(1)[0]
         assert line == "step 1 says Train 0, 1, 2, 3, ... (50) step 1"
         assert world.coordinator.story(40)[-1] == "step 1 says Train 40 step 1"

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from coordinator_cases import World, changed, names, prompt, response, reward
+from coordinator_cases import World, changed, names, prompt, response, reward, world_at
 from policy_cases import PolicyWorld
 
 from fluxjax.config import AdaptiveAsyncConfig, ParallelismConfig
@@ -113,8 +113,7 @@ def test_a_coordinator_that_runs_takes_no_state() -> None:
 
 
 def test_an_evaluation_given_up_for_a_stop_is_made_by_whoever_resumes() -> None:
-    world = World(steps=5, evaluate_every=2)
-    world.until(Evaluate)
+    world = world_at(Evaluate, steps=5, evaluate_every=2)
     world.deliver(Evaluated)
     world.until(Evaluate)
     world.hear(StopRequested("enough"))

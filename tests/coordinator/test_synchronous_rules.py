@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from coordinator_cases import World, changed, generate, names, prompt, response, reward
+from coordinator_cases import World, changed, generate, names, prompt, response, reward, world_at
 
 from fluxjax.base.types import Group
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, Ledger, PromptStage, Settings, Synchronous
@@ -51,8 +51,7 @@ class TestOneStep:
 
     def test_responses_are_scored_as_they_end(self) -> None:
         """Rule 3: a response is scored when it ends, while the others still run; ticks change nothing."""
-        world = World()
-        world.until(Generate)
+        world = world_at(Generate)
         assert world.deliver(last=True) == [Score(response(1, 1))]
         assert world.hear(Tick(5.0)) == []
         assert world.deliver(ResponseFinished) == [Score(response(0, 0))]
@@ -60,8 +59,7 @@ class TestOneStep:
     def test_training_waits_for_every_reward(self) -> None:
         """Rule 4: training begins with the last reward; groups stand in draw order, samples in theirs, whatever
         order everything arrived in."""
-        world = World()
-        world.until(Generate)
+        world = world_at(Generate)
         for _ in range(4):
             world.deliver(ResponseFinished, last=True)
         for _ in range(3):
@@ -76,8 +74,7 @@ class TestOneStep:
 
     def test_weights_are_published_before_anything_else(self) -> None:
         """Rule 5: after training, the new weights go out; nothing is drawn until the engines serve them."""
-        world = World()
-        world.until(Train)
+        world = world_at(Train)
         assert world.deliver(Trained) == [PublishWeights(1)]
         assert world.deliver(WeightsPublished) == [DrawPrompts(2)]
         assert world.coordinator.step == 1
@@ -106,8 +103,7 @@ class TestBoundary:
 
     def test_snapshots(self) -> None:
         """Rule 6: snapshots come every n steps where no checkpoint does; a run resumed from one does not repeat it."""
-        world = World(steps=5, checkpoint_every=4, snapshot_every=1)
-        world.until(SaveCheckpoint)
+        world = world_at(SaveCheckpoint, steps=5, checkpoint_every=4, snapshot_every=1)
         before = len(world.said)
         world.finish()
         assert [(c.step, c.snapshot) for c in world.all(SaveCheckpoint)] == [
@@ -124,8 +120,7 @@ class TestBoundary:
 
     def test_a_stop_behind_a_snapshot(self) -> None:
         """Rule 6: a snapshot of the step in which a run is stopped is no checkpoint."""
-        world = World(steps=5, snapshot_every=1)
-        world.until(SaveCheckpoint)
+        world = world_at(SaveCheckpoint, steps=5, snapshot_every=1)
         world.hear(StopRequested("enough"))
         world.finish()
         assert [(c.step, c.snapshot) for c in world.all(SaveCheckpoint)] == [(1, True), (1, False)]
@@ -137,8 +132,7 @@ class TestBoundary:
     def test_state_is_of_the_boundary(self) -> None:
         """Rule 7: at a checkpoint nothing is in flight, the next step's prompts are not drawn, and the state is plain
         JSON; while a step is trained there is no state to take."""
-        world = World(steps=4, checkpoint_every=2)
-        world.until(SaveCheckpoint)
+        world = world_at(SaveCheckpoint, steps=4, checkpoint_every=2)
         state, next_draw = world.states[0]
         assert json.loads(json.dumps(state)) == state
         assert (state["step"], state["version"], next_draw) == (2, 2, 4)
@@ -152,8 +146,7 @@ class TestBoundary:
     def test_resume(self, served: int) -> None:
         """Rule 8: a resumed run says what the uninterrupted one said; it repeats neither the evaluation nor the
         checkpoint of its step, and publishes its weights first if the engines serve other ones."""
-        whole = World(steps=5, evaluate_every=2, checkpoint_every=2)
-        whole.until(SaveCheckpoint)
+        whole = world_at(SaveCheckpoint, steps=5, evaluate_every=2, checkpoint_every=2)
         before = len(whole.said)
         whole.finish()
         state, next_draw = whole.states[0]
@@ -184,8 +177,7 @@ class TestData:
 
     def test_source_that_replaces_by_itself(self) -> None:
         """Rule 9: a source may also replace what it skips before it answers."""
-        world = World(prompts_per_step=2)
-        world.until(DrawPrompts)
+        world = world_at(DrawPrompts, prompts_per_step=2)
         said = world.hear(PromptsDrawn((prompt(0), prompt(2)), ((prompt(1), "bad"),)))
         assert said == [generate(prompt(0), prompt(2), n=2)]
 
@@ -210,8 +202,7 @@ class TestData:
 class TestFailures:
     def test_lost_request(self) -> None:
         """Rule 12: a lost request is aborted and its whole group generated again; the others go on undisturbed."""
-        world = World(steps=1, group_size=3)
-        world.until(Generate)
+        world = world_at(Generate, steps=1, group_size=3)
         world.deliver(ResponseFinished)
         assert world.fail(0) == [Abort("00000000.00"), generate(prompt(0), n=3, attempt=1)]
         world.finish()
@@ -220,8 +211,7 @@ class TestFailures:
 
     def test_late_replies(self) -> None:
         """Rule 13: replies and rewards of an attempt that was given up, or of a prompt that is done, change nothing."""
-        world = World(steps=2)
-        world.until(Generate)
+        world = world_at(Generate, steps=2)
         world.deliver(ResponseFinished)
         world.fail(0, keep_late=True)
         assert world.deliver(ResponseFinished) == []  # sample 1 of attempt 0
@@ -238,8 +228,7 @@ class TestFailures:
 
     def test_repeated_replies(self) -> None:
         """Rule 14: of repeated replies and rewards the first one counts; the others change nothing."""
-        world = World(steps=1)
-        world.until(Generate)
+        world = world_at(Generate, steps=1)
         first = response(0, 0)
         world.hear(ResponseFinished(first))
         assert world.hear(ResponseFinished(changed(first, token_ids=(7, 7, 7)))) == []
@@ -252,8 +241,7 @@ class TestFailures:
 
     def test_aborted_response(self) -> None:
         """Rule 15: a response that someone aborted is never trained on: its group is generated again."""
-        world = World(steps=1)
-        world.until(Generate)
+        world = world_at(Generate, steps=1)
         said = world.hear(ResponseFinished(response(1, 0, finish="abort")))
         assert said == [Abort("00000001.00"), generate(prompt(1), n=2, attempt=1)]
         world.finish()
@@ -261,8 +249,7 @@ class TestFailures:
 
     def test_given_up(self) -> None:
         """Rule 16: a prompt that fails `max_attempts` times is skipped with the reason, and replaced in its step."""
-        world = World(steps=1, max_attempts=2)
-        world.until(Generate)
+        world = world_at(Generate, steps=1, max_attempts=2)
         world.fail(1, 0)
         reason = "failed 2 times, last: gone"
         assert world.fail(1, 1) == [Abort("00000001.01"), Skip(prompt(1), reason), DrawPrompts(1)]
@@ -272,13 +259,11 @@ class TestFailures:
     def test_engine_lost(self) -> None:
         """Rule 17: when prompt after prompt is given up and not one response comes, the run ends with the reason; a
         response in between shows that the engine lives."""
-        dead = World(prompts_per_step=4, max_attempts=1)
-        dead.until(Generate)
+        dead = world_at(Generate, prompts_per_step=4, max_attempts=1)
         dead.fail(0), dead.fail(1)
         with pytest.raises(EngineLost, match="gone"):
             dead.fail(2)
-        alive = World(prompts_per_step=4, max_attempts=1)
-        alive.until(Generate)
+        alive = world_at(Generate, prompts_per_step=4, max_attempts=1)
         alive.fail(0), alive.fail(1)
         alive.deliver(ResponseFinished)
         alive.fail(2)
@@ -286,8 +271,7 @@ class TestFailures:
 
     def test_nothing_lost(self) -> None:
         """Rule 18: a failure after the last response of a request loses nothing, its rewards may still be due."""
-        world = World()
-        world.until(Generate)
+        world = world_at(Generate)
         world.deliver(ResponseFinished), world.deliver(ResponseFinished)
         assert world.fail(0) == []
         assert world.finish().coordinator.ledger.accepted == 8
@@ -307,8 +291,7 @@ class TestRefusals:
     )
     def test_unknown_ids(self, rid: str, message: str) -> None:
         """Rule 19: ids that were never given out are refused, naming them."""
-        world = World()
-        world.until(Generate)
+        world = world_at(Generate)
         for event in (ResponseFinished(changed(response(0, 0), rid=rid)), RewardReady(rid, reward("00000000.00/0"))):
             with pytest.raises(CoordinatorError, match=message) as error:
                 world.hear(event)
@@ -316,8 +299,7 @@ class TestRefusals:
 
     def test_contradictions(self) -> None:
         """Rule 19: so are a response that belongs elsewhere, and a reward that nobody asked for."""
-        world = World()
-        world.until(Generate)
+        world = world_at(Generate)
         with pytest.raises(CoordinatorError, match="sample 1 of draw 0"):
             world.hear(ResponseFinished(changed(response(0, 0), sample=1)))
         with pytest.raises(CoordinatorError, match="nobody asked"):
@@ -333,8 +315,7 @@ class TestRefusals:
 
     def test_wrong_answers(self) -> None:
         """Rule 20: versions only grow, answers name what was asked for, draws are new, and starts happen once."""
-        world = World()
-        world.until(Train)
+        world = world_at(Train)
         with pytest.raises(CoordinatorError, match="after version 0"):
             world.hear(Trained(0))
         world.until(PublishWeights)
@@ -342,12 +323,10 @@ class TestRefusals:
             world.hear(WeightsPublished(5))
         with pytest.raises(CoordinatorError, match="twice"):
             world.hear(Started(0))
-        again = World()
-        again.until(DrawPrompts)
+        again = world_at(DrawPrompts)
         with pytest.raises(CoordinatorError, match="3 prompts drawn, 2"):
             again.hear(PromptsDrawn((prompt(0), prompt(1), prompt(2))))
-        twice = World(bad={0})
-        twice.until(DrawPrompts)
+        twice = world_at(DrawPrompts, bad={0})
         twice.deliver(PromptsDrawn)
         with pytest.raises(CoordinatorError, match="must be new"):
             twice.hear(PromptsDrawn((prompt(1),)))
@@ -355,8 +334,7 @@ class TestRefusals:
     @pytest.mark.parametrize(("version", "message"), [(2, "newest one published"), (0, "needs 1 or newer")])
     def test_foreign_versions(self, version: int, message: str) -> None:
         """Rule 21: on-policy means that every token trained on is of the version served; others are refused."""
-        world = World()
-        world.until(Train)
+        world = world_at(Train)
         world.until(Generate)
         world.owed = [ResponseFinished(response(d, i, version=version)) for d in (2, 3) for i in (0, 1)]
         with pytest.raises(CoordinatorError, match=message):
@@ -366,8 +344,7 @@ class TestRefusals:
 class TestStop:
     def test_in_a_step(self) -> None:
         """Rule 22: a stop lets the step end, saves, and finishes as incomplete, without an evaluation."""
-        world = World(steps=9, evaluate_every=1)
-        world.until(Generate)
+        world = world_at(Generate, steps=9, evaluate_every=1)
         assert world.hear(StopRequested("SIGTERM")) == []
         world.finish()
         assert names(world.said[-4:]) == ["Train", "PublishWeights", "SaveCheckpoint", "Finish"]
@@ -388,8 +365,7 @@ class TestStop:
 
     def test_in_the_last_step(self) -> None:
         """Rule 22: a stop in the last step leaves the last evaluation to the run that resumes."""
-        world = World(steps=1)
-        world.until(Train)
+        world = world_at(Train, steps=1)
         world.hear(StopRequested("no"))
         assert world.finish().all(Finish) == [Finish(1, "no", complete=False)]
         resumed = World(steps=1, state=world.states[0][0], next_draw=2, served=1).finish()

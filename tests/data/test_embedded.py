@@ -35,6 +35,11 @@ def manifest(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def strip_of(folder, record):
+    with Image.open(folder / record["images"][0]) as image:
+        return np.asarray(image)
+
+
 def frames_of(path):
     with av.open(str(path)) as container:
         assert container.streams.video[0].codec_context.name == "h264"
@@ -65,8 +70,7 @@ def test_held_out_digits_are_scans_that_training_never_uses(root):
         cells.setdefault(cell.tobytes(), set()).add(index)
     folder = ensure("digits", root, DIGITS)
     for record in manifest(folder / "eval.jsonl"):
-        with Image.open(folder / record["images"][0]) as image:
-            strip = np.asarray(image)
+        strip = strip_of(folder, record)
         for i, digit in enumerate(record["answer"]):
             scans = cells[strip[:, 16 * i : 16 * (i + 1)].tobytes()]
             assert scans <= held_out
@@ -95,8 +99,7 @@ def test_the_warm_start_sees_one_scan_of_each_digit_and_every_length(tmp_path):
     seen = {}
     for i, record in enumerate(manifest(folder / "warm_start.jsonl")):
         assert len(record["answer"]) == i % 12 + 1
-        with Image.open(folder / record["images"][0]) as image:
-            strip = np.asarray(image)
+        strip = strip_of(folder, record)
         for position, digit in enumerate(record["answer"]):
             seen.setdefault(digit, set()).add(strip[:, 16 * position : 16 * (position + 1)].tobytes())
     assert sorted(seen) == list("0123456789") and all(len(cells) == 1 for cells in seen.values())

@@ -147,14 +147,6 @@ def test_layers_of_a_stack_start_different(vl) -> None:
     assert abs(weight.std() / 0.15 - 1) < 0.05
 
 
-def test_split_and_merge_travel_through_jit(vl) -> None:
-    graphdef, params = models.split(vl)
-    assert isinstance(params, dict)
-    assert hash(graphdef) == hash(models.split(vl)[0]), "static argument of jit"
-    assert params["layers"]["attention"]["k"].shape == (2, 48, 2, 8)
-    assert models.merge(graphdef, params).config == vl.config
-
-
 def test_wrong_head_ratio_is_refused() -> None:
     with pytest.raises(ModelConfigError, match="num_key_value_heads=4"):
         text_config(num_kv_heads=4)

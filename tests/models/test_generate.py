@@ -129,47 +129,6 @@ def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, a
     np.testing.assert_allclose(ours.logprobs, full_forward(pair.model, prompt, ours.token_ids), atol=1e-4, rtol=0)
 
 
-def test_behind_a_long_video_equals_transformers_at_the_authors_positions(vl, tmp_path):
-    """72 s: the time axis passes the spatial sides, where transformers' own positions are other ones (`positions.py`).
-
-    Its model is given the positions that the authors' rule means, worked out by hand.
-    """
-    file = write_video(tmp_path / "long.mp4", moving_frames(72, 16, 24), fps=1)
-    processor = Processor.load(vl.folder).configured(num_frames=12)
-    marked, media = "a<video>which?", [("video", str(file))]
-    prompt = processor.prepare(marked, media)
-    ours = generate(vl.model, prompt, max_new_tokens=10)
-
-    pairs, ticks = 6, 2 * 12  # a pair is 12 s, a second 2 ticks
-    inputs = reference_inputs(processor, prompt, media)
-    assert inputs["video_grid_thw"].tolist() == [[pairs, 4, 6]]
-    time, row, column = np.indices((pairs, 2, 3)).reshape(3, -1)
-    video = 2 + np.stack([ticks * time, row, column])
-    behind = video.max() + 1 + np.arange(len(prompt) - 2 - video.shape[1] + len(ours.token_ids))
-    positions = np.concatenate([[[0, 1]] * 3, video, [behind] * 3], axis=1)
-
-    whole = torch.as_tensor(np.concatenate([prompt.token_ids_T, ours.token_ids])[None]).long()
-    inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": (whole == 7) * 2}
-    with torch.no_grad():
-        logits = vl.reference(**inputs, position_ids=torch.as_tensor(positions[:, None])).logits
-    scores = torch.log_softmax(logits[0, len(prompt) - 1 : -1].float(), -1).numpy()
-    assert scores.argmax(-1).tolist() == list(ours.token_ids) and len(set(ours.token_ids)) > 3
-    np.testing.assert_allclose(ours.logprobs, scores.max(-1), atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-def test_stops_where_transformers_stops(vl, files):
-    processor = Processor.load(vl.folder)
-    marked, media = media_of("look: <image> what is it?", files)
-    prompt = processor.prepare(marked, media)
-    free = generate(vl.model, prompt, max_new_tokens=20).token_ids
-    stop = next(token for index, token in enumerate(free) if index > 2 and token not in free[:index])
-    ours = generate(vl.model, prompt, max_new_tokens=20, stop_ids=(1000, stop))
-    ids, _ = reference_generate(vl.reference, processor, prompt, media, max_new_tokens=20, eos_token_id=[stop])
-    assert ours.stopped and ours.token_ids[-1] == stop and ours.token_ids == free[: len(ours.token_ids)]
-    assert list(ours.token_ids) == ids
-
-
 def test_media_without_marks_stand_in_front_images_first():
     media = [("image", "a.png"), ("image", "b.png"), ("video", "a.mp4")]
     assert arrange("which?", ["a.png", "b.png"], ["a.mp4"]) == ("<image><image><video>which?", media)

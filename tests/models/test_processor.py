@@ -12,7 +12,6 @@ from PIL import Image
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError, tiny
-from models.processing.patches import normalise, patchify
 from models.processing.settings import FrameSettings, PatchLayout, PixelSettings
 
 LAYOUT = PatchLayout(patch_size=4, window_size=16, tokens_per_second=2)
@@ -265,17 +264,6 @@ def test_configured_bounds(processor, files):
 def test_ids_do_not_depend_on_the_order_of_texts():
     first, second = tiny.build_tokenizer(["ba", "c"], ["up", "down"]), tiny.build_tokenizer(["c", "ab"], ["down", "up"])
     assert first.get_vocab() == second.get_vocab()
-
-
-def test_image_patches_by_hand():
-    """One merge block of 2 x 2 patches of 2 x 2 pixels: channel, time, row, column, the frame twice."""
-    layout = PatchLayout(patch_size=2)
-    frame = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(1, 4, 4, 3)
-    patches, grid = patchify(frame, layout)
-    assert grid == (1, 2, 2)
-    plain = normalise(patches, PixelSettings(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), fused=False) * 255
-    second = frame[0, :2, 2:].transpose(2, 0, 1).reshape(3, 1, 4)  # upper right
-    np.testing.assert_allclose(plain[1].reshape(3, 2, 4), np.repeat(second, 2, axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

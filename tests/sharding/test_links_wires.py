@@ -77,8 +77,19 @@ def test_silence_is_noticed_and_a_heartbeat_heard(pair: Pair) -> None:
     wires.close()
 
 
-@pytest.mark.parametrize(("last", "why"), [(b"", "its connection closed"), (b"nonsense\n", "JSONDecodeError")])
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (b"", "its connection closed"),
+        (b"nonsense\n", "JSONDecodeError"),
+        (b'{"kind": "data", "bytes": "9999999999999"}\n', "9999999999999 bytes announced"),
+        (b'{"kind": "data", "bytes": "-1"}\n', "-1 bytes announced"),
+        (b"x" * 100_000, "more than 65536 bytes"),
+        (b'{"kind": "data", "bytes": "10"}\nabc', "3 of 10 bytes came"),
+    ],
+)
 def test_messages_are_heard_before_the_end(pair: Pair, last: bytes, why: str) -> None:
+    """A size is bounded before anything of it is read."""
     wire, far = pair()
     log = Log()
     far.sendall(b'{"kind": "count"}\n' * 1000 + last)
@@ -184,25 +195,6 @@ def _connected() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
         return near, door.accept()[0]
-
-
-@pytest.mark.parametrize(
-    ("sent", "why"),
-    [
-        (b'{"kind": "data", "bytes": "9999999999999"}\n', "9999999999999 bytes announced"),
-        (b'{"kind": "data", "bytes": "-1"}\n', "-1 bytes announced"),
-        (b"x" * 100_000, "more than 65536 bytes"),
-        (b'{"kind": "data", "bytes": "10"}\nabc', "3 of 10 bytes came"),
-    ],
-)
-def test_a_size_is_bounded_before_anything_is_read(pair: Pair, sent: bytes, why: str) -> None:
-    wire, far = pair()
-    log = Log()
-    wires = Wires({0: wire}, 20.0, log.hear, log.lose)
-    far.sendall(sent)
-    far.close()
-    assert log.gone.wait(20) and why in log.why[0] and not log.heard
-    wires.close()
 
 
 def test_connections_of_this_process_hold_more_than_a_packet() -> None:
