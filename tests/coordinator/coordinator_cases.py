@@ -5,30 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from fluxjax.base.types import Prompt, Response, Reward
-from fluxjax.coordinator import Coordinator, Settings, Synchronous
-from fluxjax.coordinator.messages import (
-    CheckpointSaved,
-    DrawPrompts,
-    EngineFailed,
-    Evaluate,
-    Evaluated,
-    Event,
-    Generate,
-    Instruction,
-    PromptsDrawn,
-    PublishWeights,
-    Request,
-    ResponseFinished,
-    RewardReady,
-    SaveCheckpoint,
-    Score,
-    Started,
-    Train,
-    Trained,
-    WeightsPublished,
-    request_id,
-    response_id,
-)
+from fluxjax.coordinator import Coordinator, Settings, Synchronous, messages
+from fluxjax.coordinator.messages import Event, Instruction, Request, ResponseFinished, request_id, response_id
 
 
 def prompt(draw: int) -> Prompt:
@@ -80,14 +58,14 @@ class World:
     # --- events ---------------------------------------------------------------------------------
 
     def start(self) -> list[Instruction]:
-        return self.hear(Started(self.served))
+        return self.hear(messages.Started(self.served))
 
     def hear(self, event: Event) -> list[Instruction]:
         """Hands the event over and takes note of what is owed for the answer."""
         said = self.coordinator.handle(event)
         self.said += said
         for instruction in said:
-            if isinstance(instruction, SaveCheckpoint):
+            if isinstance(instruction, messages.SaveCheckpoint):
                 self.states.append((self.coordinator.state_dict(), self.next_draw))
             self.owed += self.answers(instruction)
         ledger = self.coordinator.ledger
@@ -97,29 +75,29 @@ class World:
 
     def answers(self, instruction: Instruction) -> list[Event]:
         match instruction:
-            case DrawPrompts(count):
+            case messages.DrawPrompts(count):
                 draws = range(self.next_draw, min(self.next_draw + count, self.prompts))
                 self.next_draw = draws.stop
                 good = tuple(prompt(d) for d in draws if d not in self.bad)
-                return [PromptsDrawn(good, tuple((prompt(d), "bad file") for d in draws if d in self.bad))]
-            case Generate(requests):
+                return [messages.PromptsDrawn(good, tuple((prompt(d), "bad file") for d in draws if d in self.bad))]
+            case messages.Generate(requests):
                 return [
                     ResponseFinished(response(r.prompt.draw, i, attempt=r.attempt, version=self.served))
                     for r in requests
                     for i in range(r.n)
                 ]
-            case Score(scored):
-                return [RewardReady(scored.rid, reward(scored.rid))]
-            case Train():
+            case messages.Score(scored):
+                return [messages.RewardReady(scored.rid, reward(scored.rid))]
+            case messages.Train():
                 self.version += 1
-                return [Trained(self.version)]
-            case PublishWeights(version):
+                return [messages.Trained(self.version)]
+            case messages.PublishWeights(version):
                 self.served = version
-                return [WeightsPublished(version)]
-            case Evaluate(step):
-                return [Evaluated(step)]
-            case SaveCheckpoint(step):
-                return [CheckpointSaved(step)]
+                return [messages.WeightsPublished(version)]
+            case messages.Evaluate(step):
+                return [messages.Evaluated(step)]
+            case messages.SaveCheckpoint(step):
+                return [messages.CheckpointSaved(step)]
         return []
 
     def deliver(self, wanted: type | Callable[[Event], bool] = object, last: bool = False) -> list[Instruction]:
@@ -136,7 +114,7 @@ class World:
             self.owed = [
                 e for e in self.owed if not (isinstance(e, ResponseFinished) and e.response.rid.startswith(lost))
             ]
-        return self.hear(EngineFailed((lost,), "gone"))
+        return self.hear(messages.EngineFailed((lost,), "gone"))
 
     # --- running --------------------------------------------------------------------------------
 
@@ -163,7 +141,7 @@ class World:
 
     @property
     def trained(self) -> list[int]:
-        return [group.prompt.draw for train in self.all(Train) for group in train.groups]
+        return [group.prompt.draw for train in self.all(messages.Train) for group in train.groups]
 
 
 def world_at(kind: type[Instruction], **options: Any) -> World:
@@ -177,9 +155,9 @@ def names(instructions: Iterable[Instruction]) -> list[str]:
     return [type(i).__name__ for i in instructions]
 
 
-def generate(*prompts: Prompt, n: int, attempt: int = 0) -> Generate:
+def generate(*prompts: Prompt, n: int, attempt: int = 0) -> messages.Generate:
     """What a policy says that needs all `n` responses, with one engine."""
-    return Generate(tuple(Request(prompt, n, attempt, n) for prompt in prompts))
+    return messages.Generate(tuple(Request(prompt, n, attempt, n) for prompt in prompts))
 
 
 def changed(value: Response, **fields: object) -> Response:

@@ -7,36 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from fluxjax.base.types import Group, Prompt, Response, Reward
-from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings
-from fluxjax.coordinator.messages import (
-    Abort,
-    Accumulate,
-    Accumulated,
-    CheckpointSaved,
-    DrawPrompts,
-    EngineFailed,
-    Evaluate,
-    Evaluated,
-    Event,
-    Generate,
-    Instruction,
-    Lend,
-    Lent,
-    Park,
-    PromptsDrawn,
-    PublishWeights,
-    Request,
-    ResponseFinished,
-    RewardReady,
-    SaveCheckpoint,
-    Score,
-    Started,
-    StopRequested,
-    Tick,
-    Train,
-    Trained,
-    WeightsPublished,
-)
+from fluxjax.coordinator import Coordinator, SchedulingPolicy, Settings, messages
+from fluxjax.coordinator.messages import Event, Instruction, Request, ResponseFinished
 
 
 @dataclasses.dataclass
@@ -109,7 +81,7 @@ class PolicyWorld:
         self.watch: Callable[[Instruction], None] = lambda instruction: None
 
     def start(self) -> None:
-        self.hear(Started(self.version))
+        self.hear(messages.Started(self.version))
 
     def until(self, holds: Callable[[], object]) -> Self:
         """Starts if need be, and goes on until this holds."""
@@ -127,7 +99,7 @@ class PolicyWorld:
     def step(self) -> None:
         if getattr(self.coordinator.policy, "speculative", None) is not None:
             self.now += self.random.random()
-            self.hear(Tick(self.now))
+            self.hear(messages.Tick(self.now))
         choices = len(self.owed) + len(self.running)
         assert choices, f"stuck after {self.said[-3:]}"
         if self.faults and self.running and self.random.random() < 0.05:
@@ -145,12 +117,12 @@ class PolicyWorld:
 
     def lose(self, request: str) -> None:
         self.running = {rid: one for rid, one in self.running.items() if one.request.rid != request}
-        self.hear(EngineFailed((request,), "gone"))
+        self.hear(messages.EngineFailed((request,), "gone"))
 
     def hear(self, event: Event) -> None:
-        if isinstance(event, WeightsPublished):
-            order = self.coordinator.awaiting[PublishWeights]
-            assert isinstance(order, PublishWeights)
+        if isinstance(event, messages.WeightsPublished):
+            order = self.coordinator.awaiting[messages.PublishWeights]
+            assert isinstance(order, messages.PublishWeights)
             for engine in order.engines or range(len(self.served)):
                 assert event.version >= self.served[engine], "versions grow"
                 self.served[engine] = event.version
@@ -163,42 +135,43 @@ class PolicyWorld:
         assert ledger.drawn == ledger.trained + len(ledger.skipped) + ledger.live
         self.ends -= 1
         if not self.ends and not self.coordinator.finished:
-            self.hear(StopRequested("enough"))
+            self.hear(messages.StopRequested("enough"))
             self.said_by_stop = len(self.said)
 
     def answers(self, instruction: Instruction) -> list[Event]:
         match instruction:
-            case DrawPrompts(count):
+            case messages.DrawPrompts(count):
                 draws = range(self.next_draw, min(self.next_draw + count, self.prompts))
                 self.next_draw = draws.stop
-                return [PromptsDrawn(tuple(prompt(d) for d in draws))]
-            case Generate(requests):
+                return [messages.PromptsDrawn(tuple(prompt(d) for d in draws))]
+            case messages.Generate(requests):
                 for request in requests:
                     self.begin(request)
-            case Abort(rid):
+            case messages.Abort(rid):
                 return self.stop(rid)
-            case Park():
+            case messages.Park():
                 return self.stop(instruction.request)
-            case Score(scored):
-                return [RewardReady(scored.rid, reward(scored.rid))]
-            case Lend(engines):
+            case messages.Score(scored):
+                return [messages.RewardReady(scored.rid, reward(scored.rid))]
+            case messages.Lend(engines):
                 assert not self.busy() & set(engines), "what ran there was parked"
                 self.lent |= set(engines)
-                return [Lent(engines)]
-            case Accumulate(step):
+                return [messages.Lent(engines)]
+            case messages.Accumulate(step):
                 assert set(instruction.engines) <= self.lent
-                return [Accumulated(step)]
-            case Train(step):
+                return [messages.Accumulated(step)]
+            case messages.Train(step):
                 self.version += 1
                 lags = [self.coordinator.version - v for v in self.versions(self.steps[step])]
-                return [Trained(self.version, {"staleness/lag_mean": sum(lags) / len(lags), "loss": float(step)})]
-            case PublishWeights(version):
-                return [WeightsPublished(version)]
-            case Evaluate(step):
-                return [Evaluated(step)]
-            case SaveCheckpoint(step):
+                metrics = {"staleness/lag_mean": sum(lags) / len(lags), "loss": float(step)}
+                return [messages.Trained(self.version, metrics)]
+            case messages.PublishWeights(version):
+                return [messages.WeightsPublished(version)]
+            case messages.Evaluate(step):
+                return [messages.Evaluated(step)]
+            case messages.SaveCheckpoint(step):
                 self.states.append((self.coordinator.state_dict(), self.next_draw))
-                return [CheckpointSaved(step)]
+                return [messages.CheckpointSaved(step)]
         return []
 
     def begin(self, request: Request) -> None:
@@ -237,7 +210,7 @@ class PolicyWorld:
         """The groups of each step, those first that were trained on before it was complete."""
         steps: dict[int, list[Group]] = {}
         for order in self.said:
-            if isinstance(order, Accumulate | Train):
+            if isinstance(order, messages.Accumulate | messages.Train):
                 steps.setdefault(order.step, []).extend(order.groups)
         return steps
 

@@ -1,7 +1,6 @@
 """What is known of media outlives a run, damage and killed processes, and is never wrong."""
 
 import contextlib
-import io
 import logging
 import os
 import pickle
@@ -36,7 +35,7 @@ from models.processing.outline import Medium
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
 
 sys.path.insert(0, str(ROOT / "tests/models"))
-from media_files import CODECS, LAYOUT, PIXELS, moving_frames, turn, whole, write_video
+from media_files import CODECS, LAYOUT, PIXELS, moving_frames, saved, turn, whole, write_video
 
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, FrameSettings(num_frames=4))
 MEDIUM = Medium("image", (1, 4, 6))
@@ -132,9 +131,8 @@ def test_a_medium_takes_about_a_hundred_bytes_whatever_is_noted(tmp_path):
 
 
 def encoded(width, height, format):
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)).save(file, format)
-    return file.getvalue()
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
+    return saved(Image.fromarray(pixels), format)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fractions
+import io
 import os
 import pathlib
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
 from models.processing.media_file import Source
 from models.processing.patches import arrange
@@ -41,6 +43,18 @@ def moving_frames(count: int, height: int, width: int, seed: int = 0) -> np.ndar
     coarse = rng.integers(0, 256, (height // 4 + 2, (width + 4 * count) // 4 + 2, 3)).astype(np.float32)
     picture = coarse.repeat(4, axis=0).repeat(4, axis=1).astype(np.uint8)
     return np.stack([picture[:height, 4 * i : 4 * i + width] for i in range(count)])
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def saved(image: Image.Image, format: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pickle
 import av
 import numpy as np
 import pytest
-from media_files import ALL, FOUR, LAYOUT, decoded, load, moving_frames, whole, write_video
+from media_files import ALL, FOUR, LAYOUT, decoded, exif_of, load, moving_frames, saved, whole, write_video
 from PIL import Image
 from wild_media import frames, promising, x264
 
@@ -32,9 +32,7 @@ def test_one_pixel(tmp_path):
 
 def test_exif_rotated_jpeg_equals_transformers(tmp_path):
     image_utils = pytest.importorskip("transformers.image_utils", reason="parity needs the `parity` extra")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(moving_frames(1, 24, 40)[0]).save(tmp_path / "a.jpg", exif=exif)
+    Image.fromarray(moving_frames(1, 24, 40)[0]).save(tmp_path / "a.jpg", exif=exif_of(6))
     ours = np.asarray(load_image(str(tmp_path / "a.jpg")))
     assert ours.shape == (40, 24, 3)
     np.testing.assert_array_equal(ours, np.asarray(image_utils.load_image(str(tmp_path / "a.jpg"))))
@@ -158,9 +156,7 @@ def test_the_last_frame_may_stand_for_long(tmp_path):
 
 
 def photograph(**options):
-    file = io.BytesIO()
-    Image.fromarray(moving_frames(1, 480, 640)[0]).save(file, "JPEG", quality=90, **options)
-    return file.getvalue()
+    return saved(Image.fromarray(moving_frames(1, 480, 640)[0]), "JPEG", quality=90, **options)
 
 
 VARIANTS = [{}, {"optimize": True}, {"progressive": True}, {"restart_marker_rows": 2}, {"subsampling": 0}]
@@ -190,16 +186,15 @@ def test_a_jpeg_that_was_cut_off_is_refused(options):
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_zeros_that_belong_there_are_no_hole(options):
-    even = io.BytesIO()
-    Image.new("RGB", (2000, 1500), (255, 255, 255)).save(even, "JPEG", **options)
+    even = saved(Image.new("RGB", (2000, 1500), (255, 255, 255)), "JPEG", **options)
     exif = Image.Exif()
     exif[0x9286] = bytes(2000)  # a comment, as cameras reserve it
-    for data in (even.getvalue(), photograph(exif=exif, **options), photograph(**options) + bytes(2000)):
+    for data in (even, photograph(exif=exif, **options), photograph(**options) + bytes(2000)):
         padded = data + bytes(64)  # it is looked at in every case
         np.testing.assert_array_equal(np.asarray(load_image(padded)), np.asarray(Image.open(io.BytesIO(data))))
 
 
 def test_two_pictures_in_one_file_are_no_hole():
-    file, first = io.BytesIO(), Image.fromarray(moving_frames(1, 48, 64)[0])
-    first.save(file, "MPO", save_all=True, append_images=[first.resize((16, 16))])
-    assert load_image(file.getvalue() + bytes(64)).size == (64, 48)
+    first = Image.fromarray(moving_frames(1, 48, 64)[0])
+    data = saved(first, "MPO", save_all=True, append_images=[first.resize((16, 16))])
+    assert load_image(data + bytes(64)).size == (64, 48)

@@ -16,7 +16,7 @@ import av
 import numpy as np
 import pytest
 from av.stream import Disposition
-from media_files import FOUR, LAYOUT, decoded, load, load_video, moving_frames, write_video
+from media_files import FOUR, LAYOUT, decoded, load, load_video, moving_frames, saved, write_video
 from PIL import Image
 
 from fluxjax.config import Config, DataConfig
@@ -125,10 +125,8 @@ def write_music(path, cover=None):
 
 @GIVEN
 def test_music_is_no_video_even_with_a_cover(tmp_path, given):
-    cover = io.BytesIO()
-    Image.fromarray(moving_frames(1, 32, 48)[0]).save(cover, "JPEG")
     write_music(tmp_path / "plain.m4a")
-    write_music(tmp_path / "cover.m4a", cover.getvalue())
+    write_music(tmp_path / "cover.m4a", saved(Image.fromarray(moving_frames(1, 32, 48)[0]), "JPEG"))
     with av.open(str(tmp_path / "cover.m4a")) as container:
         assert len(container.streams.video) == 1
     for name in ("plain.m4a", "cover.m4a"):
@@ -272,19 +270,19 @@ def test_frames_that_grow_on_the_way_are_refused(tmp_path, height, width, reason
 def test_bands_are_converted_as_the_whole(monkeypatch, mode):
     """Transformers converts the whole picture (`test_images.py`); here many bands stand against one."""
     base = Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 23, 4), dtype=np.uint8), "RGBA")
-    file, options = io.BytesIO(), {}
+    options = {}
     if mode == "P":
         image, options = base.convert("RGB").quantize(16), {"transparency": 3}
     elif mode == "I;16":
-        image, options = Image.fromarray(np.arange(37 * 23, dtype=np.uint16).reshape(37, 23) * 70), {}
+        image = Image.fromarray(np.arange(37 * 23, dtype=np.uint16).reshape(37, 23) * 70)
     elif mode == "RGB keyed":
         image, options = base.convert("RGB"), {"transparency": base.convert("RGB").getpixel((3, 3))}
     else:
         image = base.convert(mode)
-    image.save(file, "TIFF" if mode == "CMYK" else "PNG", **options)
-    whole = np.asarray(load_image(file.getvalue()))
+    data = saved(image, "TIFF" if mode == "CMYK" else "PNG", **options)
+    whole = np.asarray(load_image(data))
     monkeypatch.setattr("models.processing.images.BAND_PIXELS", 5 * 23)
-    np.testing.assert_array_equal(np.asarray(load_image(file.getvalue())), whole)
+    np.testing.assert_array_equal(np.asarray(load_image(data)), whole)
 
 
 def test_strips_are_resized_as_the_whole(monkeypatch):

@@ -3,12 +3,11 @@ reason."""
 
 import dataclasses
 import fractions
-import io
 
 import av
 import numpy as np
 import pytest
-from media_files import ALL, CODECS, LAYOUT, PIXELS, moving_frames, whole
+from media_files import ALL, CODECS, LAYOUT, PIXELS, exif_of, moving_frames, saved, whole
 from PIL import Image, ImageCms
 from wild_media import COUNT, TIMES, VIDEOS, encode, frames, x264
 
@@ -147,12 +146,6 @@ COARSE = np.repeat(np.repeat(PICTURE[::16, ::16], 16, axis=0), 16, axis=1)  # of
 RAMP = np.linspace(0, 65535, 48 * 64).reshape(48, 64).astype(np.uint16)
 
 
-def saved(image, format, **options):
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
-
-
 def oriented(format, orientation):
     """A picture that is upright once its orientation is heeded (EXIF 2.3, 4.6.4 A)."""
     undo = [
@@ -166,10 +159,8 @@ def oriented(format, orientation):
         lambda a: np.rot90(a, 2).transpose(1, 0, 2),
         lambda a: np.rot90(a, -1),
     ][orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     options = {"quality": 95} if format == "JPEG" else {}
-    return saved(Image.fromarray(np.ascontiguousarray(undo(PICTURE))), format, exif=exif, **options)
+    return saved(Image.fromarray(np.ascontiguousarray(undo(PICTURE))), format, exif=exif_of(orientation), **options)
 
 
 def half_clear(mode="RGBA"):

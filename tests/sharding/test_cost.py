@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import pathlib
 
@@ -329,13 +328,3 @@ def test_simulation_says_what_is_wrong_with_its_file(simulated, tmp_path, capsys
     assert all(
         text in error for text, error in zip(("no mixes at", "bad.json holds no mixes", "a100"), errors, strict=True)
     )
-
-
-@pytest.mark.long
-def test_simulation_of_the_shared_mixes(simulated, shared):
-    mixes = simulated.read_mixes(shared / "data" / "lengths" / "flexrl_mixes.json")
-    first = [next(group) for _, group in itertools.groupby(mixes, key=lambda case: case["name"])]
-    result = simulated.simulate(first)
-    for name, methods in result["simulated_seconds"].items():
-        least = min(figures["simulated_update_seconds"] for figures in methods.values())
-        assert methods["flex_ulysses"]["simulated_update_seconds"] <= 1.12 * least, name
