@@ -4,6 +4,7 @@ Few examples and short draws: Grain's permutation of a handful of rows takes a m
 """
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -41,16 +42,10 @@ class Drawing:
         self.loader = PromptLoader(sources, weights or dict.fromkeys(sizes, 1.0), seed)
         self.next_index = 0
 
-    def next(self):
-        drawn = self.loader.order[self.next_index]
-        assert isinstance(drawn, Prompt)
-        return drawn
-
-    def draw(self, count):
-        prompts = []
-        for _ in range(count):
-            prompts.append(self.next())
-            self.next_index += 1
+    def draw(self, count) -> list[Any]:
+        prompts = [self.loader.order[self.next_index + number] for number in range(count)]
+        assert all(isinstance(prompt, Prompt) for prompt in prompts)
+        self.next_index += count
         return prompts
 
     def state_dict(self):
@@ -60,9 +55,6 @@ class Drawing:
     def load_state_dict(self, state):
         self.next_index = state["next_index"]
         self.loader.resume(state["seed"], state["mixtures"], self.next_index)
-
-
-loader = Drawing
 
 
 def keys(prompts):
@@ -79,7 +71,7 @@ sizes_and_weights = st.dictionaries(
 @given(sizes_and_weights, st.integers(0, 5), st.integers(0, 60))
 def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
     sizes = {name: size for name, (size, _) in mixture.items()}
-    drawn = loader(sizes, {name: weight for name, (_, weight) in mixture.items()}, seed).draw(count)
+    drawn = Drawing(sizes, {name: weight for name, (_, weight) in mixture.items()}, seed).draw(count)
     assert [p.draw for p in drawn] == list(range(count))
     for name, size in sizes.items():
         own = [p for p in drawn if p.source == name]
@@ -94,56 +86,49 @@ def test_every_prompt_of_a_source_exactly_once_an_epoch(mixture, seed, count):
 def test_resumed_at_any_point_it_goes_on_as_if_never_interrupted(mixture, seed, draws, cut):
     sizes = {name: size for name, (size, _) in mixture.items()}
     weights = {name: weight for name, (_, weight) in mixture.items()}
-    straight = loader(sizes, weights, seed).draw(cut + sum(draws))
-    first = loader(sizes, weights, seed)
+    straight, first, second = (Drawing(sizes, weights, seed) for _ in range(3))
+    expected = straight.draw(cut + sum(draws))[cut:]
     first.draw(cut)
-    second = loader(sizes, weights, seed)
     second.load_state_dict(first.state_dict())
     resumed = [prompt for count in draws for prompt in second.draw(count)]
-    assert keys(resumed) == keys(straight[cut:])
-    assert second.state_dict() == _state_after(loader(sizes, weights, seed), cut + sum(draws))
-
-
-def _state_after(fresh, count):
-    fresh.draw(count)
-    return fresh.state_dict()
+    assert keys(resumed) == keys(expected) and second.state_dict() == straight.state_dict()
 
 
 def test_epochs_and_seeds_have_other_orders():
-    first = loader({"a": 50}).draw(150)
+    first = Drawing({"a": 50}).draw(150)
     orders = [[p.id for p in first if p.epoch == epoch] for epoch in range(3)]
-    orders.append([p.id for p in loader({"a": 50}, seed=1).draw(50)])
+    orders.append([p.id for p in Drawing({"a": 50}, seed=1).draw(50)])
     assert len({tuple(order) for order in orders}) == 4
 
 
 def test_sources_of_one_size_have_orders_of_their_own():
-    drawn = loader({"a": 50, "b": 50}).draw(100)
+    drawn = Drawing({"a": 50, "b": 50}).draw(100)
     assert [p.id for p in drawn if p.source == "a"] != [p.id for p in drawn if p.source == "b"]
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1.0, 1.0), (1e-3, 1.0), (5.0, 1.0)])
 def test_the_mixture_keeps_its_proportions_from_the_start(weights):
-    drawn = loader({"a": 900, "b": 1000}, dict(zip("ab", weights, strict=True))).draw(2000)
+    drawn = Drawing({"a": 900, "b": 1000}, dict(zip("ab", weights, strict=True))).draw(2000)
     share = weights[0] / sum(weights)
     for count in (20, 200, 2000):
         assert abs(sum(p.source == "a" for p in drawn[:count]) - share * count) <= 1
 
 
 def test_the_order_of_sources_in_the_configuration_does_not_matter():
-    assert keys(loader({"a": 5, "b": 7}, {"a": 1.0, "b": 2.0}).draw(30)) == keys(
-        loader({"b": 7, "a": 5}, {"b": 2.0, "a": 1.0}).draw(30)
+    assert keys(Drawing({"a": 5, "b": 7}, {"a": 1.0, "b": 2.0}).draw(30)) == keys(
+        Drawing({"b": 7, "a": 5}, {"b": 2.0, "a": 1.0}).draw(30)
     )
 
 
 def test_other_weights_go_on_with_each_source_where_it_was():
-    first = loader({"a": 10, "b": 10, "c": 10})
+    first = Drawing({"a": 10, "b": 10, "c": 10})
     head = first.draw(12)
-    second = loader({"a": 10, "b": 10, "d": 3}, {"a": 3.0, "b": 1.0, "d": 1.0})
+    second = Drawing({"a": 10, "b": 10, "d": 3}, {"a": 3.0, "b": 1.0, "d": 1.0})
     second.load_state_dict(first.state_dict())
     tail = second.draw(25)
     assert [p.draw for p in tail] == list(range(12, 37))
     for name in "ab":
-        whole = loader({name: 10}).draw(40)
+        whole = Drawing({name: 10}).draw(40)
         own = [p for p in head + tail if p.source == name]
         assert [(p.id, p.epoch) for p in own] == [(p.id, p.epoch) for p in whole[: len(own)]]
     assert [sum(p.source == name for p in tail) for name in "abd"] == [15, 5, 5]
@@ -160,7 +145,7 @@ def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
     ]
     drawn, state = [], None
     for count, (sizes, weights) in zip((40, 40, 0, 40), mixtures, strict=True):
-        subject = loader(sizes, weights)
+        subject = Drawing(sizes, weights)
         if state is not None:
             subject.load_state_dict(state)
         drawn += subject.draw(count)
@@ -176,27 +161,27 @@ def test_any_draw_is_replayed_by_its_number_across_changed_mixtures():
         assert [p.epoch for p in drawn if p.source == name] == [
             i // size for i in range(sum(p.source == name for p in drawn))
         ]
-        whole = loader({name: size}).draw(120)
+        whole = Drawing({name: size}).draw(120)
         ids = [p.id for p in drawn if p.source == name]
         assert ids == [p.id for p in whole[: len(ids)]]
 
 
 def test_a_state_of_other_data_is_refused():
-    state = loader({"a": 10}).state_dict()
+    state = Drawing({"a": 10}).state_dict()
     with pytest.raises(DataError, match="'a' had 10 records when the checkpoint was made and has 11 now"):
-        loader({"a": 11}).load_state_dict(state)
+        Drawing({"a": 11}).load_state_dict(state)
     with pytest.raises(DataError, match="made with seed 0; resume it with that, not 1"):
-        loader({"a": 10}, seed=1).load_state_dict(state)
+        Drawing({"a": 10}, seed=1).load_state_dict(state)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_wrong_weights_are_refused(weight):
     with pytest.raises(DataError, match=r"data\.sources\.a\.weight is"):
-        loader({"a": 1}, {"a": weight})
+        Drawing({"a": 1}, {"a": weight})
     with pytest.raises(DataError, match="weights are given for"):
-        loader({"a": 1}, {"b": 1.0})
+        Drawing({"a": 1}, {"b": 1.0})
     with pytest.raises(DataError, match="no data sources"):
-        loader({})
+        Drawing({})
 
 
 def test_an_unusable_record_is_a_draw_with_a_reason():

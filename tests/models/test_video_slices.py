@@ -108,9 +108,13 @@ def test_bytes_and_images(tmp_path):
     medium, whole = SETTINGS.load("video", data)
     size = medium.grid[1] * medium.grid[2]
     np.testing.assert_array_equal(SETTINGS.load_pairs(data, medium, 20, 22), whole[20 * size : 22 * size])
-    Image.fromarray(moving_frames(1, 40, 60)[0]).save(tmp_path / "a.png")
-    medium, whole = SETTINGS.load("image", str(tmp_path / "a.png"))
-    np.testing.assert_array_equal(SETTINGS.load_pairs(str(tmp_path / "a.png"), medium, 0, 1), whole)
+    path = str(tmp_path / "a.png")
+    Image.fromarray(moving_frames(1, 40, 60)[0]).save(path)
+    medium, whole = SETTINGS.load("image", path)
+    np.testing.assert_array_equal(SETTINGS.load_pairs(path, medium, 0, 1), whole)
+    found, [chunk], _ = pieces(path, 3, kind="image")
+    assert found == medium and (chunk.first_pair, chunk.grid) == (0, medium.grid)
+    np.testing.assert_array_equal(chunk.patches, whole)
 
 
 def test_what_is_not_there_and_what_has_changed(tmp_path):
@@ -223,14 +227,6 @@ def test_a_header_that_lies_voids_what_came_of_it(tmp_path, promised):
     found, chunks, voids = pieces(path, 2)
     assert found == medium and voids == (1 if promised else 0)
     np.testing.assert_array_equal(np.concatenate([chunk.patches for chunk in chunks]), whole)
-
-
-def test_an_image_is_one_chunk(tmp_path):
-    Image.fromarray(moving_frames(1, 40, 60)[0]).save(tmp_path / "a.png")
-    medium, whole = SETTINGS.load("image", str(tmp_path / "a.png"))
-    found, chunks, _ = pieces(str(tmp_path / "a.png"), 3, kind="image")
-    assert found == medium and [(chunk.first_pair, chunk.grid) for chunk in chunks] == [(0, medium.grid)]
-    np.testing.assert_array_equal(chunks[0].patches, whole)
 
 
 def test_errors_come_behind_chunks(tmp_path):

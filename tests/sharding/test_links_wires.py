@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -180,13 +181,11 @@ def test_data_in_many_parts_comes_joined(sizes: list[int]) -> None:
     near, far = (Wire.on(end) for end in _connected())
     parts = [os.urandom(size) for size in sizes[:40]] + [os.urandom(size % 9) for size in sizes[40:]]
     whole = b"".join(parts)
-    reader = threading.Thread(target=lambda: came.append(far.read()))
-    came: list[tuple[Message, bytes] | None] = []
-    reader.start()
     near.socket.settimeout(20.0)
-    near.write({"bytes": str(len(whole))}, *parts)
-    reader.join(20)
-    assert came == [({"bytes": str(len(whole))}, whole)]
+    with ThreadPoolExecutor() as pool:
+        came = pool.submit(far.read)
+        near.write({"bytes": str(len(whole))}, *parts)
+        assert came.result(20) == ({"bytes": str(len(whole))}, whole)
     near.close()
     far.close()
 
