@@ -12,6 +12,8 @@ from PIL import Image, ImageCms
 from wild_media import COUNT, TIMES, VIDEOS, encode, frames, x264
 
 from models.processing import MediaError
+from models.processing.facts import video_facts
+from models.processing.images import load_image
 from models.processing.media import MediaSettings
 from models.processing.outline import Medium
 from models.processing.settings import DecodeLimits, FrameSettings
@@ -129,6 +131,16 @@ def test_videos_that_cannot_be_used(tmp_path):
         with pytest.raises(MediaError, match="the data is empty"):
             SETTINGS.load(kind, b"")
     refused("image", path, "not an image in a known format")
+
+
+def test_files_that_other_programs_wrote(shared_cases):
+    """As the README beside them says; they are not part of a user's clone."""
+    settings, video = MediaSettings(), str(shared_cases / "models" / "title_gbk.avi")
+    medium, _ = settings.load("video", video)
+    assert (medium.grid[0], medium.seconds_per_grid * medium.grid[0]) == (2, 2.0)
+    assert video_facts(video, settings.limits).frames == 16
+    grey = np.asarray(load_image(str(shared_cases / "models" / "hopper_16bit.pgm")))
+    assert (grey == grey[..., :1]).all() and 30 < grey.mean() < 220 and grey.std() > 20
 
 
 # --- images ---------------------------------------------------------------------------------------
