@@ -16,14 +16,14 @@ import av
 import numpy as np
 import pytest
 from av.stream import Disposition
-from media_files import FOUR, LAYOUT, decoded, load, load_video, moving_frames, saved, write_video
+from media_files import LAYOUT, load, moving_frames, saved, write_video
 from PIL import Image
 
 from fluxjax.config import Config, DataConfig
 from models.processing import MediaError, tiny
 from models.processing.images import load_image
 from models.processing.resize import resize_frame
-from models.processing.settings import DecodeLimits, PixelSettings
+from models.processing.settings import DecodeLimits
 
 SESSION = (  # of two streams; a player binds their ports and waits
     b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 38004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
@@ -92,18 +92,6 @@ def test_a_picture_is_no_video(tmp_path, given, kind):
     Image.fromarray(moving_frames(1, 32, 48)[0]).save(tmp_path / "a", kind)
     with pytest.raises(MediaError, match=r"none of the formats|is a picture"):
         load(as_given(given, tmp_path / "a"))
-
-
-@GIVEN
-def test_an_animated_gif_is_a_video(tmp_path, given):
-    frames = [Image.fromarray(pixels).quantize(64) for pixels in moving_frames(8, 32, 48)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=250)
-    video = load(as_given(given, tmp_path / "a.gif"))
-    assert video.seconds == pytest.approx(2.0) and video.indices.tolist() == [0, 2, 4, 6]
-    np.testing.assert_array_equal(
-        load_video(str(tmp_path / "a.gif"), LAYOUT, PixelSettings(32 * 48, 32 * 48), FOUR).frames,
-        decoded(tmp_path / "a.gif")[::2],
-    )
 
 
 def write_music(path, cover=None):

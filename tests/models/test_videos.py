@@ -113,14 +113,6 @@ def test_resizing_equals_torch(source, target, seed):
     np.testing.assert_array_equal(resize_frame(frame, *target), expected[0].permute(1, 2, 0).numpy())
 
 
-def test_an_odd_number_of_frames_repeats_the_last():
-    frames = moving_frames(3, 16, 16)
-    patches, grid = patchify(frames, SMALL)
-    same, _ = patchify(frames[[0, 1, 2, 2]], SMALL)
-    assert grid == (2, 4, 4)
-    np.testing.assert_array_equal(patches, same)
-
-
 def test_threads_of_large_videos_decode_the_same(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", moving_frames(24, 64, 96))
     frames = FrameSettings(num_frames=8)
