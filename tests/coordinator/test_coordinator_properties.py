@@ -15,22 +15,9 @@ from turns import third_of
 
 import fluxjax.coordinator
 from fluxjax.config.schedules import Success
+from fluxjax.coordinator import messages
 from fluxjax.coordinator.ledger import PromptStage
-from fluxjax.coordinator.messages import (
-    EngineFailed,
-    Evaluate,
-    Event,
-    Finish,
-    Generate,
-    Instruction,
-    ResponseFinished,
-    RewardReady,
-    SaveCheckpoint,
-    Train,
-    Trained,
-    request_id,
-    response_id,
-)
+from fluxjax.coordinator.messages import Event, Generate, ResponseFinished, RewardReady, Train, request_id, response_id
 
 
 class Varied(World):
@@ -40,7 +27,7 @@ class Varied(World):
         super().__init__(**options)
         self.coordinator.schedules["temperature"] = Success(none=1.2, all=0.8)
 
-    def answers(self, instruction: Instruction) -> list[Event]:
+    def answers(self, instruction: messages.Instruction) -> list[Event]:
         return [self._varied(event) for event in super().answers(instruction)]
 
     def _varied(self, event: Event) -> Event:
@@ -78,7 +65,7 @@ def _history(world: World, choose: random.Random, *, faults: bool) -> None:
         elif fault == 3 and delivered:
             ended = [e.response.rid.partition("/")[0] for e in delivered if isinstance(e, ResponseFinished)]
             if ended and (request := choose.choice(ended)) not in _running_requests(world):
-                world.hear(EngineFailed((request,), "told late"))
+                world.hear(messages.EngineFailed((request,), "told late"))
         else:
             event = world.owed.pop(choose.randrange(len(world.owed)))
             world.hear(event)
@@ -117,8 +104,8 @@ def _check(world: World, *, steps: int, prompts_per_step: int, group_size: int) 
         assert len(trains) == steps
     attempts = [(r.prompt.draw, r.attempt) for g in world.all(Generate) for r in g.requests]
     assert len(set(attempts)) == len(attempts), "Rule 29: no request id is used twice"
-    assert isinstance(world.said[-1], Finish) and world.said[-1].step == len(trains)
-    for kind in (Evaluate, SaveCheckpoint):
+    assert isinstance(world.said[-1], messages.Finish) and world.said[-1].step == len(trains)
+    for kind in (messages.Evaluate, messages.SaveCheckpoint):
         done = [(i.step, getattr(i, "full", True)) for i in world.all(kind)]
         assert len(set(done)) == len(done) and done[-1] == (len(trains), True), "Rule 6"
 
@@ -205,7 +192,7 @@ def test_versions_grow() -> None:
     world.hear = hear
     world.finish()
     assert seen == sorted(seen) and seen[-1] == (5, 5)
-    assert not any(isinstance(e, Trained) for e in world.owed)
+    assert not any(isinstance(e, messages.Trained) for e in world.owed)
 
 
 def test_ids_are_no_prefixes() -> None:

@@ -16,15 +16,7 @@ from fluxjax.config import SampledBy
 from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
 from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
-from fluxjax.coordinator.messages import (
-    Accumulate,
-    DrawPrompts,
-    Finish,
-    SaveCheckpoint,
-    Skip,
-    StopRequested,
-    Train,
-)
+from fluxjax.coordinator.messages import Accumulate, DrawPrompts, Finish, SaveCheckpoint, Skip, StopRequested, Train
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 # One policy a way of drawing prompts; `test_policies.py` has random histories of every policy with dynamic sampling.

@@ -24,18 +24,10 @@ from fluxjax.coordinator import (
     StreamTrainer,
     Synchronous,
     TailBatching,
+    messages,
 )
 from fluxjax.coordinator.factory import make_coordinator
-from fluxjax.coordinator.messages import (
-    EngineFailed,
-    Event,
-    Finish,
-    Generate,
-    Park,
-    PublishWeights,
-    SaveCheckpoint,
-    Train,
-)
+from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
@@ -235,12 +227,12 @@ class TestApril:
         world = PolicyWorld(April(2.0, 4), 2, steps=1, prompts_per_step=4)
         stop, lost = world.stop, []
 
-        def lose_once(rid: str) -> list[Event]:
+        def lose_once(rid: str) -> list[messages.Event]:
             draw, ended = rid.partition(".")[0], stop(rid)
             if draw in lost:
                 return ended
             lost.append(draw)
-            return [EngineFailed((rid,), "gone")]
+            return [messages.EngineFailed((rid,), "gone")]
 
         world.stop = lose_once
         world.go()
@@ -276,12 +268,12 @@ class TestAdaptiveAsync:
         world = PolicyWorld(AdaptiveAsync(DRAINED), 1, steps=12, engines=3)
 
         def watch(instruction) -> None:
-            if isinstance(instruction, PublishWeights):
+            if isinstance(instruction, messages.PublishWeights):
                 assert instruction.engines and not world.busy() & set(instruction.engines)
 
         world.watch = watch
         world.go()
-        assert {len(p.engines) for p in world.all(PublishWeights)} & {1, 2}
+        assert {len(p.engines) for p in world.all(messages.PublishWeights)} & {1, 2}
         for train in world.all(Train):
             for group in train.groups:
                 assert all(len(set(s.response.versions)) == 1 for s in group.samples)

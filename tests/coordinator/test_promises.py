@@ -11,20 +11,8 @@ from promise_cases import PromisedWorld, configuration, history
 
 from fluxjax.base.types import Prompt
 from fluxjax.config import AdaptiveAsyncConfig, Config, Policy, TailBatchingConfig
-from fluxjax.coordinator import AdaptiveAsync, TailBatching
-from fluxjax.coordinator.messages import (
-    DrawPrompts,
-    Evaluated,
-    Generate,
-    Park,
-    PromptsDrawn,
-    PublishWeights,
-    RewardReady,
-    Skip,
-    Started,
-    Train,
-    WeightsPublished,
-)
+from fluxjax.coordinator import AdaptiveAsync, TailBatching, messages
+from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, Skip, Train
 from fluxjax.coordinator.policies.adaptive_async import staleness
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 from fluxjax.simulation.promises.adaptive_async_promises import AdaptiveAsyncPromises
@@ -144,10 +132,10 @@ class TestTailBatching:
             for rid in [rid for rid, one in world.running.items() if one.request.prompt.draw == draw]:
                 world.running[rid].versions.append(0)
                 world.hear(world.running.pop(rid).ended("stop"))
-            for event in [event for event in world.owed if isinstance(event, RewardReady)]:
+            for event in [event for event in world.owed if isinstance(event, messages.RewardReady)]:
                 world.owed.remove(event)
                 world.hear(event)
-        [drawn] = [event for event in world.owed if isinstance(event, PromptsDrawn)]
+        [drawn] = [event for event in world.owed if isinstance(event, messages.PromptsDrawn)]
         world.owed.remove(drawn)
         world.hear(drawn)
         assert [group.prompt.draw for group in world.all(Train)[0].groups] == [1, 2]
@@ -235,11 +223,11 @@ class TestAdaptiveAsync:
             nonlocal mixed
             inner(event)
             assert world.coordinator.served == min(world.served)
-            mixed += isinstance(event, WeightsPublished) and len(set(world.served)) > 1
+            mixed += isinstance(event, messages.WeightsPublished) and len(set(world.served)) > 1
 
         world.hear = hear
         world.kept()
-        assert mixed and any(len(order.engines) == 1 for order in world.all(PublishWeights))
+        assert mixed and any(len(order.engines) == 1 for order in world.all(messages.PublishWeights))
 
     def test_a_lost_prompt_is_as_old_as_the_engine_that_it_goes_to(self) -> None:
         """Its engine had the new weights; the only other one still has the old ones, which is what counts."""
@@ -286,11 +274,11 @@ class TestApril:
         for draw in range(200):
             for source, tokens in (("long", 2000), ("short", 20)):
                 world.coordinator.lengths.observe(Prompt(f"{source}{draw}", source, "?", "!"), tokens + draw)
-        for event in (Started(0), Evaluated(0)):
+        for event in (messages.Started(0), messages.Evaluated(0)):
             world.coordinator.handle(event)
         sources = ["long", "short", "long", "short", "long", "short"]
         prompts = tuple(Prompt(f"p{draw}", source, "?", "!", draw=draw) for draw, source in enumerate(sources))
-        (order,) = world.coordinator.handle(PromptsDrawn(prompts))
+        (order,) = world.coordinator.handle(messages.PromptsDrawn(prompts))
         assert isinstance(order, Generate)
         assert [request.prompt.draw for request in order.requests] == [1, 3, 5, 0, 2, 4]
 

@@ -16,19 +16,9 @@ from fluxjax.coordinator import (
     StreamTrainer,
     Synchronous,
     TailBatching,
+    messages,
 )
-from fluxjax.coordinator.messages import (
-    Accumulate,
-    Accumulated,
-    Generate,
-    Instruction,
-    Lend,
-    Lent,
-    Park,
-    PublishWeights,
-    StopRequested,
-    Train,
-)
+from fluxjax.coordinator.messages import Accumulate, Generate, Instruction, Lend, Park, PublishWeights, Train
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.coordinator.policies.stream_trainer import projected_tokens
 
@@ -230,8 +220,8 @@ class TestTraining:
     def test_train_waits_for_gradients_under_way(self) -> None:
         run = world(streaming())
         run.until(lambda: Accumulate in run.coordinator.awaiting)
-        answer = [event for event in run.owed if isinstance(event, Accumulated)]
-        run.owed = [event for event in run.owed if not isinstance(event, Accumulated)]
+        answer = [event for event in run.owed if isinstance(event, messages.Accumulated)]
+        run.owed = [event for event in run.owed if not isinstance(event, messages.Accumulated)]
         while run.owed or run.running:
             run.step()
         assert not run.all(Train) and len(run.all(Accumulate)) == 1
@@ -253,7 +243,7 @@ class TestTraining:
         """The round under way is trained on, then the run ends with a checkpoint."""
         run = world(streaming())
         run.until(lambda: run.all(Accumulate))
-        run.hear(StopRequested("enough"))
+        run.hear(messages.StopRequested("enough"))
         run.go()
         assert len(run.all(Train)) == 1 and sorted(run.trained) == list(range(8))
         assert len(run.states) == 1
@@ -262,6 +252,6 @@ class TestTraining:
         run = world(streaming())
         run.until(lambda: Lend in run.coordinator.awaiting)
         with pytest.raises(CoordinatorError, match=r"engines .* was reported done"):
-            run.coordinator.handle(Lent((9,)))
+            run.coordinator.handle(messages.Lent((9,)))
         with pytest.raises(CoordinatorError, match="answers no Accumulate"):
-            run.coordinator.handle(Accumulated(1))
+            run.coordinator.handle(messages.Accumulated(1))

@@ -14,18 +14,8 @@ from conftest import ROOT
 from fluxjax import simulate
 from fluxjax.base.types import Response
 from fluxjax.config import cli
-from fluxjax.coordinator.messages import (
-    Accumulate,
-    Event,
-    Generate,
-    Instruction,
-    ParallelismSet,
-    PublishWeights,
-    ResponseFinished,
-    RewardReady,
-    Started,
-    Train,
-)
+from fluxjax.coordinator import messages
+from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.simulation.histories import History, scenario
 from fluxjax.simulation.options import SimulateConfig
@@ -146,7 +136,7 @@ def test_training_begins_before_a_batch_is_complete():
     options = ("simulation.train_gpus=4", "steps=5")
     early = Watched(configuration(*options, "speculative_sync.enabled=True"))
     plain = Watched(configuration(*options))
-    assert early.all(Accumulate) and not plain.all(Accumulate)
+    assert early.all(messages.Accumulate) and not plain.all(messages.Accumulate)
     assert early.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
     assert early.cluster.clock.now < plain.cluster.clock.now
 
@@ -154,9 +144,9 @@ def test_training_begins_before_a_batch_is_complete():
 def test_engines_change_their_degree():
     """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
     watched = Watched(configuration("parallelism.enabled=True", "parallelism.calm=2", "steps=4"))
-    assert [(order.degree, order.engines) for order in watched.all(ParallelismSet)] == [(1, 8)]
+    assert [(order.degree, order.engines) for order in watched.all(messages.ParallelismSet)] == [(1, 8)]
     assert watched.cluster.coordinator.ledger.trained == 64
-    assert {r.engine for order in watched.all(Generate)[-1:] for r in order.requests} == set(range(8))
+    assert {r.engine for order in watched.all(messages.Generate)[-1:] for r in order.requests} == set(range(8))
 
 
 @pytest.mark.slow
@@ -212,7 +202,7 @@ class TestFaultHistories:
 
     def test_versions_are_served_in_order(self):
         history = History(scenario(2))
-        history._watch(0.0, Started(3))
+        history._watch(0.0, messages.Started(3))
         history._watch(0.0, PublishWeights(3, (0,)))
         assert not any("published" in wrong for wrong in history.promises.wrong)
         history._watch(0.0, PublishWeights(2, (0,)))
