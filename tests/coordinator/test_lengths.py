@@ -28,6 +28,12 @@ def _flat(workload) -> list[int]:
     return [length for _, lengths in workload for length in lengths]
 
 
+def correlations(predictor: LengthPredictor, train, held_out) -> tuple[float, ...]:
+    """Of what is predicted for held-out responses with their lengths, and of the means of their sources."""
+    predicted = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths]
+    return tuple(rank_correlation(said, _flat(held_out)) for said in (predicted, source_means(train, held_out)))
+
+
 class TestSynthetic:
     def test_shape_of_the_workload(self, workload) -> None:
         lengths = np.array(_flat(workload))
@@ -37,10 +43,7 @@ class TestSynthetic:
 
     @pytest.mark.slow
     def test_held_out_prompts(self, workload, predictor) -> None:
-        held_out = workload[1000:]
-        predicted = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths]
-        found = rank_correlation(predicted, _flat(held_out))
-        baseline = rank_correlation(source_means(workload[:1000], held_out), _flat(held_out))
+        found, baseline = correlations(predictor, workload[:1000], workload[1000:])
         assert found > baseline + 0.1
 
     def test_group_mates(self, workload, predictor) -> None:
@@ -59,9 +62,7 @@ class TestSynthetic:
     @pytest.mark.slow
     def test_history(self, workload, predictor) -> None:
         again = [(dataclasses.replace(p, draw=p.draw + 5000, epoch=1), lengths[8:]) for p, lengths in workload[:1000]]
-        predicted = [predictor.predict(p).mean for p, lengths in again for _ in lengths]
-        found = rank_correlation(predicted, _flat(again))
-        baseline = rank_correlation(source_means(workload[:1000], again), _flat(again))
+        found, baseline = correlations(predictor, workload[:1000], again)
         assert found > baseline + 0.25
 
     def test_calibration(self, workload, predictor) -> None:
@@ -137,10 +138,8 @@ def test_real_video_questions(shared) -> None:
     """NExT-QA: real questions and the lengths of their real answers."""
     workload = questions(shared / "data" / "nextqa_val.csv")[:4000]
     train, held_out = workload[:3000], workload[3000:]
-    predictor = taught(train, limit=0)
-    found = rank_correlation([predictor.predict(p).mean for p, _ in held_out], _flat(held_out))
-    assert rank_correlation(source_means(train, held_out), _flat(held_out)) == 0
-    assert found > 0.3
+    found, baseline = correlations(taught(train, limit=0), train, held_out)
+    assert found > 0.3 and baseline == 0
 
 
 class TestRules:

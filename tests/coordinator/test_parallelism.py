@@ -101,9 +101,6 @@ def test_resumed_on_fewer_devices_it_stays_within_them():
     assert fewer.degree == fewer.most == 2
 
 
-# --- whole runs ----------------------------------------------------------------------------------
-
-
 class ChangingWorld(PolicyWorld):
     """Four devices; so many preemptions a step as chance has it."""
 

@@ -135,8 +135,6 @@ def test_manifests_that_cannot_be_read_say_what_to_do(tmp_path):
         open_source("memory://nowhere/m.jsonl", "s")
 
 
-# --- parquet cells --------------------------------------------------------------------------------
-
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
@@ -181,9 +179,6 @@ def test_a_cell_that_is_not_there(tmp_path, cell, message):
     stamp = ref_of(image(tmp_path / "t.parquet")).stamp
     with pytest.raises(MediaError, match=message):
         read_ref(MediaRef("image", str(tmp_path / "t.parquet"), stamp, cell))
-
-
-# --- manifests ------------------------------------------------------------------------------------
 
 
 def lines(*records):
@@ -231,9 +226,6 @@ def test_names_of_media(folder, path, name):
 )
 def test_parts_of_names(path, parts):
     assert (parent(path), stem(path), suffix(path)) == parts
-
-
-# --- the order of draws ---------------------------------------------------------------------------
 
 
 def test_draws_from_urls_are_those_from_local_files(memory, tmp_path):

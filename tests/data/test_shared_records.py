@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 
 import pytest
 
@@ -14,18 +15,21 @@ from models.config import PatchLayout
 from models.processing import tiny
 
 
-def drawn(path, *, vision=False, tokens=24):
-    """The prompts of a file that can be used, and how many cannot be, by reason, each drawn once."""
+def preparer_of(path, *, vision=False, tokens=24):
     source = open_source(path, "s")
     layout = PatchLayout(patch_size=8, window_size=32) if vision else None
     processor = tiny.build(all_texts([source]), layout=layout)
     config = Config()
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 8, tokens + 8
-    preparer = Preparer(processor, PromptLoader({"s": source}, {"s": 1.0}, 0), config, ahead=4)
-    try:
-        prepared, skipped = preparer.prepare_all(at(preparer.loader.order, draw) for draw in range(len(source)))
-    finally:
-        preparer.close()
+    loader = PromptLoader({"s": source}, {"s": 1.0}, 0)
+    return contextlib.closing(Preparer(processor, loader, config, ahead=4))
+
+
+def drawn(path, **options):
+    """The prompts of a file that can be used, and how many cannot be, by reason, each drawn once."""
+    with preparer_of(path, **options) as preparer:
+        order, count = preparer.loader.order, len(preparer.loader.sources["s"])
+        prepared, skipped = preparer.prepare_all(at(order, draw) for draw in range(count))
     return prepared, collections.Counter(reason for _, reason in skipped)
 
 
@@ -68,10 +72,6 @@ def test_foreign_files_are_read(shared_cases, name, vision, prompts):
 
 
 def test_the_error_says_why_no_prompt_can_be_used(shared_cases):
-    source = open_source(shared_cases / "rl" / "alllong.jsonl", "own")
-    config = Config()
-    config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 8, 32
-    preparer = Preparer(tiny.build(all_texts([source])), PromptLoader({"own": source}, {"own": 1.0}, 0), config)
-    with pytest.raises(DataError, match=r"prompt too long \(\d+ tokens, at most 24 leave room to answer\)"):
+    said = r"prompt too long \(\d+ tokens, at most 24 leave room to answer\)"
+    with preparer_of(shared_cases / "rl" / "alllong.jsonl") as preparer, pytest.raises(DataError, match=said):
         asyncio.run(preparer.draw(10))
-    preparer.close()

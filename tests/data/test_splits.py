@@ -101,7 +101,6 @@ def test_layouts_of_folders(write, names, training, held_out):
         ([TRAIN, "a.parquet"], True, r"of the splits \(none\), train; name those"),
         ([f"main/{TRAIN}", f"socratic/{TRAIN}"], False, "has the subsets main, socratic; give the folder of one"),
         ([f"de/data/{TRAIN}", f"data/{TRAIN}"], False, r"has the subsets \., de; "),
-        ([], False, "the folder has no .parquet files"),
     ],
 )
 def test_what_is_not_clear_is_refused(write, names, held_out, message):

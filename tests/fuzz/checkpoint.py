@@ -96,9 +96,6 @@ def largest_file(folder: pathlib.Path) -> pathlib.Path:
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-# --- damage -------------------------------------------------------------------------------------
-
-
 def flipped(file: pathlib.Path, rng: random.Random) -> None:
     data = bytearray(file.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

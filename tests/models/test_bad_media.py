@@ -64,9 +64,6 @@ def test_a_single_frame(tmp_path):
     assert load(path, FrameSettings(fps=2)).frames.shape[0] == 1
 
 
-# --- cut off ----------------------------------------------------------------------------------------
-
-
 def test_a_transport_stream_is_refused_wherever_a_packet_is_cut(tmp_path):
     data = whole(tmp_path, "ts")
     for stop in range(len(data) // 3, len(data), 997):
@@ -88,9 +85,6 @@ def test_matroska_misses_little_more_than_the_longest_frame(tmp_path):
         else:
             assert frames >= 22
     assert min(refused) < 10 and max(refused) >= 20
-
-
-# --- whole, though odd --------------------------------------------------------------------------
 
 
 def test_foreign_bytes_behind_a_recording_do_not_matter(tmp_path):
@@ -118,9 +112,6 @@ def test_the_last_frame_may_stand_for_long(tmp_path):
     with av.open(io.BytesIO(data), "r") as container:
         assert container.duration == 8_500_000
     assert load(data).indices.tolist() == [0, 1, 3, 4]
-
-
-# --- JPEG ---------------------------------------------------------------------------------------
 
 
 def photograph(**options):

@@ -78,9 +78,6 @@ def test_an_image_beyond_the_limit_is_refused_by_its_header():
         image_facts(b"nothing", LIMITS)
 
 
-# --- videos ---------------------------------------------------------------------------------------
-
-
 def decoded_facts(data):
     """Size, number and duration of all frames, as decoding shows them; sides are multiples of 16."""
     video = load_video(data, LAYOUT, PixelSettings(min_pixels=1, max_pixels=1 << 30), ALL)
@@ -118,9 +115,6 @@ def test_a_header_without_a_count_is_not_asked(tmp_path):
         video_facts(whole(tmp_path, "ivf"), DecodeLimits(frames=23), count=True)
     with pytest.raises(MediaError, match="cannot be opened as a video"):
         video_facts(b"nothing", LIMITS)
-
-
-# --- prompts --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -138,9 +138,6 @@ def test_postscript_never_reaches_an_interpreter(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-# --- size ---------------------------------------------------------------------------------------
-
-
 def palette_png(side, alpha=128):
     """A PNG of `side` x `side` pixels, all of one colour that is half transparent: some kilobytes."""
 

@@ -191,9 +191,6 @@ def test_tickets_carry_how_a_medium_can_be_read():
     assert medium == Medium("video", (4, 8, 8), 0.5), "it is the same medium"
 
 
-# --- chunks ---------------------------------------------------------------------------------------
-
-
 def pieces(path, pairs_per_chunk, using=SETTINGS, kind="video"):
     """(the medium, its patches, the number of voids): what a consumer makes of chunks."""
     chunks, voids = [], 0

@@ -62,8 +62,6 @@ def refused(kind, path, reason, using=SETTINGS, once=None):
             using.load_pairs(path, once, once.grid[0] - 1, once.grid[0])
 
 
-# --- videos ---------------------------------------------------------------------------------------
-
 EVERY = list(range(COUNT))
 # The frames that are there of those that were encoded; None where some are too damaged to compare.
 THERE = {
@@ -141,9 +139,6 @@ def test_files_that_other_programs_wrote(shared_cases):
     assert video_facts(video, settings.limits).frames == 16
     grey = np.asarray(load_image(str(shared_cases / "models" / "hopper_16bit.pgm")))
     assert (grey == grey[..., :1]).all() and 30 < grey.mean() < 220 and grey.std() > 20
-
-
-# --- images ---------------------------------------------------------------------------------------
 
 
 def smooth(height, width):

@@ -4,10 +4,10 @@ Triton and the CUDA plugin of the installed JAX are needed for all but the lists
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernel where there is a GPU.
 """
 
+import itertools
 import pathlib
 
 import flash_program
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,8 +101,7 @@ def test_foreign_branches_and_padding_are_not_visited():
 
 
 def test_settings_exist_for_every_head_size():
-    for capability in SHARED_MEMORY:
-        for kernel in ("forward", "query_gradients", "key_gradients"):
-            for dtype in ("bfloat16", "float32"):
-                launch = flash.launch_of(kernel, jax.numpy.dtype(dtype), 80, capability)
-                assert launch.queries % 16 == launch.keys % 16 == 0
+    kernels = ("forward", "query_gradients", "key_gradients")
+    for capability, kernel, dtype in itertools.product(SHARED_MEMORY, kernels, ("bfloat16", "float32")):
+        launch = flash.launch_of(kernel, jnp.dtype(dtype), 80, capability)
+        assert launch.queries % 16 == launch.keys % 16 == 0

@@ -285,8 +285,10 @@ def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
         for layer, array in enumerate(layers):
             shards = {shard.device: shard.data for shard in array.addressable_shards}
             for device in range(devices):
-                own = [shards[fsdp.mesh.devices.flat[d]] for d in rows.members(device)]
-                found = rows.whole([rows.units.index(unit)], [own_on_one(own)], [p.leaf for p in unit.pieces])
+                own = jax.device_put(
+                    [shards[fsdp.mesh.devices.flat[d]] for d in rows.members(device)], jax.devices()[0]
+                )
+                found = rows.whole([rows.units.index(unit)], [own], [p.leaf for p in unit.pieces])
                 for piece, weight in zip(unit.pieces, found, strict=True):
                     want = leaves[piece.leaf][layer] if unit.layers else leaves[piece.leaf]
                     np.testing.assert_array_equal(weight, want)
@@ -297,7 +299,3 @@ def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
     # Each of the groups' copies counts as a gradient of its own.
     back = rows.collect(published)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want * rows.outer, rtol=1e-6), back, params)
-
-
-def own_on_one(rows):
-    return jax.device_put(rows, jax.devices()[0])

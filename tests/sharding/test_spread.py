@@ -133,11 +133,9 @@ def test_features_reach_their_tokens(devices):
     mesh = make_mesh(devices)
     features = rng.normal(size=(devices * rows, 3)).astype(np.float32)
 
-    def local(features, way):
-        return way(features)
-
     spec = P(mesh.axis_names)
-    routed = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    local = jax.shard_map(lambda features, way: way(features), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    routed = jax.jit(local)
     buffers = np.asarray(routed(features, way)).reshape(devices, -1, 3)
     np.testing.assert_array_equal(buffers[target, found], features.reshape(devices, rows, 3)[source, row])
 

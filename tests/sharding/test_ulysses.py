@@ -23,6 +23,7 @@ DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together,
 BUDGETS = ((8, 12), (4, 24), (4, 24), (2, 48), (2, 48), (1, 96), (1, 96))
 ROWS = P(binary_axes(DEVICES))
 EXAMPLE = [(37, 0, 0, 2), (5, 0, 0, 1), (20, 1, 1, 3), (9, 3, 3, 1), (7, 4, 0, 4), (1, 5, 7, 1), (6, 6, 7, 2)]
+SEQUENCE = st.tuples(st.integers(1, 16), st.integers(0, len(BUDGETS) - 1), st.integers(0, 7), st.integers(1, 4))
 
 
 def batch(sequences, budgets=BUDGETS):
@@ -55,12 +56,6 @@ def batch(sequences, budgets=BUDGETS):
     branches = [np.sort(np.arange(tokens) % parts) for tokens, *_, parts in sequences]
     device, column = layout.places()
     return spread, device * COLUMNS + column, segments, np.concatenate(branches).astype(np.int32)
-
-
-@st.composite
-def plans(draw):
-    sequence = st.tuples(st.integers(1, 16), st.integers(0, len(BUDGETS) - 1), st.integers(0, 7), st.integers(1, 4))
-    return draw(st.lists(sequence, min_size=1, max_size=6))
 
 
 def to_rows(values, cells):
@@ -119,7 +114,7 @@ def test_values_and_gradients_equal_plain_attention(heads):
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=third_of(25))
-@given(sequences=plans())
+@given(st.lists(SEQUENCE, min_size=1, max_size=6))
 def test_any_plan_gives_the_same(sequences):  # 8 heads that read 2 KV heads
     assert_equal(sequences, inputs(8, 2))
 
