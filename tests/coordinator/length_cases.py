@@ -4,6 +4,7 @@ import csv
 import pathlib
 
 import numpy as np
+import scipy.stats
 
 from fluxjax.base.types import Media, MediaKind, Prompt
 from fluxjax.coordinator.lengths import LengthPredictor
@@ -52,14 +53,8 @@ def taught(workload: Workload, responses: int = 8, limit: int = LIMIT) -> Length
 
 
 def rank_correlation(a, b) -> float:
-    """Spearman's, equal values share their mean rank; 0 where one side says nothing."""
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[where]
+    """Spearman's; 0 where one side says nothing."""
+    return float(scipy.stats.spearmanr(a, b)[0]) if np.ptp(a) and np.ptp(b) else 0.0
 
 
 def source_means(train: Workload, held_out: Workload) -> list[float]:

@@ -46,11 +46,6 @@ def test_a_rise_doubles_and_four_calm_steps_halve():
         planner.next(-1)
 
 
-def test_weights_that_need_two_devices_keep_them():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4, min_degree=2), devices=16)
-    assert [planner.next(0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 2, 2]
-
-
 def test_a_calm_start_counts_and_one_preemption_begins_anew():
     planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4))
     assert [planner.next(count) for count in (0, 0, 0, 0)] == [4, 4, 4, 2]

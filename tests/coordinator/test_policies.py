@@ -28,7 +28,6 @@ from fluxjax.coordinator import (
 )
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
-from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
@@ -165,13 +164,6 @@ class TestTailBatching:
         tail, plain = PolicyWorld(TailBatching(1.0, 1.0, 0), 4).go(), PolicyWorld(Synchronous(), 4).go()
         assert tail.said == plain.said
 
-    @settings(deadline=None, max_examples=third_of(15))
-    @given(seed=st.integers(0, 10**6), prompts=st.integers(1, 100), held=st.sampled_from((0, 2)))
-    def test_every_prompt_in_the_end(self, seed: int, prompts: int, held: int) -> None:
-        """When the data ends, the prompts that were deferred or held are trained on, too."""
-        world = PolicyWorld(TailBatching(1.5, 1.5, held), seed, steps=200, prompts=prompts).go()
-        assert sorted(world.trained) == list(range(prompts))
-
     def test_long_prompts_are_spread(self) -> None:
         """A long round trains on the first share of what was deferred beside new prompts; each of the next steps on
         another, and no step on more than its share."""
@@ -195,33 +187,8 @@ class TestTailBatching:
         check_lags = [step - 1 - min(resumed.versions(groups)) for step, groups in resumed.steps.items()]
         assert set(check_lags) == {0}
 
-    def test_zero_variance_is_not_deferred(self) -> None:
-        """Dynamic sampling skips groups that teach nothing, with the reason, and refills the round."""
-        world = PolicyWorld(TailBatching(1.5, 1.0, 0, dynamic_sampling=True), 7, steps=5).go()
-        skipped = {s.draw: s.reason for s in world.coordinator.ledger.skipped}
-        assert skipped and set(skipped.values()) == {NO_VARIANCE} and all(draw % 4 == 0 for draw in skipped)
-        parked = Counter(p.prompt.draw for p in world.all(Park))
-        for draw in skipped:
-            generated = [r for g in world.all(Generate) for r in g.requests if r.prompt.draw == draw]
-            assert len(generated) == 1 + parked[draw]
-
 
 class TestApril:
-    def test_what_is_begun_goes_on(self) -> None:
-        """Parked responses keep their tokens and versions, and a group ends with tokens of several versions."""
-        world = PolicyWorld(April(2.0, 4), 2, steps=8, prompts_per_step=4).go()
-        mixed = [
-            s.response
-            for train in world.all(Train)
-            for group in train.groups
-            for s in group.samples
-            if len(set(s.response.versions)) > 1
-        ]
-        assert mixed
-        assert all(p.keep for p in world.all(Park))
-        continued = [r for g in world.all(Generate) for r in g.requests if r.begun]
-        assert continued and all(any(one is not None for one in r.begun) for r in continued)
-
     def test_parked_and_lost_in_the_last_step(self) -> None:
         """A request that is lost while what it had was awaited does not keep a run from ending after its steps."""
         world = PolicyWorld(April(2.0, 4), 2, steps=1, prompts_per_step=4)
@@ -262,21 +229,6 @@ class TestAdaptiveAsync:
         for policy in (falling, rising):
             PolicyWorld(policy, 3, steps=30).go()
         assert falling.ratio < 0.4 and rising.ratio == pytest.approx(0.9)
-
-    def test_partial_sync(self) -> None:
-        """With `interrupt` off, an engine gets new weights when nothing runs on it, the others go on."""
-        world = PolicyWorld(AdaptiveAsync(DRAINED), 1, steps=12, engines=3)
-
-        def watch(instruction) -> None:
-            if isinstance(instruction, messages.PublishWeights):
-                assert instruction.engines and not world.busy() & set(instruction.engines)
-
-        world.watch = watch
-        world.go()
-        assert {len(p.engines) for p in world.all(messages.PublishWeights)} & {1, 2}
-        for train in world.all(Train):
-            for group in train.groups:
-                assert all(len(set(s.response.versions)) == 1 for s in group.samples)
 
 
 def test_settings_that_an_own_policy_would_not_read_are_refused() -> None:

@@ -58,8 +58,8 @@ def barriers_of(world: PromisedWorld) -> tuple[int, int]:
 
 class TestTailBatching:
     def test_four_short_rounds_and_a_long_one(self) -> None:
-        """At 1.25, a short round leaves a quarter of a step behind: after four of them comes a long round, again and
-        again (Flexes, section 3), and not only when the data ends."""
+        """At 1.25, a short round leaves a quarter of a step behind: after four of them comes a long round, which trains
+        on that, again and again (Flexes, section 3), and not only when the data ends."""
         world = PromisedWorld(config(Policy.TAIL_BATCHING, steps=15), 1).kept()
         policy = world.coordinator.policy
         assert isinstance(world.promises, TailBatchingPromises) and isinstance(policy, TailBatching)
@@ -67,6 +67,9 @@ class TestTailBatching:
         assert policy.rounds == {"short": 12, "long": 3}
         launched = [len(order.requests) for order in world.all(Generate)]
         assert launched == [10, 10, 10, 10, 8] * 3
+        put_off = [order.prompt.draw for order in world.all(Park)]
+        late = [group.prompt.draw for train in world.all(Train)[4::5] for group in train.groups]
+        assert len(put_off) == 24 and sorted(put_off) == sorted(late) and not world.all(Skip)
 
     def test_by_default_what_was_put_off_is_in_two_of_three_steps(self) -> None:
         """Twice the prompts leave a step's worth behind at once, of which half is trained on in the long round and half
@@ -91,12 +94,6 @@ class TestTailBatching:
         world = PromisedWorld(tail, 2).kept()
         requests = world.all(Generate)[0].requests
         assert len(requests) == 12 and {(one.n, one.need) for one in requests} == {(7, 4)}
-
-    def test_what_loses_is_put_off_and_trained_on_later(self) -> None:
-        world = PromisedWorld(config(Policy.TAIL_BATCHING, steps=5), 3).kept()
-        put_off = {order.prompt.draw for order in world.all(Park)}
-        assert len(put_off) == 8 and not world.all(Skip)
-        assert sorted(put_off) == sorted(group.prompt.draw for group in world.all(Train)[-1].groups)
 
     def test_surplus_winners_are_put_off(self) -> None:
         """Under dynamic sampling, groups that are complete beyond those needed are kept for a long round."""
@@ -266,6 +263,9 @@ class TestApril:
         assert world.all(DrawPrompts)[0].count == 16
         assert all(order.count == 8 for order in world.all(DrawPrompts)[1:]), "each step's place is filled again"
         assert any(request.begun for order in world.all(Generate) for request in order.requests)
+        assert all(order.keep for order in world.all(Park))
+        samples = [sample for groups in world.steps.values() for group in groups for sample in group.samples]
+        assert any(len(set(sample.response.versions)) > 1 for sample in samples)
 
     def test_what_is_predicted_to_end_first_is_launched_first(self) -> None:
         """`long` and `short` are sources of which the lengths are known; draws come in the other order."""

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import threading
@@ -31,9 +32,7 @@ from fluxjax.tasks.embedded import ensure
 from fluxjax.tasks.pans import PansRecipe
 from fluxjax.tasks.strings import StringsRecipe
 from models.config import PatchLayout
-from models.inputs import ModelInput
 from models.processing import Processor, tiny
-from models.processing.outline import PromptOutline
 
 
 @pytest.fixture(scope="module")
@@ -378,23 +377,9 @@ def test_an_error_of_a_worker_reaches_the_caller(folders):
 
 
 def test_the_chat_template_is_used_when_the_configuration_says_so():
-    class Both:
-        def tokenise(self, text, media):
-            return [0]
-
-        def tokenise_chat(self, text, media):
-            return [0, 0]
-
-        def outline(self, token_ids, media, *, count=False):
-            return PromptOutline(np.array(token_ids, np.int32), (), 2)
-
-        def prepare_ids(self, token_ids, media):
-            length = len(token_ids)
-            return ModelInput(np.zeros(length, np.int32), np.zeros((3, length), np.int32), -np.ones(length), length)
-
-    prompt, limits = Prompt("a", "s", "x", "y"), PromptLimits(10, 10)
+    processor = dataclasses.replace(tiny.build(["x"]), chat_template="xx")
     for chat, length in ((False, 1), (True, 2)):
-        prepared = prepare_prompt(Both(), prompt, limits, chat)
+        prepared = prepare_prompt(processor, Prompt("a", "s", "x", "y"), PromptLimits(10, 10), chat)
         assert isinstance(prepared, PreparedPrompt) and len(prepared.inputs) == length
 
 

@@ -64,8 +64,8 @@ def media_of(prompt, files):
     )
 
 
-def reference_inputs(processor, prompt, media):
-    """The input of transformers' model; patches in the raster order of its processors."""
+def reference_generate(reference, processor, prompt, media):
+    """Ids and log-probs of transformers' own greedy generation; patches in the raster order of its processors."""
     loaded = {"image": [], "video": []}
     for kind, path in media:
         loaded[kind].append(in_raster_order(processor.settings, kind, path))
@@ -79,20 +79,8 @@ def reference_inputs(processor, prompt, media):
             inputs[f"{kind}_grid_thw"] = torch.as_tensor([medium.grid for medium, _ in loaded[kind]])
     if loaded["video"]:
         inputs["second_per_grid_ts"] = torch.as_tensor([medium.seconds_per_grid for medium, _ in loaded["video"]])
-    return inputs
-
-
-def reference_generate(reference, processor, prompt, media, **settings):
-    """Ids and log-probs of transformers' own greedy generation."""
-    ids = prompt.token_ids_T
-    out = reference.generate(
-        **reference_inputs(processor, prompt, media),
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-        **settings,
-    )
+    settings = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    out = reference.generate(**inputs, **settings, max_new_tokens=20)
     new = out.sequences[0, len(ids) :].numpy()
     scores = torch.log_softmax(torch.cat(out.logits).float(), -1).numpy()
     return new.tolist(), scores[np.arange(len(new)), new]
@@ -122,7 +110,7 @@ def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, a
     marked, media = media_of(asked, files)
     prompt = processor.prepare(marked, media)
     ours = generate(pair.model, prompt, max_new_tokens=20)
-    ids, scores = reference_generate(pair.reference, processor, prompt, media, max_new_tokens=20)
+    ids, scores = reference_generate(pair.reference, processor, prompt, media)
     assert list(ours.token_ids) == ids
     assert not ours.stopped and len(set(ids)) > 3  # a constant answer would prove little
     np.testing.assert_allclose(ours.logprobs, scores, atol=1e-4, rtol=0)

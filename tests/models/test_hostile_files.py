@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import random
 
 import pytest
@@ -57,29 +56,24 @@ def test_a_template_that_fails_is_one_line(template):
     assert "\n" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The JSON files of a processor, and what is in them."""
+    folder = tmp_path_factory.mktemp("processor")
+    tiny_processor.build(["abc"]).save(folder)
+    files = {file: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    return files | {folder / "generation_config.json": {"eos_token_id": [0]}}
+
+
 @settings(max_examples=third_of(150), deadline=None)
 @given(st.integers(0, 2**32))
-def test_any_files_of_a_processor_are_read_or_refused_in_one_line(seed):
+def test_any_files_of_a_processor_are_read_or_refused_in_one_line(saved, seed):
     draw = random.Random(seed)
-    name = draw.choice(sorted(FILES))
-    content = json.dumps(spoiled(FILES[name], draw))
-    (FOLDER / name).write_text(content)
+    file = draw.choice(list(saved))
+    file.write_text(json.dumps(spoiled(saved[file], draw)))
     try:
-        Processor.load(FOLDER)
+        Processor.load(file.parent)
     except ValueError as error:
-        assert str(error) and "\n" not in str(error), name
+        assert str(error) and "\n" not in str(error), file.name
     finally:
-        (FOLDER / name).write_text(json.dumps(FILES[name]))
-
-
-FOLDER = pathlib.Path()
-FILES: dict[str, object] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder(tmp_path_factory):
-    global FOLDER
-    FOLDER = tmp_path_factory.mktemp("processor")
-    tiny_processor.build(["abc"]).save(FOLDER)
-    FILES.update({file.name: json.loads(file.read_text()) for file in FOLDER.glob("*.json")})
-    FILES["generation_config.json"] = {"eos_token_id": [0]}
+        file.write_text(json.dumps(saved[file]))

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from toy import L, Toy, assert_equal, make_batch, normal, strategy, toy
+from toy import L, assert_equal, make_batch, normal, strategy, toy
 
 from sharding.mesh import make_mesh
-from sharding.weights import Cut, ShardingRules, WeightSpec, shardings, specs
+from sharding.weights import Cut, ShardingRules, WeightSpec
 
 
 def run(devices, **options):
@@ -99,17 +99,6 @@ def test_rules_cut_the_first_axis_that_divides():
     assert cut((24, 12), ("V", "D"), 1) is None
     with pytest.raises(ValueError, match="more than once: D, V"):
         ShardingRules(("V", "D", "F", "V", "D"))
-
-
-def test_layout_of_the_toy():
-    _, params = toy()
-    abstract = nnx.eval_shape(lambda: Toy(nnx.Rngs(0)))
-    layout = shardings(abstract, make_mesh(8), ShardingRules())
-    assert jax.tree.structure(layout) == jax.tree.structure(params)
-    assert layout["table"]["weight"].spec == P(("s2", "s1", "s0"))
-    assert layout["layers"]["up"].spec == P(None, ("s1", "s0"))
-    assert layout["layers"]["odd"].spec == P()
-    assert specs(abstract)["layers"]["up"].axes == ("D", "F")
 
 
 def compiled(devices, fsdp_options=None, **sizes):

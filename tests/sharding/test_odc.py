@@ -285,10 +285,9 @@ def test_rows_hold_every_weight_once_and_give_it_back(devices, group):
         for layer, array in enumerate(layers):
             shards = {shard.device: shard.data for shard in array.addressable_shards}
             for device in range(devices):
-                own = jax.device_put(
-                    [shards[fsdp.mesh.devices.flat[d]] for d in rows.members(device)], jax.devices()[0]
-                )
-                found = rows.whole([rows.units.index(unit)], [own], [p.leaf for p in unit.pieces])
+                own = [shards[fsdp.mesh.devices.flat[d]] for d in rows.members(device)]
+                here = jax.device_put(own, jax.devices()[0])
+                found = rows.whole([rows.units.index(unit)], [here], [p.leaf for p in unit.pieces])
                 for piece, weight in zip(unit.pieces, found, strict=True):
                     want = leaves[piece.leaf][layer] if unit.layers else leaves[piece.leaf]
                     np.testing.assert_array_equal(weight, want)
