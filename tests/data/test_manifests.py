@@ -78,11 +78,7 @@ def test_blank_lines_a_byte_order_mark_and_other_scripts_are_fine(write):
         ({"prompt": "x", "anwser": "y"}, r":2: no answer field; found 'anwser', expected 'answer'"),
         ({"prompt": "x"}, r":2: no answer field; found 'prompt'; expected 'answer' or 'solution'"),
         ({**GOOD, "id": "b", "images": [], "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
-        (
-            {**GOOD, "image": "b.png"},
-            r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.images_field",
-        ),
-        ({"prompt": "x", "answer": "y", "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
+        (GOOD | {"image": "b.png"}, r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.images_field"),
         ({"prompt": "x", "answer": "y", "vidoe": "x"}, r":2: unknown field 'vidoe'; did you mean 'videos'\?"),
     ],
 )
@@ -95,11 +91,9 @@ def test_what_is_wrong_is_said_with_file_and_line(write, record, message):
     ("record", "reason", "detail"),
     [
         ({"prompt": 3, "answer": "y"}, "no prompt", r":2: 'prompt' must be a string, found 3"),
-        ({"prompt": None, "answer": "y"}, "no prompt", r":2: 'prompt' must be a string, found None"),
         ({"prompt": "", "answer": "y"}, "an empty prompt", ":2"),
         ({"prompt": "", "answer": "y", "images": []}, "an empty prompt", ":2"),
         ({"prompt": "x", "answer": ["y"]}, "no answer", r":2: 'answer' must be a string or a number, found \['y'\]"),
-        ({"prompt": "x", "answer": None}, "no answer", r":2: 'answer' must be a string or a number, found None"),
         ({"prompt": "x", "answer": "y", "images": [3]}, "no image", r":2: 'images' must be a path or a list of paths"),
         ({"prompt": "x", "answer": "y", "video": {"a": 1}}, "no video", r":2: 'video' must be a path"),
         ({**GOOD, "id": True}, "no id", r":2: 'id' must be a string or an integer, found True"),
@@ -140,11 +134,10 @@ def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
         assert "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.images_field" in caplog.text
         caplog.clear()
     for value in (["a.png"], [{"path": "a.png", "bytes": None}]):
-        with pytest.raises(
-            DataError, match=r"media in 'photo' are not used: name the field in data\.sources\.s\.images_"
-        ):
-            open_source(write({"prompt": "q", "answer": "1", "photo": value}), "s")
-        open_source(write({"prompt": "q", "answer": "1", "photo": value, "image": "b.png"}), "s")
+        record = {"prompt": "q", "answer": "1", "photo": value}
+        with pytest.raises(DataError, match=r"media in 'photo' are not used: name the field in data\.sources\.s\.imag"):
+            open_source(write(record), "s")
+        open_source(write(record | {"image": "b.png"}), "s")
         assert "media in 'photo' are not used" in caplog.text
         caplog.clear()
     (prompt,) = open_source(write({"prompt": "q", "answer": "1", "photo": "a.png"}), "s", Fields(images="photo"))

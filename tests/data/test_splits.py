@@ -51,6 +51,7 @@ def test_the_split_that_a_name_says(name, split):
 
 
 TRAIN, TEST, DEV = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "validation-00000-of-00001.parquet"
+PARTS = ["part-0.parquet", "part-1.parquet"]
 
 
 def test_training_and_held_out_records_are_of_the_splits_that_files_name(write, caplog):
@@ -70,11 +71,7 @@ def test_training_and_held_out_records_are_of_the_splits_that_files_name(write, 
     [
         (["train/0.parquet", "train/1.parquet", "test/0.parquet"], ["train/0.parquet", "train/1.parquet"], None),
         (["default/train/0.parquet", "default/validation/0.parquet"], ["default/train/0.parquet"], None),
-        (
-            ["part-0.parquet", "part-1.parquet"],
-            ["part-0.parquet", "part-1.parquet"],
-            ["part-0.parquet", "part-1.parquet"],
-        ),
+        (PARTS, PARTS, PARTS),
         ([TEST], [TEST], [TEST]),
         (["train.parquet", "extra.parquet", "test.parquet"], ["train.parquet"], ["test.parquet"]),
         (["train.parquet", "old/train.parquet"], ["train.parquet"], ["train.parquet"]),
@@ -91,11 +88,7 @@ def test_layouts_of_folders(write, names, training, held_out):
 @pytest.mark.parametrize(
     ("names", "held_out", "message"),
     [
-        (
-            [TRAIN, TEST, DEV],
-            True,
-            r"of the splits test, train, validation; name those that are meant, as in .*/SPLIT-\*",
-        ),
+        ([TRAIN, TEST, DEV], True, r"splits test, train, validation; name those that are meant, as in .*/SPLIT-\*"),
         ([TEST, DEV], False, "of the splits test, validation; name those"),
         ([TEST, "a.parquet"], False, r"of the splits \(none\), test; name those"),
         ([TRAIN, "a.parquet"], True, r"of the splits \(none\), train; name those"),

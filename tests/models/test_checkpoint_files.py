@@ -266,9 +266,8 @@ def test_quantised_tensors_are_refused_by_name(folder, name: str, dtype: str) ->
     head += b" " * (-len(head) % 8)
     content = len(head).to_bytes(8, "little") + head + b"".join(data for _, _, data in parts.values())
     (folder / hf.SINGLE).write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=rf"model\.safetensors: tensor {name} is {dtype}; supported are BF16, F16"
-    ):
+    said = rf"model\.safetensors: tensor {name} is {dtype}; supported are BF16, F16"
+    with pytest.raises(CheckpointError, match=said):
         models.load(folder)
 
 

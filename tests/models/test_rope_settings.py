@@ -97,10 +97,7 @@ def test_linear_is_that_of_transformers(rope):
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (
-            {"type": "yarn", "factor": 4.0, "attn_factor": 2.0},
-            r"attn_factor=2\.0 is not supported with rope type 'yarn'",
-        ),
+        ({"type": "yarn", "factor": 4, "attn_factor": 2.0}, r"attn_factor=2\.0 is not supported with rope type 'yarn'"),
         ({"type": "yarn", "factor": 4.0, "extrapolation_factor": 0.5}, r"extrapolation_factor=0\.5"),
         ({"type": "yarn"}, "rope_scaling of type 'yarn' needs a positive factor, not None"),
         ({"type": "linear"}, "rope_scaling of type 'linear' needs a positive factor, not None"),
@@ -150,10 +147,8 @@ def test_settings_beside_text_config_must_not_contradict_it():
     nested, inner = nested_file()
     assert read_qwen2_5_vl(nested).text == vl_config().text
     yarn = {**nested["rope_scaling"], "type": "yarn", "factor": 4.0}
-    with pytest.raises(
-        ModelConfigError,
-        match=r"rope_scaling of text_config and rope_scaling of config\.json contradict .*kind, factor",
-    ):
+    said = r"rope_scaling of text_config and rope_scaling of config\.json contradict .*kind, factor"
+    with pytest.raises(ModelConfigError, match=said):
         read_qwen2_5_vl({**nested, "rope_scaling": yarn})
     with pytest.raises(ModelConfigError, match=r"of text_config and rope_theta of config\.json .*\(theta\); keep one"):
         read_qwen2_5_vl({**nested, "rope_theta": 2 * inner["rope_theta"]})
@@ -174,9 +169,8 @@ def test_settings_in_two_notations_may_say_the_same(theta_at_the_top):
         with pytest.raises(ModelConfigError, match=r"rope_parameters of text_config and rope_.* of config\.json"):
             read_qwen2_5_vl(nested)
     inner["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "mrope_section": section, "rope_theta": theta}
-    with pytest.raises(
-        ModelConfigError, match=r"rope_parameters of text_config and rope_scaling of config\.json contradict each other"
-    ):
+    said = r"rope_parameters of text_config and rope_scaling of config\.json contradict each other"
+    with pytest.raises(ModelConfigError, match=said):
         read_qwen2_5_vl(nested)
 
 
