@@ -1,5 +1,6 @@
 """Dynamic sampling ends: by its bounds where nothing can be learnt, and at once when somebody wants it to."""
 
+import dataclasses
 import json
 import re
 
@@ -187,9 +188,8 @@ def test_a_run_that_compares_right_and_wrong_says_how_to_compare_rewards(monkeyp
 def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:
     """The most frequent come first, and a source with many different rewards has not all of them told."""
     plain = policy_cases.prompt
-    monkeypatch.setattr(
-        policy_cases, "prompt", lambda draw: policy_cases.dataclasses.replace(plain(draw), source="ab"[draw % 3 == 0])
-    )
+    prompt = lambda draw: dataclasses.replace(plain(draw), source="ab"[draw % 3 == 0])  # noqa: E731
+    monkeypatch.setattr(policy_cases, "prompt", prompt)
     monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(float(int(rid[:8]) % 4 == 1), correct=False))
     with pytest.raises(CoordinatorError) as caught:
         world_of("synchronous", 1, max_num_gen_batches=9).go()
@@ -204,13 +204,9 @@ def test_whoever_mends_the_reward_begins_to_count_anew() -> None:
     with pytest.raises(CoordinatorError, match="max_num_gen_batches"):
         world.go()
     assert world.coordinator.ledger.dropped.count > 0
-    resumed = Ledger()
-    resumed.load_state_dict(
-        world.coordinator.state_dict()["ledger"], {d: e.prompt for d, e in world.coordinator.ledger.entries.items()}
-    )
-    assert resumed.dropped.count == resumed.dropped.in_a_row == 0, (
-        "else the first group that is dropped would end it again"
-    )
+    resumed, prompts = Ledger(), {d: e.prompt for d, e in world.coordinator.ledger.entries.items()}
+    resumed.load_state_dict(world.coordinator.state_dict()["ledger"], prompts)
+    assert resumed.dropped.count == resumed.dropped.in_a_row == 0, "else the next group that is dropped would end it"
 
 
 def test_checkpoints_of_earlier_releases_have_no_such_count() -> None:

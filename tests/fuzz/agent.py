@@ -47,11 +47,8 @@ class _Fuzzer:
         self._right: list[bytes] = []
         for version in range(VERSIONS):
             changes = [random_.random(leaf.shape) < 0.02 for leaf in jax.tree.leaves(params)]
-            leaves, tree = jax.tree.flatten(params)
-            leaves = [
-                jax.numpy.asarray(np.where(new, leaf + 1, leaf)) for new, leaf in zip(changes, leaves, strict=True)
-            ]
-            params = jax.tree.unflatten(tree, leaves)
+            new = jax.tree.unflatten(jax.tree.structure(params), changes)
+            params = jax.tree.map(lambda leaf, new: jax.numpy.asarray(np.where(new, leaf + 1, leaf)), params, new)
             written = self._memory.write(version, params)
             self._folders.publish(written)
             self._right.append((written.folder / SINGLE).read_bytes())
@@ -87,9 +84,8 @@ class _Fuzzer:
         return {"local_checkpoint_dir": local, "source_dir": str(self._source), "target_version": version}
 
     def _exact(self, version: int, folder: pathlib.Path | None) -> None:
-        assert folder is not None and (folder / SINGLE).read_bytes() == self._right[version], (
-            f"version {version}: {folder}"
-        )
+        right = folder is not None and (folder / SINGLE).read_bytes() == self._right[version]
+        assert right, f"version {version}: {folder}"
 
     def draw(self, draw: random.Random) -> None:
         local = self._root / "local"

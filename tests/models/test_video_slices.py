@@ -92,17 +92,6 @@ def test_the_end_of_a_long_video_takes_one_group(tmp_path):
         np.testing.assert_array_equal(SETTINGS.load_pairs(path, medium, first, last), whole[first * size : last * size])
 
 
-@pytest.mark.parametrize("name", ["1.mp4", "2.avi"])
-def test_slices_of_real_videos(shared, name):
-    using = dataclasses.replace(SETTINGS, frames=FrameSettings(num_frames=12))
-    path = str(shared / "data" / "media" / name)
-    medium, whole = using.load("video", path)
-    size = medium.grid[1] * medium.grid[2]
-    assert medium.seekable
-    for first, last in ((0, 1), (2, 4), (5, 6)):
-        np.testing.assert_array_equal(using.load_pairs(path, medium, first, last), whole[first * size : last * size])
-
-
 def test_bytes_and_images(tmp_path):
     data = x264(tmp_path / "a.mp4").read_bytes()
     medium, whole = SETTINGS.load("video", data)

@@ -136,9 +136,8 @@ def test_a_video_budget_bounds_many_frames(tmp_path):
 @pytest.mark.parametrize("ending", ["avi", "mp4", "mkv"])
 @pytest.mark.parametrize("encoding", ["gbk", "cp1251", "shift_jis"])
 def test_titles_in_any_encoding_do_no_harm(tmp_path, ending, encoding):
-    title = {"gbk": "\u89c6\u9891", "cp1251": "\u0412\u0438\u0434\u0435", "shift_jis": "\u52d5\u753b"}[encoding].encode(
-        encoding
-    )
+    titles = {"gbk": "\u89c6\u9891", "cp1251": "\u0412\u0438\u0434\u0435", "shift_jis": "\u52d5\u753b"}
+    title = titles[encoding].encode(encoding)
     path = write_video(tmp_path / f"a.{ending}", moving_frames(4, 16, 24), title="T" * len(title))
     named, whole = load_video(str(path), SMALL, SMALL_PIXELS, ALL), path.read_bytes()
     assert whole.count(b"T" * len(title)) == 1
@@ -147,12 +146,8 @@ def test_titles_in_any_encoding_do_no_harm(tmp_path, ending, encoding):
 
 
 def test_frames_are_not_chosen_where_a_checkpoint_says_so():
-    for config in (
-        {"do_sample_frames": False},
-        {"do_sample_frames": False, "fps": 2},
-        {"do_sample_frames": False, "num_frames": 4},
-    ):
-        frames = read_frames(config)
+    for more in ({}, {"fps": 2}, {"num_frames": 4}):
+        frames = read_frames({"do_sample_frames": False} | more)
         assert len(sample_indices(100, 4.0, frames, 2)) == 100
     for config in ({"do_sample_frames": True}, {"do_sample_frames": None}, {}):
         assert len(sample_indices(100, 4.0, read_frames(config), 2)) == 8

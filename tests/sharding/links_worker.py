@@ -109,9 +109,8 @@ def exchange(links: Links) -> None:
                 links.notify(peer, "late")
         links.barrier("turn")
         if late != PROCESS:
-            assert (
-                links._counts["late"] == turn + 1
-            )  # its message is ahead of its arrival, so nobody came through before
+            # its message is ahead of its arrival, so nobody came through before
+            assert links._counts["late"] == turn + 1
     say("barrier")
     links.barrier("end")
     links.forget("t")

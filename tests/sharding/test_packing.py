@@ -82,9 +82,8 @@ def test_equal_sizes_against_all_partitions(amounts: list[int], count: int) -> N
     every = (list(c) for c in itertools.product(range(count), repeat=len(amounts)))
     equal = [c for c in every if np.ptp(np.bincount(c, minlength=count)) <= 1]
     best = min(max(loads(c, amounts, count)) for c in equal)
-    assert (
-        best <= max(loads(bins, amounts, count)) <= 19 / 12 * best + 1e-9
-    )  # of at most four items a bin (Michiels et al., 2003)
+    # of at most four items a bin (Michiels et al., 2003)
+    assert best <= max(loads(bins, amounts, count)) <= 19 / 12 * best + 1e-9
 
 
 @settings(max_examples=third_of(150), deadline=None)
@@ -151,9 +150,8 @@ def test_bubbles_by_hand() -> None:
     assert bubble_rate(made, lambda n: n**2) == pytest.approx(1 - 30 / 50, rel=1e-12)
     assert bubble_rate(made, lambda n: n**2, "minibatch") == pytest.approx(1 - 30 / 34, rel=1e-12)
     # Two minibatches of one microbatch: their barriers are the same.
-    assert bubble_rate(
-        MicrobatchSchedule(made.lengths, made.work, made.microbatches, 0, (0, 1)), barrier="minibatch"
-    ) == (pytest.approx(4 / 14, rel=1e-12))
+    apart = MicrobatchSchedule(made.lengths, made.work, made.microbatches, 0, (0, 1))
+    assert bubble_rate(apart, barrier="minibatch") == pytest.approx(4 / 14, rel=1e-12)
     # Unequal numbers: 4 | 1, 1, 1 takes 4 at the end, 4 + 1 + 1 with barriers.
     uneven = MicrobatchSchedule((4, 1, 1, 1), (4.0, 1.0, 1.0, 1.0), (((0,),), ((1,), (2,), (3,))))
     assert bubble_rate(uneven, barrier="minibatch") == pytest.approx(1 - 7 / 8, rel=1e-12)
@@ -212,9 +210,8 @@ def test_work_follows_the_cost() -> None:
     lengths = [9000, 4000, 1000]
     made = lb_mini(lengths, 2, cost=cost)
     assert made.work == tuple(float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths)
-    assert bubble_rate(lb_mini(lengths, 2), cost, "minibatch") == pytest.approx(
-        bubble_rate(made, barrier="minibatch"), rel=1e-12
-    )
+    rate = bubble_rate(made, barrier="minibatch")
+    assert bubble_rate(lb_mini(lengths, 2), cost, "minibatch") == pytest.approx(rate, rel=1e-12)
     assert lb_mini(lengths, 2, cost=lambda n: n).work == (9000, 4000, 1000)
     assert lb_mini(lengths, 2, work=[1, 2, 3]).microbatches == (((2,),), ((0, 1),))
     with pytest.raises(PlanError, match="work has shape"):

@@ -183,9 +183,8 @@ def groups_in(module):
             axes = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", along.group(2))]
             numbers = np.arange(DEVICES).reshape(list(sizes.values()))
             last = range(numbers.ndim - len(axes), numbers.ndim)
-            groups = (
-                np.moveaxis(numbers, axes, last).reshape(-1, np.prod([numbers.shape[axis] for axis in axes])).tolist()
-            )
+            size = np.prod([numbers.shape[axis] for axis in axes])
+            groups = np.moveaxis(numbers, axes, last).reshape(-1, size).tolist()
         else:
             assert "all-to-all(" not in line
             continue
