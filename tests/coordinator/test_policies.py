@@ -179,10 +179,8 @@ class TestTailBatching:
         world = PolicyWorld(TailBatching(1.25, 1.0, 5), 3, steps=6, prompts_per_step=12, checkpoint_every=1).go()
         state, next_draw = world.states[-1]
         held = set(state["policy"]["held"])
-        resumed = PolicyWorld(
-            TailBatching(1.25, 1.0, 0), 4, steps=12, prompts_per_step=12, state=state, next_draw=next_draw
-        )
-        resumed.go()
+        later: dict[str, Any] = {"steps": 12, "prompts_per_step": 12, "state": state, "next_draw": next_draw}
+        resumed = PolicyWorld(TailBatching(1.25, 1.0, 0), 4, **later).go()
         assert held and held <= {order.prompt.draw for order in resumed.all(Park)}
         check_lags = [step - 1 - min(resumed.versions(groups)) for step, groups in resumed.steps.items()]
         assert set(check_lags) == {0}

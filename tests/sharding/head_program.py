@@ -159,20 +159,13 @@ def compile_ahead(tokens, vocabulary, width):
 
     row = (1, tokens)
     arrays = array(jnp.bfloat16, *row, width), array(jnp.bfloat16, vocabulary, width)
-    cotangents, targets, temperatures = (
-        (array(jnp.float32, *row),) * 2,
-        array(jnp.int32, *row),
-        array(jnp.float32, *row),
-    )
+    targets, temperatures = array(jnp.int32, *row), array(jnp.float32, *row)
+    cotangents = (temperatures, temperatures)
     found = {}
     for name, capability in (("fused", 90), ("portable", 75)):
         with compiling_for(Target("gpu", capability)):
-            program = jax.jit(
-                lambda arrays, cotangents, targets, temperatures: values_and_grads(
-                    arrays, cotangents, targets, temperature=temperatures
-                )
-            )
-            compiled = program.lower(arrays, cotangents, targets, temperatures).compile()
+            program = jax.jit(lambda *given, temperature: values_and_grads(*given, temperature=temperature))
+            compiled = program.lower(arrays, cotangents, targets, temperature=temperatures).compile()
         memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
         found[name] = {
