@@ -7,24 +7,7 @@ from coordinator_cases import World, response, world_at
 
 from fluxjax.base.types import Group
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, messages
-from fluxjax.coordinator.messages import (
-    ANSWERS,
-    Accumulate,
-    Event,
-    Generate,
-    Handlers,
-    Instruction,
-    Message,
-    MessageLog,
-    PromptsDrawn,
-    ResponseFinished,
-    RewardReady,
-    Score,
-    Started,
-    Tick,
-    Train,
-    Trained,
-)
+from fluxjax.coordinator.messages import Event, Generate, Handlers, Instruction, MessageLog, Tick, Train, Trained
 from fluxjax.runtime.runtime import Runtime
 from fluxjax.simulation.promises.books import Books
 from fluxjax.simulation.virtual_cluster import Cluster
@@ -48,8 +31,9 @@ class TestDispatch:
         assert all(callable(method) for method in handlers.values())
 
     def test_answers_are_events_and_what_they_answer_instructions(self) -> None:
-        assert set(ANSWERS) < set(Event.__subclasses__()) and set(ANSWERS.values()) < set(Instruction.__subclasses__())
-        assert all(dataclasses.is_dataclass(kind) for kind in (*Event.__subclasses__(), *Instruction.__subclasses__()))
+        events, instructions = set(Event.__subclasses__()), set(Instruction.__subclasses__())
+        assert set(messages.ANSWERS) < events and set(messages.ANSWERS.values()) < instructions
+        assert all(dataclasses.is_dataclass(kind) for kind in events | instructions)
 
     def test_a_class_without_a_handler_can_not_be_made(self) -> None:
         with pytest.raises((TypeError, RuntimeError)) as error:  # Python 3.11 wraps it
@@ -66,7 +50,7 @@ class TestDispatch:
         handlers = Handlers(Event)
         handlers.of(Tick)(lambda self, event: None)
         with pytest.raises(TypeError, match="handles Tick, as another method does"):
-            handlers.of(Started, Tick)(lambda self, event: None)
+            handlers.of(messages.Started, Tick)(lambda self, event: None)
 
 
 class TestLog:
@@ -119,7 +103,7 @@ class TestLog:
         monkeypatch.setattr(messages, "KEPT", 50)
         log = MessageLog()
         long = dataclasses.replace(response(0, 0), token_ids=(7,) * 9, logprobs=(-1.0,) * 9, versions=(0,) * 9)
-        for message in (ResponseFinished(long), Score(long)) * 100:
+        for message in (messages.ResponseFinished(long), messages.Score(long)) * 100:
             log.add(1, 0.0, message)
         assert len(log._kept) == len(log.last(1000)) == 50
         assert all(long not in kept and long.token_ids not in kept for kept in log._kept)
@@ -134,10 +118,10 @@ class TestLog:
         """Those of whole runs are; here are the others, with what they carry left out of the log."""
         world = World()
         group: Group = world.until(Train).groups[0]  # pyright: ignore[reportAttributeAccessIssue]
-        reward = RewardReady(group.samples[0].response.rid, group.samples[0].reward)
-        messages: list[Message] = [PromptsDrawn((), ((group.prompt, "bad"),)), Accumulate(3, (group,), (1, 2)), reward]
+        reward = messages.RewardReady(group.samples[0].response.rid, group.samples[0].reward)
+        drawn, early = messages.PromptsDrawn((), ((group.prompt, "bad"),)), messages.Accumulate(3, (group,), (1, 2))
         log = MessageLog()
-        for message in messages:
+        for message in (drawn, early, reward):
             log.add(3, 0.0, message)
         assert log.last(3) == [
             "step 3 hears PromptsDrawn 0 1 of them skipped",
