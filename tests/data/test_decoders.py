@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import pytest
@@ -377,7 +378,7 @@ def test_without_room_in_memory_pixels_are_sent(monkeypatch):
 
 
 def test_pools_decode_at_once_as_many_files_as_there_are_processes(folder, pool):
-    together = threading.Barrier(2)
+    together: Any = threading.Barrier(2)
     jobs = [DecodeJob(ref.name, ref.kind, ref.path) for ref in refs_of(folder)[:2]]
     with contextlib.closing(DecoderPool(SETTINGS, 2, seconds=60.0, memory_gib=8.0)) as decoders:
         media = list(pool.map(lambda job: decoders.decode(job, lambda *_: together.wait(60)), jobs))

@@ -54,7 +54,9 @@ def proxies(request, tmp_path):
             if request.param == "central" or not isinstance(processor, Processor):
                 return None
             store, index = LocalStore(processor.settings, config.data, workers=0), MediaIndex(tmp_path / "index")
-            return ProxyMedia(*(stack.enter_context(contextlib.closing(part)) for part in (store, index)))
+            for part in (store, index):
+                stack.callback(part.close)
+            return ProxyMedia(store, index)
 
         PROXY[:] = proxy, stack
         yield
@@ -126,11 +128,11 @@ def test_images_videos_and_text_come_prepared_in_draw_order(folders):
 
 def test_text_alone_needs_no_vision(folders):
     preparer = build({"reverse": folders["reverse"] / "train.jsonl"}, vision=False)
-    assert isinstance(preparer, PromptSource), "it is what the runtime draws from"
     ((prepared, skipped),) = draw_all(preparer, [4])
     assert len(prepared) == 4 and not skipped
     assert isinstance(preparer.processor, Processor)
     assert all(preparer.processor.decode(p.inputs.laid_out().token_ids_T.tolist()) == p.prompt.text for p in prepared)
+    assert isinstance(preparer, PromptSource), "it is what the runtime draws from"
 
 
 def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):

@@ -23,7 +23,7 @@ FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "GIF", "BMP", "PPM", "JPEG2000
 
 def encoded(width, height, format, orientation=None):
     turned = orientation is not None and format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
-    options = {"exif": exif_of(orientation)} if turned else {}
+    options = {"exif": exif_of(orientation or 0)} if turned else {}
     return saved(Image.fromarray(moving_frames(1, height, width)[0]), format, **options)
 
 
