@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+from typing import Any
 
 import numpy as np
 import scipy.stats
@@ -54,7 +55,10 @@ def taught(workload: Workload, responses: int = 8, limit: int = LIMIT) -> Length
 
 def rank_correlation(a, b) -> float:
     """Spearman's; 0 where one side says nothing."""
-    return float(scipy.stats.spearmanr(a, b)[0]) if np.ptp(a) and np.ptp(b) else 0.0
+    if not (np.ptp(a) and np.ptp(b)):
+        return 0.0
+    found: Any = scipy.stats.spearmanr(a, b)
+    return float(found.statistic)
 
 
 def source_means(train: Workload, held_out: Workload) -> list[float]:

@@ -61,7 +61,8 @@ def test_a_prompt_tells_something_about_its_lengths():
     work = workload(2, prompts=4000)
     text = np.array([len(work.prompt(draw).text) for draw in range(2000)])
     lengths = np.array([np.log(work.samples(draw, 0, 8).lengths).mean() for draw in range(2000)])
-    assert 0.4 < scipy.stats.spearmanr(text, lengths)[0] < 0.7
+    found: Any = scipy.stats.spearmanr(text, lengths)
+    assert 0.4 < found.statistic < 0.7
     code, judge = (
         np.mean([lengths[draw] for draw in range(2000) if work.prompt(draw).source == task])
         for task in ("code", "judge")
