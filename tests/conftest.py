@@ -1,7 +1,9 @@
 """Strict defaults for every test: 8 CPU devices, strict dtype and rank promotion, warnings are errors (pyproject)."""
 
+import asyncio
 import compileall
 import gc
+import inspect
 import math
 import os
 import pathlib
@@ -100,6 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine on an event loop of its own; one that hangs fails."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), timeout=300))
+    return True
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A test that leaves this process a real-time one, as an encoder may, starves all others, its children included."""
     assert scheduled() == SCHEDULED, "this process is scheduled otherwise now: see media_files.new_video"
@@ -128,6 +140,14 @@ def forked_servers() -> Iterator[None]:
         stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked})
         patch.setattr("rollout.local_process.subprocess", stand_in)
         yield
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """The folders of tiny models for servers: `vl`, `other` (the same with other weights) and `text`."""
+    import serve_cases
+
+    return serve_cases.checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

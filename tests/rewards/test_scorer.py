@@ -124,18 +124,14 @@ def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process(rule):
     assert done.stdout == "timed out after 0.2 s\n"
 
 
-def test_a_cancelled_score_is_cancelled(users_module):
+async def test_a_cancelled_score_is_cancelled(users_module):
     subject = scorer("user_rewards:hangs", timeout=HANG)
-
-    async def cancel():
-        task = asyncio.create_task(subject.score_text(PROMPT, ""))
-        while not users_module.begun.is_set():
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(subject.score_text(PROMPT, ""))
+    while not users_module.begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_built_in_rules_are_found_by_name():

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import pathlib
 import subprocess
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,12 +31,6 @@ QUICK = FleetOptions(patience=5.0, start_seconds=300.0, look_every=0.1, interval
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(asyncio.wait_for(work, HANG))
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(HANG):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def asked(n: int = 1, seed: int = 0, tokens: int = 12, **how: Any) -> GenerateRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -132,12 +132,18 @@ async def collect(stream: Any, n: int) -> list[Answer]:
     return answers
 
 
-async def serve(serving: JaxEngine, requests: Sequence[GenerateRequest]) -> list[list[Answer]]:
-    """Submits all at once, as the runtime does: paused, in order, then resumed."""
+async def serve(serving: JaxEngine, requests: Sequence[GenerateRequest], lossy: bool = False) -> list[Any]:
+    """Submits all at once, as the runtime does: paused, in order, then resumed. Returns the answers to each, or, where
+    some may be lost, the error that it was lost with."""
     await serving.pause()
-    streams = [serving.generate(each) for each in requests]
+    streams = [collect(serving.generate(each), each.n) for each in requests]
     await serving.resume()
-    return await asyncio.gather(*(collect(s, r.n) for s, r in zip(streams, requests, strict=True)))
+    return await asyncio.gather(*streams, return_exceptions=lossy)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
 
 
 def run(serving: JaxEngine, *requests: GenerateRequest) -> list[list[Answer]]:

@@ -11,17 +11,19 @@ import json
 import pathlib
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
 import numpy as np
-from PIL import Image
-from rollout_cases import HANG, LONGEST, TEXT, VL, build, collect
+from protocol_cases import picture
+from rollout_cases import LONGEST, TEXT, VL, build, collect
 from safetensors.numpy import load_file
 
 import models
-from models.config import PatchLayout
+from models.config import PatchLayout, Qwen25VLConfig
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
 from rollout import wire
@@ -41,12 +43,18 @@ def checkpoint(folder: pathlib.Path, config: Any, processor: Processor, seed: in
     return folder
 
 
+def media_model(texts: Sequence[str], config: Qwen25VLConfig) -> tuple[Qwen25VLConfig, Processor]:
+    """A configuration with the media tokens of a processor of these letters, and the processor."""
+    layout = PatchLayout.of(config.vision)
+    processor = tiny.build(texts, layout=layout, max_pixels=16 * 16, min_pixels=8 * 8)
+    tokens = ("vision_start", "vision_end", "image_pad", "video_pad")
+    ids = {f"{name.removesuffix('_pad')}_token_id": processor.tokenizer.token_to_id(f"<|{name}|>") for name in tokens}
+    return dataclasses.replace(config, **ids), processor
+
+
 def checkpoints(root: pathlib.Path) -> dict[str, pathlib.Path]:
     """Checkpoint folders: a vision-language model, the same with other weights, and a text model."""
-    processor = tiny.build(TEXTS, layout=PatchLayout.of(VL.vision), max_pixels=16 * 16, min_pixels=8 * 8)
-    names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
-    ids = {f"{name}_token_id": processor.tokenizer.token_to_id(f"<|{token}|>") for name, token in names.items()}
-    vl = dataclasses.replace(VL, **ids)
+    vl, processor = media_model(TEXTS, VL)
     return {
         "vl": checkpoint(root / "vl", vl, processor),
         "other": checkpoint(root / "other", vl, processor, seed=1),
@@ -54,19 +62,12 @@ def checkpoints(root: pathlib.Path) -> dict[str, pathlib.Path]:
     }
 
 
-def png(height: int, width: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def clip(frames: int, seed: int) -> bytes:
+def clip(frames: int, seed: int, rate: int = 2) -> bytes:
     import av
 
     rng, file = np.random.default_rng(seed), io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=2)
+        stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
         for _ in range(frames):
             frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (16, 16, 3), np.uint8), format="rgb24")
@@ -75,7 +76,7 @@ def clip(frames: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-PICTURE, SECOND, CLIP = png(16, 16, 0), png(8, 16, 1), clip(4, 2)
+PICTURE, SECOND, CLIP = picture(16, 16, 0), picture(8, 16, 1), clip(4, 2)
 PROMPTS = {
     "text": ("what is this?", []),
     "image": ("what <image> is", [("image", PICTURE)]),
@@ -171,10 +172,6 @@ async def serving(
         await engine.close()
 
 
-def run(test: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(test, HANG))
-
-
 def same(reply: dict[str, Any], answer: Any) -> None:
     meta = reply["meta_info"]
     assert reply["output_ids"] == list(answer.ids)
@@ -219,8 +216,8 @@ def single(served: Served, rid: str, tokens: int = 40, **changes: Any) -> dict[s
     return {key: value[0] if isinstance(value, list) else value for key, value in body.items()} | {"rid": rid} | changes
 
 
-def refused_flags(main: Callable[..., int], flags: Sequence[str], complaint: str, capsys: Any) -> None:
-    """A program ends with code 2 and one line that says why."""
+def refused_flags(main: Callable[..., int], flags: Sequence[str], complaint: str, capsys: Any) -> str:
+    """A program ends with code 2 and one line that says why. Returns the line."""
     try:
         code = main(flags)
     except SystemExit as end:
@@ -228,3 +225,11 @@ def refused_flags(main: Callable[..., int], flags: Sequence[str], complaint: str
     captured = capsys.readouterr()
     assert code == 2 and not captured.out
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and complaint in captured.err
+    return captured.err
+
+
+def help_of(program: str) -> str:
+    """The help of a program, which comes before it imports what takes long."""
+    code = f"import sys, {program} as it; assert not {{'jax', 'starlette'}} & sys.modules.keys(); it.main(['--help'])"
+    root = pathlib.Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout

@@ -12,8 +12,6 @@
 10. Text and vision prompts run in one batch, and text-only models need no vision.
 """
 
-import asyncio
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,27 +228,24 @@ def test_8_more_samples_than_slots():
     assert (serving.stats().running, serving.stats().waiting) == (0, 0)
 
 
-def test_9_refusals():
+async def test_9_refusals():
     async def refuse(match, serving=None, **how):
         with pytest.raises(EngineError, match=match):
             (serving or engine(build(TEXT))).generate(request("r", **{"prompt": text_prompt(60), **how}))
 
-    async def all_of_them():
-        await refuse(r"60 prompt tokens \+ max_new_tokens=5 = 65 .*rollout\.max_sequence_tokens=64", max_new_tokens=5)
-        await refuse("text-only", prompt=media_prompt(1, ("image", (1, 4, 4))), max_new_tokens=1)
-        await refuse("prefixes for n=2", n=2, prefix=((1,),), max_new_tokens=2)
-        await refuse("vocabulary of 40", prompt=text_prompt(3), prefix=((40,),), max_new_tokens=2)
-        await refuse("forbidden", prompt=text_prompt(3), forbidden_ids=tuple(range(VOCAB)), max_new_tokens=2)
-        await refuse("top_p", prompt=text_prompt(3), top_p=0.0, max_new_tokens=2)
-        await refuse("max_new_tokens=0", prompt=text_prompt(3), max_new_tokens=0)
-        serving = engine(build(TEXT))
-        first = serving.generate(request("r", text_prompt(3), max_new_tokens=2))
-        await refuse("already in flight", serving, prompt=text_prompt(3), max_new_tokens=2)
-        assert len((await collect(first, 1))[0].ids) == 2, "a refusal leaves others alone"
-        exact = serving.generate(request("r", text_prompt(60), max_new_tokens=4))
-        assert len((await collect(exact, 1))[0].ids) == 4, "what just fits is served"
-
-    asyncio.run(all_of_them())
+    await refuse(r"60 prompt tokens \+ max_new_tokens=5 = 65 .*rollout\.max_sequence_tokens=64", max_new_tokens=5)
+    await refuse("text-only", prompt=media_prompt(1, ("image", (1, 4, 4))), max_new_tokens=1)
+    await refuse("prefixes for n=2", n=2, prefix=((1,),), max_new_tokens=2)
+    await refuse("vocabulary of 40", prompt=text_prompt(3), prefix=((40,),), max_new_tokens=2)
+    await refuse("forbidden", prompt=text_prompt(3), forbidden_ids=tuple(range(VOCAB)), max_new_tokens=2)
+    await refuse("top_p", prompt=text_prompt(3), top_p=0.0, max_new_tokens=2)
+    await refuse("max_new_tokens=0", prompt=text_prompt(3), max_new_tokens=0)
+    serving = engine(build(TEXT))
+    first = serving.generate(request("r", text_prompt(3), max_new_tokens=2))
+    await refuse("already in flight", serving, prompt=text_prompt(3), max_new_tokens=2)
+    assert len((await collect(first, 1))[0].ids) == 2, "a refusal leaves others alone"
+    exact = serving.generate(request("r", text_prompt(60), max_new_tokens=4))
+    assert len((await collect(exact, 1))[0].ids) == 4, "what just fits is served"
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from rollout_cases import (
     run,
     serve,
     text_prompt,
+    until,
 )
 
 import models
@@ -47,21 +48,6 @@ from rollout.pages import PAGE_TOKENS
 from sharding.mesh import make_mesh
 
 PROMPT = text_prompt(7)
-
-
-def without_a_hang(function):
-    """Runs an async test on a loop of its own; a hang fails it."""
-
-    def test():
-        asyncio.run(asyncio.wait_for(function(), HANG))
-
-    test.__name__, test.__doc__ = function.__name__, function.__doc__
-    return test
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def settled(serving):
@@ -79,7 +65,6 @@ def params_of(model):
 
 
 @pytest.mark.slow
-@without_a_hang
 async def test_11_abort_keeps_what_was_generated():
     model, serving = build(TEXT), engine(build(TEXT))
     (whole,) = await serve(serving, [request("whole", PROMPT, n=4, max_new_tokens=50)])
@@ -107,7 +92,6 @@ async def collect_after(first, stream, n):
     return await collect(chunks(), n)
 
 
-@without_a_hang
 async def test_11_abort_one_sample_and_unknown_ids():
     serving = engine(build(TEXT), slots=4)
     stream = serving.generate(request("r", PROMPT, n=6, max_new_tokens=30))
@@ -125,55 +109,48 @@ async def test_11_abort_one_sample_and_unknown_ids():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["aclose", "cancel", "drop", "drop unread", "error in the loop"])
-def test_12_an_abandoned_stream_leaks_nothing(how):
-    async def scenario():
-        serving = engine(build(TEXT), slots=4)
-        ask = request("r", PROMPT, n=9, max_new_tokens=50)
-        if how == "aclose":
-            stream = serving.generate(ask)
-            await anext(stream)
-            await stream.aclose()
-            assert [chunk async for chunk in stream] == []
-        elif how == "cancel":
-            task = asyncio.create_task(collect(serving.generate(ask), 9))
-            await until(lambda: serving.stats().tokens_generated)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        elif how == "drop":
-            stream = serving.generate(ask)
-            await anext(stream)
-            del stream
-        elif how == "drop unread":
-            serving.generate(ask)
-        else:
-            with pytest.raises(ZeroDivisionError):
-                async for _ in serving.generate(ask):
-                    raise ZeroDivisionError
-        gc.collect()
-        await settled(serving)
-        (answers,) = await serve(serving, [request("r", PROMPT, n=4, max_new_tokens=5)])  # the same id again
-        assert all(len(answer.ids) == 5 for answer in answers)
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+async def test_12_an_abandoned_stream_leaks_nothing(how):
+    serving = engine(build(TEXT), slots=4)
+    ask = request("r", PROMPT, n=9, max_new_tokens=50)
+    if how == "aclose":
+        stream = serving.generate(ask)
+        await anext(stream)
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+    elif how == "cancel":
+        task = asyncio.create_task(collect(serving.generate(ask), 9))
+        await until(lambda: serving.stats().tokens_generated)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    elif how == "drop":
+        stream = serving.generate(ask)
+        await anext(stream)
+        del stream
+    elif how == "drop unread":
+        serving.generate(ask)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            async for _ in serving.generate(ask):
+                raise ZeroDivisionError
+    gc.collect()
+    await settled(serving)
+    (answers,) = await serve(serving, [request("r", PROMPT, n=4, max_new_tokens=5)])  # the same id again
+    assert all(len(answer.ids) == 5 for answer in answers)
 
 
 @pytest.mark.slow
-def test_13_new_weights_in_the_middle_of_responses():
+async def test_13_new_weights_in_the_middle_of_responses():
     old, new = build(VL), build(VL, seed=1)
     prompt = media_prompt(2, ("image", (1, 4, 8)), 2, seed=3)
-
-    async def scenario():
-        serving = engine(old, slots=4, version=5)
-        stream = serving.generate(request("r", prompt, n=6, seed=3, max_new_tokens=24))
-        first = await anext(stream)
-        buffers = jax.tree.map(np.array, params_of(new))
-        await serving.update_weights(6, buffers)
-        jax.tree.map(lambda x: x.fill(0.0), buffers)  # host arrays are the caller's again
-        assert serving.stats().version == 6
-        return await collect_after(first, stream, 6)
-
-    answers = asyncio.run(asyncio.wait_for(scenario(), HANG))
+    serving = engine(old, slots=4, version=5)
+    stream = serving.generate(request("r", prompt, n=6, seed=3, max_new_tokens=24))
+    first = await anext(stream)
+    buffers = jax.tree.map(np.array, params_of(new))
+    await serving.update_weights(6, buffers)
+    jax.tree.map(lambda x: x.fill(0.0), buffers)  # host arrays are the caller's again
+    assert serving.stats().version == 6
+    answers = await collect_after(first, stream, 6)
     mixed = 0
     for answer in answers:
         assert len(answer.ids) == 24
@@ -186,7 +163,6 @@ def test_13_new_weights_in_the_middle_of_responses():
     assert mixed == 4 and sum(set(answer.versions) == {6} for answer in answers) == 2
 
 
-@without_a_hang
 async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     old, new = build(TEXT), build(TEXT, seed=1)
     serving = engine(old)
@@ -203,7 +179,6 @@ async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     assert answer.ids == tuple(np.where(np.array(answer.versions) == 0, *logits))
 
 
-@without_a_hang
 async def test_13_sharded_weights_arrive_whole():
     new = build(TEXT, seed=1)
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -219,19 +194,17 @@ async def test_13_sharded_weights_arrive_whole():
     assert_logprobs(new, PROMPT, answer)
 
 
-@without_a_hang
 async def test_14_weights_of_another_shape_are_refused():
     serving = engine(build(TEXT))
     wrong = jax.tree.map(lambda x: x, params_of(build(TEXT)))
-    wrong["norm"]["scale"] = np.zeros(31, np.float32)
-    with pytest.raises(EngineError, match=r"norm.*scale.*\(31,\).*\(32,\)"):
-        await serving.update_weights(1, wrong)
-    wrong["norm"]["scale"] = np.zeros(32, jax.numpy.bfloat16)
-    with pytest.raises(EngineError, match=r"norm.*scale.*dtype bfloat16.*float32"):
-        await serving.update_weights(1, wrong)
-    wrong["norm"]["scale"] = "none"
-    with pytest.raises(EngineError, match=r"norm.*scale.*shape None"):
-        await serving.update_weights(1, wrong)
+    for scale, complaint in (
+        (np.zeros(31, np.float32), r"\(31,\).*\(32,\)"),
+        (np.zeros(32, jnp.bfloat16), "dtype bfloat16.*float32"),
+        ("none", "shape None"),
+    ):
+        wrong["norm"]["scale"] = scale
+        with pytest.raises(EngineError, match=f"norm.*scale.*{complaint}"):
+            await serving.update_weights(1, wrong)
     scale = wrong["norm"].pop("scale")
     with pytest.raises(EngineError, match=r"norm.*scale.* is missing"):
         await serving.update_weights(1, wrong)
@@ -246,7 +219,6 @@ async def test_14_weights_of_another_shape_are_refused():
     assert_logprobs(build(TEXT), PROMPT, answer)
 
 
-@without_a_hang
 async def test_15_pause():
     serving = engine(build(TEXT), slots=4)
     stream = serving.generate(request("r", PROMPT, n=4, max_new_tokens=40))
@@ -267,7 +239,6 @@ async def test_15_pause():
     assert 0 < len(answers[0].ids) < 40
 
 
-@without_a_hang
 async def test_16_sleep_and_wake():
     serving = engine(build(TEXT))
     stream = serving.generate(request("r", PROMPT, max_new_tokens=40))
@@ -315,12 +286,8 @@ def test_18_samples_that_can_never_have_a_second_page_read_one():
         assert [sizes[1] for program, sizes in serving.compiled_shapes if program == "decode"] == views
 
 
-def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:
+async def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:
     """One weight or a few small ones are on the device twice; an abstract model's engine has none until they come."""
-    asyncio.run(asyncio.wait_for(new_for_old(monkeypatch, held_by), HANG))
-
-
-async def new_for_old(monkeypatch, held_by) -> None:
     model, (elsewhere, here) = build(TEXT), jax.devices()[:2]
     params = jax.device_put(params_of(model), elsewhere)
     serving = engine(models.abstract(model.config), devices=[here])
@@ -352,7 +319,6 @@ async def new_for_old(monkeypatch, held_by) -> None:
         await one.close()
 
 
-@without_a_hang
 async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
     """A learner's on one device; and they bring no sharding along for which programs would be compiled again."""
     here = jax.devices()[1]
@@ -363,14 +329,9 @@ async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
         tables = [tree["embedding"]["table"] for tree in (serving._device.params, params)]
         return len({table.addressable_shards[0].data.unsafe_buffer_pointer() for table in tables}) == 1
 
-    elsewhere, half, serving = (
-        engine(models.abstract(TEXT), **options)
-        for options in (
-            {"devices": jax.devices()[:1]},
-            {"devices": [here], "compute_dtype": jnp.bfloat16},
-            {"devices": [here]},
-        )
-    )
+    abstract = models.abstract(TEXT)
+    elsewhere, serving = (engine(abstract, devices=[device]) for device in (jax.devices()[0], here))
+    half = engine(abstract, devices=[here], compute_dtype=jnp.bfloat16)
     for one in (elsewhere, half, serving):
         await one.update_weights(1, params)
     assert [is_shared(one) for one in (elsewhere, half, serving)] == [False, False, True]
@@ -388,18 +349,10 @@ async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_13_requests_wait_while_weights_are_replaced(room, monkeypatch) -> None:
+async def test_13_requests_wait_while_weights_are_replaced(room, monkeypatch) -> None:
     """They are served by the new ones; where these find no room, they are lost, and the engine says what it lacks."""
-    asyncio.run(asyncio.wait_for(request_in_between(room, monkeypatch), HANG))
-
-
-async def request_in_between(room: bool, monkeypatch) -> None:
-    serving, begun, go_on, split = (
-        engine(build(TEXT)),
-        threading.Event(),
-        threading.Event(),
-        rollout.device.split_layers,
-    )
+    serving, begun, go_on = engine(build(TEXT)), threading.Event(), threading.Event()
+    split = rollout.device.split_layers
 
     def slowly(*args):
         begun.set()
@@ -427,7 +380,7 @@ async def request_in_between(room: bool, monkeypatch) -> None:
     await serving.close()
 
 
-def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
+async def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
     """Weights that are spread over devices reach two engines at the same time, as when a step is published."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -437,16 +390,13 @@ def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
     check = rollout.device.check_finite
     monkeypatch.setattr(rollout.device, "check_finite", lambda *args: (together.wait(), check(*args))[1])
 
-    async def publish() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
         for version in range(1, 40):
             params = fresh(params_of(build(TEXT)))
             await asyncio.gather(*(one.update_weights(version, params) for one in engines))
         for one in engines:
             await one.close()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
-    try:
-        asyncio.run(asyncio.wait_for(publish(), HANG))
     finally:
         sys.setswitchinterval(before)

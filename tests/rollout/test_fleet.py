@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_proxy import Fault, Servers, engine, limits
-from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, run, sleeper, until
+from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, run, sleeper
 from protocol_cases import LONGEST, SLOTS, checkpoint, command, model
-from rollout_cases import collect
+from rollout_cases import collect, until
 from safetensors.numpy import load_file
 
 import models
@@ -46,77 +46,61 @@ def weights_folders() -> set[pathlib.Path]:
 
 
 @pytest.mark.parametrize("lines", [("echo no memory; exit 3",), ("echo no memory; sleep 1000",)], ids=["ends", "hangs"])
-def test_a_server_that_never_starts_fails_its_requests(tmp_path: pathlib.Path, lines: tuple[str, ...]) -> None:
+async def test_a_server_that_never_starts_fails_its_requests(tmp_path: pathlib.Path, lines: tuple[str, ...]) -> None:
     options = FleetOptions(start_seconds=1.0, look_every=0.1)
     with contextlib.closing(fleet_of(processes=[sleeper(tmp_path, *lines)], options=options)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            await seat.update_weights(1, models.split(model("text"))[1])
-            with pytest.raises(EngineError, match=r"(?s)no server for 1 s.*no memory"):
-                await collect(seat.generate(asked()), 1)
-
-        run(work())
+        await seat.update_weights(1, models.split(model("text"))[1])
+        with pytest.raises(EngineError, match=r"(?s)no server for 1 s.*no memory"):
+            await collect(seat.generate(asked()), 1)
 
 
-def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> None:
+async def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> None:
     with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)])) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            first = asyncio.create_task(collect(seat.generate(wanted := asked(n=2)), 2))
-            await until(lambda: seat.stats().running == 2)
-            await seat.abort(f"{wanted.rid}/1")
-            await until(lambda: seat.stats().running == 1)
-            await seat.abort(wanted.rid)
-            assert [(answer.ids, answer.finish) for answer in await first] == [((), FinishReason.ABORT)] * 2
-            with pytest.raises(EngineError, match="no server 9 in the fleet; there are server 0"):
-                fleet.leave("server 9")
-
-        run(work())
+        first = asyncio.create_task(collect(seat.generate(wanted := asked(n=2)), 2))
+        await until(lambda: seat.stats().running == 2)
+        await seat.abort(f"{wanted.rid}/1")
+        await until(lambda: seat.stats().running == 1)
+        await seat.abort(wanted.rid)
+        assert [(answer.ids, answer.finish) for answer in await first] == [((), FinishReason.ABORT)] * 2
+        with pytest.raises(EngineError, match="no server 9 in the fleet; there are server 0"):
+            fleet.leave("server 9")
 
 
-def test_a_pause_does_not_count_as_a_lack_of_servers(tmp_path: pathlib.Path) -> None:
+async def test_a_pause_does_not_count_as_a_lack_of_servers(tmp_path: pathlib.Path) -> None:
     options = FleetOptions(start_seconds=0.5, look_every=0.1)
     with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)], options=options)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            await seat.pause()
-            answers = asyncio.create_task(collect(seat.generate(asked()), 1))
-            await asyncio.sleep(3.0)
-            assert not answers.done()
-            await seat.resume()
-            with pytest.raises(EngineError, match=r"no server for 0[.]5 s"):
-                await answers
-
-        run(work())
+        await seat.pause()
+        answers = asyncio.create_task(collect(seat.generate(asked()), 1))
+        await asyncio.sleep(3.0)
+        assert not answers.done()
+        await seat.resume()
+        with pytest.raises(EngineError, match=r"no server for 0[.]5 s"):
+            await answers
 
 
-def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib.Path) -> None:
+async def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib.Path) -> None:
     """Not even the requests that are under way, which fail, and a server that left a moment ago."""
     before = weights_folders()
     servers = [sleeper(tmp_path / str(number)) for number in range(2)]
     fleet = fleet_of(processes=servers)
     seat = FleetEngine(fleet, 0)
-
-    async def work() -> None:
-        await seat.update_weights(1, models.split(model("text"))[1])
-        answers = asyncio.create_task(collect(seat.generate(asked()), 1))
-        await until(lambda: seat.stats().running and all(server._process for server in servers))
-        pids = [server.pid for server in servers]
-        assert weights_folders() - before
-        fleet.leave("server 1")
-        await asyncio.to_thread(fleet.close)
-        await until(lambda: not any(map(group_exists, pids)))
-        with pytest.raises(EngineError, match="closed"):
-            await answers
-        with pytest.raises(EngineError, match="closed"):
-            seat.generate(asked())
-        with pytest.raises(EngineError, match="closed"):
-            await seat.pause()
-
-    run(work())
+    await seat.update_weights(1, models.split(model("text"))[1])
+    answers = asyncio.create_task(collect(seat.generate(asked()), 1))
+    await until(lambda: seat.stats().running and all(server._process for server in servers))
+    pids = [server.pid for server in servers]
+    assert weights_folders() - before
+    fleet.leave("server 1")
+    await asyncio.to_thread(fleet.close)
+    await until(lambda: not any(map(group_exists, pids)))
+    with pytest.raises(EngineError, match="closed"):
+        await answers
+    with pytest.raises(EngineError, match="closed"):
+        seat.generate(asked())
+    with pytest.raises(EngineError, match="closed"):
+        await seat.pause()
     fleet.close()
     assert weights_folders() <= before
 
@@ -184,72 +168,56 @@ def here() -> JaxEngine:
 
 
 @pytest.mark.slow
-def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, here: JaxEngine) -> None:
+async def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, here: JaxEngine) -> None:
     pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            version = await publish([seat], here)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            await asyncio.gather(*(exact(seat, here, asked(n=3, seed=seed), version) for seed in range(6)))
-
-        run(work())
+        version = await publish([seat], here)
+        await until(lambda: all(server.up for server in fleet.servers()))
+        await asyncio.gather(*(exact(seat, here, asked(n=3, seed=seed), version) for seed in range(6)))
         assert [proxy.calls["/generate"] for proxy in pair.proxies] == [3, 3]  # the samples of each together
 
 
 @pytest.mark.slow
-def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here: JaxEngine) -> None:
+async def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here: JaxEngine) -> None:
     pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
         seats = [FleetEngine(fleet, seat) for seat in range(2)]
-
-        async def work() -> None:
-            version = await publish(seats, here)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            await asyncio.gather(*(exact(seats[1], here, asked(seed=seed), version) for seed in range(3)))
-            assert [proxy.calls["/generate"] for proxy in pair.proxies] == [0, 3]
-            fleet.leave("server 1")
-            await exact(seats[1], here, asked(), version)
-            assert [proxy.calls["/generate"] for proxy in pair.proxies] == [1, 3]
-
-        run(work())
+        version = await publish(seats, here)
+        await until(lambda: all(server.up for server in fleet.servers()))
+        await asyncio.gather(*(exact(seats[1], here, asked(seed=seed), version) for seed in range(3)))
+        assert [proxy.calls["/generate"] for proxy in pair.proxies] == [0, 3]
+        fleet.leave("server 1")
+        await exact(seats[1], here, asked(), version)
+        assert [proxy.calls["/generate"] for proxy in pair.proxies] == [1, 3]
 
 
 @pytest.mark.slow
-def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: Servers, here: JaxEngine) -> None:
+async def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: Servers, here: JaxEngine) -> None:
     pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
         seats = [FleetEngine(fleet, seat) for seat in range(2)]
-
-        async def work() -> None:
-            await publish(seats, here)
-            version = await publish(seats[:1], here, 1)
-            fleet.leave("server 0")
-            waits = asyncio.create_task(exact(seats[0], here, asked(), version))
-            await asyncio.sleep(0.5)
-            assert not waits.done() and not any(proxy.calls["/generate"] for proxy in pair.proxies)
-            fleet.join(pair.addresses[0])
-            await waits
-
-        run(work())
+        await publish(seats, here)
+        version = await publish(seats[:1], here, 1)
+        fleet.leave("server 0")
+        waits = asyncio.create_task(exact(seats[0], here, asked(), version))
+        await asyncio.sleep(0.5)
+        assert not waits.done() and not any(proxy.calls["/generate"] for proxy in pair.proxies)
+        fleet.join(pair.addresses[0])
+        await waits
 
 
 @pytest.mark.slow
-def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: Servers, here: JaxEngine) -> None:
+async def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: Servers, here: JaxEngine) -> None:
     pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            await publish([seat], here)
-            stream = seat.generate(asked(n=8, tokens=50, temperature=0.0))
-            await until(lambda: any(each.stats().running for each in pair.engines))
-            await stream.aclose()
-            await until(lambda: not any(each.stats().running + each.stats().waiting for each in pair.engines))
-            await until(lambda: seat.stats().running == 0)
-
-        run(work())
+        await publish([seat], here)
+        stream = seat.generate(asked(n=8, tokens=50, temperature=0.0))
+        await until(lambda: any(each.stats().running for each in pair.engines))
+        await stream.aclose()
+        await until(lambda: not any(each.stats().running + each.stats().waiting for each in pair.engines))
+        await until(lambda: seat.stats().running == 0)
 
 
 @pytest.mark.slow
@@ -280,43 +248,35 @@ def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: Jax
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, here: JaxEngine) -> None:
+async def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, here: JaxEngine) -> None:
     """It is not up when the update begins, and has been brought to what was wanted before."""
     pair.reset()
     pair.proxies[0].script.append(Fault("late", route="/continue_generation"))
     with contextlib.closing(fleet_of(addresses=pair.addresses[:1])) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            fleet.start()
-            await until(lambda: pair.proxies[0].calls["/continue_generation"])
-            assert not fleet.servers()[0].up
-            version = await publish([seat], here)
-            await until(lambda: fleet.servers()[0].up)
-            assert fleet.servers()[0].version == version
-            await exact(seat, here, asked(), version)
-
-        run(work())
+        fleet.start()
+        await until(lambda: pair.proxies[0].calls["/continue_generation"])
+        assert not fleet.servers()[0].up
+        version = await publish([seat], here)
+        await until(lambda: fleet.servers()[0].up)
+        assert fleet.servers()[0].version == version
+        await exact(seat, here, asked(), version)
 
 
 @pytest.mark.slow
-def test_a_full_shared_memory_leaves_the_old_weights(
+async def test_a_full_shared_memory_leaves_the_old_weights(
     pair: Servers, here: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
-            version = await publish([seat], here)
-            with monkeypatch.context() as full:
-                full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
-                with pytest.raises(OSError, match=r"fluxjax-weights-.*MiB of shared memory"):
-                    await seat.update_weights(version + 1000, models.split(model("text", 1))[1])
-            assert seat.stats().version == version
-            await exact(seat, here, asked(), version)
-
-        run(work())
+        version = await publish([seat], here)
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+            with pytest.raises(OSError, match=r"fluxjax-weights-.*MiB of shared memory"):
+                await seat.update_weights(version + 1000, models.split(model("text", 1))[1])
+        assert seat.stats().version == version
+        await exact(seat, here, asked(), version)
 
 
 # --- with processes -------------------------------------------------------------------------------
@@ -361,78 +321,66 @@ def jobs_of(seat: FleetEngine, here: JaxEngine, version: int, count: int, n: int
 
 
 @pytest.mark.long
-def test_a_server_that_dies_or_hangs_is_replaced(two: Two, long_here: JaxEngine) -> None:
+async def test_a_server_that_dies_or_hangs_is_replaced(two: Two, long_here: JaxEngine) -> None:
     """Its samples go on elsewhere; it comes back with the newest weights, also with those of an update in between."""
     fleet, servers, seat = two.fleet, two.servers, two.seat
-
-    async def work() -> None:
-        version = await two.serves(long_here)
-        await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
-        for number, signals in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-            jobs = jobs_of(seat, long_here, version, 2, 4)
-            await until(lambda: all(server.open > 0 for server in fleet._state.servers))
-            before, pid = fleet.servers()[number].restarts, servers[number].pid
-            os.killpg(pid, signals)
-            began = time.monotonic()
-            await until(lambda number=number, before=before: fleet.servers()[number].restarts > before)
-            assert time.monotonic() - began < QUICK.patience + 60  # whatever else the machine does
-            await until(lambda pid=pid: not group_exists(pid))
-            await asyncio.gather(*jobs)
-            if signals is signal.SIGKILL:  # with an update while it is down
-                version = await two.serves(long_here, 1)
-            await until(lambda version=version: [each.version for each in fleet.servers()] == [version] * 2)
-            tokens = fleet.servers()[number].tokens
-            await asyncio.gather(*(exact(seat, long_here, asked(n=2, seed=seed), version) for seed in range(4)))
-            assert fleet.servers()[number].tokens > tokens
-
-    run(work())
+    version = await two.serves(long_here)
+    await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
+    for number, signals in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+        jobs = jobs_of(seat, long_here, version, 2, 4)
+        await until(lambda: all(server.open > 0 for server in fleet._state.servers))
+        before, pid = fleet.servers()[number].restarts, servers[number].pid
+        os.killpg(pid, signals)
+        began = time.monotonic()
+        await until(lambda number=number, before=before: fleet.servers()[number].restarts > before)
+        assert time.monotonic() - began < QUICK.patience + 60  # whatever else the machine does
+        await until(lambda pid=pid: not group_exists(pid))
+        await asyncio.gather(*jobs)
+        if signals is signal.SIGKILL:  # with an update while it is down
+            version = await two.serves(long_here, 1)
+        await until(lambda version=version: [each.version for each in fleet.servers()] == [version] * 2)
+        tokens = fleet.servers()[number].tokens
+        await asyncio.gather(*(exact(seat, long_here, asked(n=2, seed=seed), version) for seed in range(4)))
+        assert fleet.servers()[number].tokens > tokens
 
 
 @pytest.mark.long
-def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(two: Two, long_here: JaxEngine) -> None:
+async def test_a_server_that_ends_in_its_sleep_starts_when_it_is_to_wake(two: Two, long_here: JaxEngine) -> None:
     """Its memory is lent to others until then. One that is starting comes up first, or it never would."""
     fleet, servers, seat = two.fleet, two.servers, two.seat
-
-    async def work() -> None:
-        await two.serves(long_here)
-        before = fleet.servers()[1].restarts
-        os.killpg(servers[1].pid, signal.SIGKILL)
-        await until(lambda: fleet.servers()[1].restarts > before and servers[1].ended() is None and servers[1]._process)
-        starting = servers[1].pid
-        await seat.sleep()
-        assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
-        pid = servers[0].pid
-        os.killpg(pid, signal.SIGKILL)
-        await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
-        await asyncio.sleep(1.0)
-        assert servers[0]._process is None and servers[1].pid == starting
-        version = await publish([seat], long_here, 1)  # wakes
-        await exact(seat, long_here, asked(n=4), version)
-        await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
-
-    run(work())
+    await two.serves(long_here)
+    before = fleet.servers()[1].restarts
+    os.killpg(servers[1].pid, signal.SIGKILL)
+    await until(lambda: fleet.servers()[1].restarts > before and servers[1].ended() is None and servers[1]._process)
+    starting = servers[1].pid
+    await seat.sleep()
+    assert [server.asleep for server in fleet.servers()] == [True, True] and servers[1].pid == starting
+    pid = servers[0].pid
+    os.killpg(pid, signal.SIGKILL)
+    await until(lambda: not group_exists(pid) and not fleet.servers()[0].up)
+    await asyncio.sleep(1.0)
+    assert servers[0]._process is None and servers[1].pid == starting
+    version = await publish([seat], long_here, 1)  # wakes
+    await exact(seat, long_here, asked(n=4), version)
+    await until(lambda: [server.version for server in fleet.servers()] == [version] * 2)
 
 
 @pytest.mark.long
-def test_servers_join_and_leave_a_running_fleet(
+async def test_servers_join_and_leave_a_running_fleet(
     two: Two, serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
     """Whoever leaves is stopped; its samples go on elsewhere."""
     fleet, seat = two.fleet, two.seat
-
-    async def work() -> None:
-        version = await two.serves(long_here)
-        late = LocalServer(serve, tmp_path / "late.log")
-        name = fleet.join(late)
-        await until(lambda: all(server.up for server in fleet.servers()))
-        jobs = jobs_of(seat, long_here, version, 6, 2)
-        await until(lambda: all(server.open == 4 for server in fleet._state.servers))
-        pid = late.pid
-        fleet.leave(name)
-        await asyncio.gather(*jobs)
-        await until(lambda: not group_exists(pid))
-
-    run(work())
+    version = await two.serves(long_here)
+    late = LocalServer(serve, tmp_path / "late.log")
+    name = fleet.join(late)
+    await until(lambda: all(server.up for server in fleet.servers()))
+    jobs = jobs_of(seat, long_here, version, 6, 2)
+    await until(lambda: all(server.open == 4 for server in fleet._state.servers))
+    pid = late.pid
+    fleet.leave(name)
+    await asyncio.gather(*jobs)
+    await until(lambda: not group_exists(pid))
 
 
 @pytest.mark.long
@@ -461,7 +409,7 @@ def test_a_server_that_slept_when_the_fleet_came_wakes(
 
 
 @pytest.mark.long
-def test_samples_of_another_seat_end_before_a_server_sleeps(
+async def test_samples_of_another_seat_end_before_a_server_sleeps(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
     """They are there because their own server is down. What comes later waits for that; and where no server is left,
@@ -469,32 +417,28 @@ def test_samples_of_another_seat_end_before_a_server_sleeps(
     servers = [LocalServer(serve, tmp_path / f"{number}.log") for number in range(2)]
     with contextlib.closing(fleet_of(processes=servers, seats=2, longest=LONGEST)) as fleet:
         lent, other = FleetEngine(fleet, 0), FleetEngine(fleet, 1)
-
-        async def work() -> None:
-            version = await publish([lent, other], long_here)
-            await until(lambda: all(server.up for server in fleet.servers()))
-            os.killpg(servers[1].pid, signal.SIGKILL)
-            await until(lambda: fleet.servers()[1].restarts)
-            early = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
-            await until(lambda: fleet._state.servers[0].open)
-            asleep = asyncio.create_task(lent.sleep())
-            await asyncio.sleep(0.1)
-            late = asyncio.create_task(exact(other, long_here, asked(), version))
-            await asyncio.gather(asleep, early)
-            assert [server.restarts for server in fleet.servers()] == [0, 1] and fleet.servers()[0].asleep
-            await late  # on the other server, which is back
-            restarts = fleet.servers()[1].restarts
-            job = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
-            await until(lambda: fleet._state.servers[1].open)
-            os.killpg(servers[1].pid, signal.SIGKILL)
-            await job  # waits for it, since the only other one sleeps
-            assert fleet.servers()[1].restarts == restarts + 1
-            job = asyncio.create_task(collect(other.generate(asked(n=8, tokens=200)), 8))
-            await until(lambda: fleet._state.servers[1].open)
-            pid = servers[1].pid
-            await asyncio.to_thread(fleet.close)
-            await until(lambda: not group_exists(pid))
-            with pytest.raises(EngineError, match="closed"):
-                await job
-
-        run(work())
+        version = await publish([lent, other], long_here)
+        await until(lambda: all(server.up for server in fleet.servers()))
+        os.killpg(servers[1].pid, signal.SIGKILL)
+        await until(lambda: fleet.servers()[1].restarts)
+        early = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
+        await until(lambda: fleet._state.servers[0].open)
+        asleep = asyncio.create_task(lent.sleep())
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(exact(other, long_here, asked(), version))
+        await asyncio.gather(asleep, early)
+        assert [server.restarts for server in fleet.servers()] == [0, 1] and fleet.servers()[0].asleep
+        await late  # on the other server, which is back
+        restarts = fleet.servers()[1].restarts
+        job = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
+        await until(lambda: fleet._state.servers[1].open)
+        os.killpg(servers[1].pid, signal.SIGKILL)
+        await job  # waits for it, since the only other one sleeps
+        assert fleet.servers()[1].restarts == restarts + 1
+        job = asyncio.create_task(collect(other.generate(asked(n=8, tokens=200)), 8))
+        await until(lambda: fleet._state.servers[1].open)
+        pid = servers[1].pid
+        await asyncio.to_thread(fleet.close)
+        await until(lambda: not group_exists(pid))
+        with pytest.raises(EngineError, match="closed"):
+            await job

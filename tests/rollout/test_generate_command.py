@@ -9,12 +9,11 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
 from plain_decode import generate
-from rollout_cases import TEXT, VL, build
+from rollout_cases import TEXT, VL
+from serve_cases import PICTURE, checkpoint, clip, media_model, refused_flags
 
 import models
-from models.config import PatchLayout
 from models.generate import main
 from models.processing import Processor, tiny
 from rollout.generate_command import how_to_sample, not_applied
@@ -31,28 +30,18 @@ TEMPLATE = (
 )
 
 
-def checkpoint(folder, config, processor):
-    vocabulary = processor.tokenizer.get_vocab_size()
-    text = dataclasses.replace(config.text, vocab_size=vocabulary, max_position_embeddings=60)
-    models.save(build(dataclasses.replace(config, text=text)), folder)
-    processor.save(folder)
-    return folder
+def bounded(config):
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, max_position_embeddings=60))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("text"), TEXT, tiny.build(TEXTS))
+    return checkpoint(tmp_path_factory.mktemp("text"), bounded(TEXT), tiny.build(TEXTS))
 
 
 @pytest.fixture(scope="module")
 def vl(tmp_path_factory):
-    processor = tiny.build(TEXTS, layout=PatchLayout.of(VL.vision), max_pixels=16 * 16, min_pixels=8 * 8)
-    start, end, image, video = (
-        processor.tokenizer.token_to_id(f"<|{name}|>")
-        for name in ("vision_start", "vision_end", "image_pad", "video_pad")
-    )
-    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
-    folder = checkpoint(tmp_path_factory.mktemp("vl"), dataclasses.replace(VL, **ids), processor)
+    folder = checkpoint(tmp_path_factory.mktemp("vl"), *media_model(TEXTS, bounded(VL)))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -60,7 +49,7 @@ def vl(tmp_path_factory):
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory):
     path = tmp_path_factory.mktemp("media") / "a.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)).save(path)
+    path.write_bytes(PICTURE)
     return str(path)
 
 
@@ -79,15 +68,7 @@ def answer(capsys, folder, *flags):
 
 
 def refused(capsys, folder, *flags) -> str:
-    """The one line of a command that exits with 2."""
-    try:
-        code = main(["--model", str(folder), *flags])
-    except SystemExit as end:
-        code = end.code
-    captured = capsys.readouterr()
-    assert code == 2 and not captured.out
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    return captured.err
+    return refused_flags(main, ["--model", str(folder), *flags], "", capsys)
 
 
 def test_answers_are_those_of_the_plain_way(vl, picture, capsys):
@@ -180,15 +161,8 @@ def test_pixel_bounds_and_system_message(vl, picture, capsys):
 
 
 def test_frame_bounds(vl, tmp_path, capsys):
-    av = pytest.importorskip("av")
     path = tmp_path / "a.mp4"
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("mpeg4", rate=8)
-        stream.width = stream.height = 16
-        for value in range(16):  # two seconds
-            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), value * 10, np.uint8), format="rgb24")
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode())
+    path.write_bytes(clip(16, 0, rate=8))  # two seconds
     ask = ("--prompt", "a", "--video", str(path), "--max-tokens", "1")
     pads = {}
     for flags in ((), ("--max-frames", "2"), ("--fps", "4"), ("--fps", "4", "--max-frames", "6")):

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from faulty_proxy import EVENT_FAULTS, FOREIGN, ORDER_FAULTS, STREAM_FAULTS, Fault, Servers, engine
-from fleet_cases import asked, exact, fleet_of, publish, run, until
+from fleet_cases import asked, exact, fleet_of, publish, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from protocol_cases import model
-from rollout_cases import collect
+from rollout_cases import collect, until
 
 import models
 from rollout.engine import EngineError
@@ -144,35 +144,27 @@ def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngin
                     assert [fired for proxy in pair.proxies for fired in proxy.fired] == [kind] * attempts
 
 
-def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) -> None:
+async def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) -> None:
     """The server answers, and has nothing to do any more: what it owes does not come."""
     with fleet_over(pair) as engines:
-
-        async def work() -> None:
-            version = await publish(engines, here, 0)
-            await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
-            pair.proxies[0].script.extend([Fault("stall", at=2), Fault("stall", at=0)])
-            await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(2)))
-
-        run(work())
+        version = await publish(engines, here, 0)
+        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
+        pair.proxies[0].script.extend([Fault("stall", at=2), Fault("stall", at=0)])
+        await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(2)))
         assert pair.proxies[0].fired == ["stall"] * 2
 
 
-def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) -> None:
+async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) -> None:
     with fleet_over(pair) as engines:
-
-        async def work() -> None:
-            version = await publish(engines, here, 0)
-            pair.proxies[0].script.extend([Fault("stall", at=1), Fault("stall", route="/v1/loads")])
-            await exact(engines[0], here, asked(), version)
-            assert pair.proxies[0].fired.count("stall") == 2
-            pair.proxies[0].reset()
-            while not all(server.up for server in engines[0]._fleet.servers()):
-                await asyncio.sleep(0.01)
-            await exact(engines[0], here, asked(), version)
-            assert pair.proxies[0].calls["/generate"]
-
-        run(work())
+        version = await publish(engines, here, 0)
+        pair.proxies[0].script.extend([Fault("stall", at=1), Fault("stall", route="/v1/loads")])
+        await exact(engines[0], here, asked(), version)
+        assert pair.proxies[0].fired.count("stall") == 2
+        pair.proxies[0].reset()
+        while not all(server.up for server in engines[0]._fleet.servers()):
+            await asyncio.sleep(0.01)
+        await exact(engines[0], here, asked(), version)
+        assert pair.proxies[0].calls["/generate"]
 
 
 def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine) -> None:
@@ -197,71 +189,55 @@ def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: Jax
             run(work(kind, route, number % 2))
 
 
-def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxEngine) -> None:
+async def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxEngine) -> None:
     with fleet_over(pair) as engines:
-
-        async def work() -> None:
-            await publish(engines, here, 0)
-            pair.proxies[1].script.append(Fault("nothing done", route="/update_weights_from_disk"))
-            with pytest.raises(
-                WeightsMismatch, match=f"{pair.proxies[1].address}: after the update .* none of its tensors"
-            ):
-                await publish(engines, here, 1)
-            with pytest.raises(WeightsMismatch):
-                await collect(engines[0].generate(asked()), 2)
-
-        run(work())
+        await publish(engines, here, 0)
+        pair.proxies[1].script.append(Fault("nothing done", route="/update_weights_from_disk"))
+        with pytest.raises(
+            WeightsMismatch, match=f"{pair.proxies[1].address}: after the update .* none of its tensors"
+        ):
+            await publish(engines, here, 1)
+        with pytest.raises(WeightsMismatch):
+            await collect(engines[0].generate(asked()), 2)
 
 
-def test_an_older_version_is_served_again(pair: Servers, here: JaxEngine) -> None:
+async def test_an_older_version_is_served_again(pair: Servers, here: JaxEngine) -> None:
     """A run that goes back to an older checkpoint evaluates, and goes on, with its version."""
     with fleet_over(pair) as engines:
-
-        async def work() -> None:
-            older, newer = (models.split(model("text", seed))[1] for seed in (0, 1))
-            for version, params in ((10_005, older), (10_010, newer), (10_005, older), (10_006, newer)):
-                await asyncio.gather(*(seat.update_weights(version, params) for seat in engines))
-                await here.update_weights(version, params)
-                await asyncio.gather(*(exact(seat, here, asked(n=2), version) for seat in engines))
-
-        run(work())
+        older, newer = (models.split(model("text", seed))[1] for seed in (0, 1))
+        for version, params in ((10_005, older), (10_010, newer), (10_005, older), (10_006, newer)):
+            await asyncio.gather(*(seat.update_weights(version, params) for seat in engines))
+            await here.update_weights(version, params)
+            await asyncio.gather(*(exact(seat, here, asked(n=2), version) for seat in engines))
 
 
 @pytest.mark.parametrize("order", ["pause", "resume"])
-def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers, here: JaxEngine, order: str) -> None:
+async def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers, here: JaxEngine, order: str) -> None:
     """Nothing is generated while paused, and everything behind it, by a server that answered an order with an error."""
     with fleet_over(pair, seats=1) as engines:
         seat = engines[0]
-
-        async def work() -> None:
-            version = await publish(engines, here, 0)
-            route = {"pause": "/pause_generation", "resume": "/continue_generation"}[order]
-            for proxy in pair.proxies:
-                proxy.script.append(Fault("status 500", route=route))
-            running = asyncio.create_task(exact(seat, here, asked(n=3, tokens=40), version))
-            await seat.pause()
-            waiting = asyncio.create_task(exact(seat, here, asked(), version))
-            while order == "pause" and not all(server.up for server in seat._fleet.servers()):
-                await asyncio.sleep(0.01)
-            counts = [each.stats().tokens_generated for each in pair.engines]
-            await asyncio.sleep(0.3)
-            assert [each.stats().tokens_generated for each in pair.engines] == counts
-            assert not waiting.done()
-            await seat.resume()
-            await asyncio.gather(running, waiting)
-
-        run(work())
+        version = await publish(engines, here, 0)
+        route = {"pause": "/pause_generation", "resume": "/continue_generation"}[order]
+        for proxy in pair.proxies:
+            proxy.script.append(Fault("status 500", route=route))
+        running = asyncio.create_task(exact(seat, here, asked(n=3, tokens=40), version))
+        await seat.pause()
+        waiting = asyncio.create_task(exact(seat, here, asked(), version))
+        while order == "pause" and not all(server.up for server in seat._fleet.servers()):
+            await asyncio.sleep(0.01)
+        counts = [each.stats().tokens_generated for each in pair.engines]
+        await asyncio.sleep(0.3)
+        assert [each.stats().tokens_generated for each in pair.engines] == counts
+        assert not waiting.done()
+        await seat.resume()
+        await asyncio.gather(running, waiting)
         assert all(proxy.fired == ["status 500"] for proxy in pair.proxies)
 
 
-def test_a_server_that_others_gave_weights_is_given_ours_again(pair: Servers, here: JaxEngine) -> None:
+async def test_a_server_that_others_gave_weights_is_given_ours_again(pair: Servers, here: JaxEngine) -> None:
     """As one that is not ours has, when it was started again between two looks."""
     with fleet_over(pair, seats=1) as engines:
-
-        async def work() -> None:
-            version = await publish(engines, here, 0)
-            for each in pair.engines:
-                pair.call(each.update_weights(FOREIGN, models.split(model("text", 7))[1]))
-            await exact(engines[0], here, asked(tokens=30), version)
-
-        run(work())
+        version = await publish(engines, here, 0)
+        for each in pair.engines:
+            pair.call(each.update_weights(FOREIGN, models.split(model("text", 7))[1]))
+        await exact(engines[0], here, asked(tokens=30), version)

@@ -82,54 +82,46 @@ def test_no_special_token_can_be_written_in_a_question(folder: pathlib.Path) -> 
 
 
 @pytest.mark.long
-def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path) -> None:
+async def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path) -> None:
     """The same seeds, the same draws: judging can be repeated."""
-
-    async def work() -> None:
-        engine = engine_of(folder)
-        try:
-            model = EngineModel(engine, Processor.load(folder))
-            assert isinstance(model, JudgeModel)
-            answers = [await model.ask(question(seed)) for seed in (5, 5, 6)]
-            assert answers[0] == answers[1] != answers[2]
-            assert not (await model.ask(question(max_tokens=1))).whole
-            here = await graded(judge_of(model, folder), judge_of(model, folder, votes=3))
-            asking = asyncio.create_task(model.ask(question(max_tokens=200)))
-            while not engine.stats().running:
-                await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            while engine.stats().running:
-                await asyncio.sleep(0.01)
-        finally:
-            await engine.close()
-        async with serving(folder, RoomyEngine) as served:
-            address = str(served.client._base_url).rstrip("/")
-            judges = judge_of(address, folder), judge_of(address, folder, votes=3)
-            assert await graded(*judges) == here and 0 <= min(here) <= max(here) <= 1
-            assert judges[0]._counts["answers"] == judges[0]._counts["unparsed"] + 1
-            with pytest.raises(RewardFailure, match=f"{address}/generate: status 400: .*max_new_tokens") as caught:
-                await graded(judge_of(address, folder, max_tokens=10**6))
-            assert caught.value.failing is Failing.RAISED
-
-    run(work())
+    engine = engine_of(folder)
+    try:
+        model = EngineModel(engine, Processor.load(folder))
+        assert isinstance(model, JudgeModel)
+        answers = [await model.ask(question(seed)) for seed in (5, 5, 6)]
+        assert answers[0] == answers[1] != answers[2]
+        assert not (await model.ask(question(max_tokens=1))).whole
+        here = await graded(judge_of(model, folder), judge_of(model, folder, votes=3))
+        asking = asyncio.create_task(model.ask(question(max_tokens=200)))
+        while not engine.stats().running:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        while engine.stats().running:
+            await asyncio.sleep(0.01)
+    finally:
+        await engine.close()
+    async with serving(folder, RoomyEngine) as served:
+        address = str(served.client._base_url).rstrip("/")
+        judges = judge_of(address, folder), judge_of(address, folder, votes=3)
+        assert await graded(*judges) == here and 0 <= min(here) <= max(here) <= 1
+        assert judges[0]._counts["answers"] == judges[0]._counts["unparsed"] + 1
+        with pytest.raises(RewardFailure, match=f"{address}/generate: status 400: .*max_new_tokens") as caught:
+            await graded(judge_of(address, folder, max_tokens=10**6))
+        assert caught.value.failing is Failing.RAISED
 
 
-def test_an_answer_that_the_server_aborts_is_asked_for_again(folder: pathlib.Path) -> None:
+async def test_an_answer_that_the_server_aborts_is_asked_for_again(folder: pathlib.Path) -> None:
     """As a server does whose weights change."""
-
-    async def work() -> None:
-        async with serving(folder, RoomyEngine) as served:
-            judge = judge_of(str(served.client._base_url).rstrip("/"), folder, temperature=0.0)
-            asking = asyncio.create_task(judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG)))
-            while not served.engine.stats().running:
-                await asyncio.sleep(0)
-            await served.ok("/abort_request", {"abort_all": True})
-            answer = await asking
-            assert answer == await judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG))
-            assert judge._counts["retries"] == 1
-
-    run(work())
+    async with serving(folder, RoomyEngine) as served:
+        judge = judge_of(str(served.client._base_url).rstrip("/"), folder, temperature=0.0)
+        asking = asyncio.create_task(judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG)))
+        while not served.engine.stats().running:
+            await asyncio.sleep(0)
+        await served.ok("/abort_request", {"abort_all": True})
+        answer = await asking
+        assert answer == await judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG))
+        assert judge._counts["retries"] == 1
 
 
 class RoomyEngine(JaxEngine):

@@ -6,43 +6,44 @@ import pathlib
 import subprocess
 import sys
 
-from fleet_cases import group_exists, run, sleeper, until
+from fleet_cases import group_exists, sleeper
 from protocol_cases import ROOT
+from rollout_cases import until
 
 
-def test_a_local_server_ends_with_all_of_its_processes(tmp_path: pathlib.Path) -> None:
+async def test_a_local_server_ends_with_all_of_its_processes(tmp_path: pathlib.Path) -> None:
     server = sleeper(tmp_path)
     server.start()
-    run(until(lambda: server.last_words() == "ready"))
+    await until(lambda: server.last_words() == "ready")
     pid = server.pid
     assert group_exists(pid) and server.ended() is None
     server.stop()
-    run(until(lambda: not group_exists(pid)))  # those that it waits for have ended, others are about to
+    await until(lambda: not group_exists(pid))  # those that it waits for have ended, others are about to
     server.stop()
     server.start()
     assert server.pid != pid
     server.kill()
-    run(until(lambda: not group_exists(pid)))
+    await until(lambda: not group_exists(pid))
 
 
-def test_a_local_server_that_hangs_is_killed(tmp_path: pathlib.Path) -> None:
+async def test_a_local_server_that_hangs_is_killed(tmp_path: pathlib.Path) -> None:
     server = sleeper(tmp_path, "trap '' TERM", "echo ready", "while :; do sleep 1; done")
     server.start()
-    run(until(lambda: server.last_words() == "ready"))
+    await until(lambda: server.last_words() == "ready")
     pid = server.pid
     server.stop()
-    run(until(lambda: not group_exists(pid)))
+    await until(lambda: not group_exists(pid))
 
 
-def test_a_local_server_tells_its_last_words(tmp_path: pathlib.Path) -> None:
+async def test_a_local_server_tells_its_last_words(tmp_path: pathlib.Path) -> None:
     server = sleeper(tmp_path, "seq 10", "exit 7")
     server.start()
-    run(until(lambda: server.ended() is not None))
+    await until(lambda: server.ended() is not None)
     assert server.ended() == 7
     assert server.last_words() == "6\n7\n8\n9\n10"
 
 
-def test_local_servers_end_with_their_process(tmp_path: pathlib.Path) -> None:
+async def test_local_servers_end_with_their_process(tmp_path: pathlib.Path) -> None:
     code = f"""
 import pathlib, time
 from rollout.local_server import LocalServer, ServerCommand
@@ -56,6 +57,6 @@ time.sleep(1000)
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        run(until(lambda: pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"))  # it is bound by then
+        await until(lambda: pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == "sleep")  # it is bound by then
         parent.kill()
-    run(until(lambda: not group_exists(pid)))
+    await until(lambda: not group_exists(pid))

@@ -3,12 +3,9 @@
 Numbers of rules: `test_pages.py`.
 """
 
-import asyncio
-
 import numpy as np
 import pytest
 from rollout_cases import (
-    HANG,
     LONGEST,
     TEXT,
     VL,
@@ -71,13 +68,10 @@ def test_23_a_small_pool_gives_everybody_the_same_tokens(expected, kv_tokens):
     assert_empty(small)
 
 
-def test_23_a_request_larger_than_the_cache_is_refused():
-    async def scenario():
-        serving = engine(build(TEXT), kv_tokens=32)
-        with pytest.raises(EngineError, match=r"30 prompt tokens \+ max_new_tokens=3 take 3 pages .* rollout\.kv_tok"):
-            serving.generate(request("r", text(30), max_new_tokens=3))
-
-    asyncio.run(scenario())
+async def test_23_a_request_larger_than_the_cache_is_refused():
+    serving = engine(build(TEXT), kv_tokens=32)
+    with pytest.raises(EngineError, match=r"30 prompt tokens \+ max_new_tokens=3 take 3 pages .* rollout\.kv_tok"):
+        serving.generate(request("r", text(30), max_new_tokens=3))
 
 
 def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch):
@@ -117,24 +111,20 @@ def test_22_a_view_by_layers_is_the_view(monkeypatch, expected):
     assert_equal(run(engine(build(TEXT), steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
 
 
-def test_23_streams_that_are_dropped_leave_no_pages():
-    async def scenario():
-        serving, rng = engine(build(TEXT), slots=6, kv_tokens=128), np.random.default_rng(0)
-        for turn in range(12):
-            streams = [
-                serving.generate(request(f"{turn}.{i}", text(3 + 11 * i, seed=i), n=3, max_new_tokens=25))
-                for i in range(3)
-            ]
-            for stream in streams:
-                for _ in range(rng.integers(0, 4)):
-                    await anext(stream)
-                await stream.aclose()
-        async with serving._between_turns():
-            pass
-        assert_empty(serving)
-        assert serving.stats().running == serving.stats().waiting == 0
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+async def test_23_streams_that_are_dropped_leave_no_pages():
+    serving, rng = engine(build(TEXT), slots=6, kv_tokens=128), np.random.default_rng(0)
+    for turn in range(12):
+        streams = [
+            serving.generate(request(f"{turn}.{i}", text(3 + 11 * i, seed=i), n=3, max_new_tokens=25)) for i in range(3)
+        ]
+        for stream in streams:
+            for _ in range(rng.integers(0, 4)):
+                await anext(stream)
+            await stream.aclose()
+    async with serving._between_turns():
+        pass
+    assert_empty(serving)
+    assert serving.stats().running == serving.stats().waiting == 0
 
 
 def test_the_cache_takes_its_share_of_the_memory_that_is_free(monkeypatch):

@@ -95,33 +95,26 @@ def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, .
 
 
 @every_model
-def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        for name, prompt in spoken_of(engine.kind).items():
-            how = sampling(engine.kind, max_new_tokens=12, temperature=0.0)
-            (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
-            logits = full_logits(whole, prompt, answer.ids)
-            logits[:, list(how["forbidden_ids"])] = -np.inf
-            assert list(answer.ids) == logits.argmax(axis=1).tolist(), name
-            assert gap(whole, prompt, answer, **how) < GAP
-
-    run(work())
+async def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
+    whole, _ = await engine.serve()
+    for name, prompt in spoken_of(engine.kind).items():
+        how = sampling(engine.kind, max_new_tokens=12, temperature=0.0)
+        (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
+        logits = full_logits(whole, prompt, answer.ids)
+        logits[:, list(how["forbidden_ids"])] = -np.inf
+        assert list(answer.ids) == logits.argmax(axis=1).tolist(), name
+        assert gap(whole, prompt, answer, **how) < GAP
 
 
-def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
+async def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
     """Those of softmax(logits / temperature) without forbidden tokens, not renormalised for top-p and top-k."""
-
-    async def work() -> None:
-        whole, version = await engine.serve()
-        for (name, prompt), how in zip(spoken_of(engine.kind).items(), HOW, strict=True):
-            given = sampling(engine.kind, max_new_tokens=16, **how)
-            for answer in await collect(engine.engine.generate(request(name, prompt, n=3, seed=1, **given)), 3):
-                assert gap(whole, prompt, answer, **given) < GAP, name
-                assert set(answer.versions) == {version}
-                assert not set(answer.ids) & set(given["forbidden_ids"])
-
-    run(work())
+    whole, version = await engine.serve()
+    for (name, prompt), how in zip(spoken_of(engine.kind).items(), HOW, strict=True):
+        given = sampling(engine.kind, max_new_tokens=16, **how)
+        for answer in await collect(engine.engine.generate(request(name, prompt, n=3, seed=1, **given)), 3):
+            assert gap(whole, prompt, answer, **given) < GAP, name
+            assert set(answer.versions) == {version}
+            assert not set(answer.ids) & set(given["forbidden_ids"])
 
 
 def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) -> None:
@@ -139,158 +132,134 @@ def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) ->
     assert FinishReason.STOP in {answer.finish for answer in run(work())}
 
 
-def test_rule_4_a_response_goes_on_from_its_prefix(engine: Subject) -> None:
+async def test_rule_4_a_response_goes_on_from_its_prefix(engine: Subject) -> None:
     """The prefix is not returned again, but counts. A whole response ends at once, with nothing new."""
-
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        stop = processor(engine.kind).eos_ids[0]
-        prefixes = ((20, 21, 22), (), (15,) * 10, (20, stop))
-        for name in ("text", "mixed"):
-            prompt = prompts(engine.kind)[name]
-            how = sampling(engine.kind, max_new_tokens=10, temperature=0.9)
-            stream = engine.engine.generate(request(name, prompt, n=4, prefix=prefixes, **how))
-            answers = await collect(stream, 4)
-            for prefix, answer in zip(prefixes[:2], answers, strict=False):
-                assert len(answer.ids) == 10 - len(prefix) or answer.finish is FinishReason.STOP
-                assert gap(whole, prompt, answer, prefix, **how) < GAP, name
-            assert [(a.ids, a.finish) for a in answers[2:]] == [((), FinishReason.LENGTH), ((), FinishReason.STOP)]
-
-    run(work())
+    whole, _ = await engine.serve()
+    stop = processor(engine.kind).eos_ids[0]
+    prefixes = ((20, 21, 22), (), (15,) * 10, (20, stop))
+    for name in ("text", "mixed"):
+        prompt = prompts(engine.kind)[name]
+        how = sampling(engine.kind, max_new_tokens=10, temperature=0.9)
+        stream = engine.engine.generate(request(name, prompt, n=4, prefix=prefixes, **how))
+        answers = await collect(stream, 4)
+        for prefix, answer in zip(prefixes[:2], answers, strict=False):
+            assert len(answer.ids) == 10 - len(prefix) or answer.finish is FinishReason.STOP
+            assert gap(whole, prompt, answer, prefix, **how) < GAP, name
+        assert [(a.ids, a.finish) for a in answers[2:]] == [((), FinishReason.LENGTH), ((), FinishReason.STOP)]
 
 
-def test_rule_5_an_abort_keeps_what_was_generated(engine: Subject) -> None:
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        prompt, how = prompts(engine.kind)["long text"], {"max_new_tokens": 150}
-        await collect(engine.engine.generate(request("warm", prompt, n=3, max_new_tokens=3)), 3)  # compiled by now
-        task = asyncio.create_task(collect(engine.engine.generate(request("a-1", prompt, n=3, **how)), 3))
-        other = asyncio.create_task(collect(engine.engine.generate(request("a-10", prompt, **how)), 1))
-        await asyncio.sleep(0.2)
-        await engine.engine.abort("nobody")
-        await engine.engine.abort("a-1/1")
-        await asyncio.sleep(0.2)
-        await engine.engine.abort("a-1")
-        for answer in await task:
-            assert answer.finish in (FinishReason.ABORT, FinishReason.LENGTH)
-            assert gap(whole, prompt, answer) < GAP
-        (untouched,) = await other
-        assert (untouched.finish, len(untouched.ids)) == (FinishReason.LENGTH, 150)  # a-10 begins as a-1 does
-
-    run(work())
+async def test_rule_5_an_abort_keeps_what_was_generated(engine: Subject) -> None:
+    whole, _ = await engine.serve()
+    prompt, how = prompts(engine.kind)["long text"], {"max_new_tokens": 150}
+    await collect(engine.engine.generate(request("warm", prompt, n=3, max_new_tokens=3)), 3)  # compiled by now
+    task = asyncio.create_task(collect(engine.engine.generate(request("a-1", prompt, n=3, **how)), 3))
+    other = asyncio.create_task(collect(engine.engine.generate(request("a-10", prompt, **how)), 1))
+    await asyncio.sleep(0.2)
+    await engine.engine.abort("nobody")
+    await engine.engine.abort("a-1/1")
+    await asyncio.sleep(0.2)
+    await engine.engine.abort("a-1")
+    for answer in await task:
+        assert answer.finish in (FinishReason.ABORT, FinishReason.LENGTH)
+        assert gap(whole, prompt, answer) < GAP
+    (untouched,) = await other
+    assert (untouched.finish, len(untouched.ids)) == (FinishReason.LENGTH, 150)  # a-10 begins as a-1 does
 
 
-def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None:
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        prompt = prompts(engine.kind)["text"]
-        running = asyncio.create_task(collect(engine.engine.generate(request("r", prompt, max_new_tokens=150)), 1))
-        await asyncio.sleep(0.3)
-        await engine.engine.pause()
-        waiting = asyncio.create_task(collect(engine.engine.generate(request("w", prompt, max_new_tokens=3)), 1))
-        await asyncio.sleep(1.0)
-        assert not waiting.done()
-        await engine.engine.resume()
-        for answer in [*await running, *await waiting]:
-            assert answer.finish is FinishReason.LENGTH
-            assert gap(whole, prompt, answer) < GAP
-
-    run(work())
+async def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None:
+    whole, _ = await engine.serve()
+    prompt = prompts(engine.kind)["text"]
+    running = asyncio.create_task(collect(engine.engine.generate(request("r", prompt, max_new_tokens=150)), 1))
+    await asyncio.sleep(0.3)
+    await engine.engine.pause()
+    waiting = asyncio.create_task(collect(engine.engine.generate(request("w", prompt, max_new_tokens=3)), 1))
+    await asyncio.sleep(1.0)
+    assert not waiting.done()
+    await engine.engine.resume()
+    for answer in [*await running, *await waiting]:
+        assert answer.finish is FinishReason.LENGTH
+        assert gap(whole, prompt, answer) < GAP
 
 
 @every_model
-def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> None:
+async def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> None:
     """Also what is kept of prompts that were seen before: the features of their images."""
-
-    async def work() -> None:
-        for seed in (1, 2, 1):
-            whole, version = await engine.serve(seed)
-            for name, prompt in spoken_of(engine.kind).items():
-                how = sampling(engine.kind, max_new_tokens=6)
-                (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
-                assert gap(whole, prompt, answer, **how) < GAP, (seed, name)
-                assert set(answer.versions) == {version} == {engine.engine.stats().version}
-
-    run(work())
+    for seed in (1, 2, 1):
+        whole, version = await engine.serve(seed)
+        for name, prompt in spoken_of(engine.kind).items():
+            how = sampling(engine.kind, max_new_tokens=6)
+            (answer,) = await collect(engine.engine.generate(request(name, prompt, **how)), 1)
+            assert gap(whole, prompt, answer, **how) < GAP, (seed, name)
+            assert set(answer.versions) == {version} == {engine.engine.stats().version}
 
 
-def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
-    async def work() -> None:
+async def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
+    old, before = await engine.serve(3)
+    names = ["long text", "mixed"]
+    how = {"max_new_tokens": 140, "temperature": 1.0}
+    for name in names:  # compiled, where anything is
+        await collect(engine.engine.generate(request(f"warm {name}", prompts(engine.kind)[name], **how)), 1)
+    for attempt in range(5):  # where the update takes longer than the responses, they wait for it
+        tasks = [
+            asyncio.create_task(collect(engine.engine.generate(request(n, prompts(engine.kind)[n], **how)), 1))
+            for n in names
+        ]
+        while not engine.under_way() and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.005)
+        if attempt:
+            await engine.engine.pause()
+        new, after = await engine.serve(4)
+        await engine.engine.resume()
+        answers = [answer for task in tasks for answer in await task]
+        firsts = [answer.versions.count(before) for answer in answers]
+        if any(0 < first < 140 for first in firsts):
+            break
         old, before = await engine.serve(3)
-        names = ["long text", "mixed"]
-        how = {"max_new_tokens": 140, "temperature": 1.0}
-        for name in names:  # compiled, where anything is
-            await collect(engine.engine.generate(request(f"warm {name}", prompts(engine.kind)[name], **how)), 1)
-        for attempt in range(5):  # where the update takes longer than the responses, they wait for it
-            tasks = [
-                asyncio.create_task(collect(engine.engine.generate(request(n, prompts(engine.kind)[n], **how)), 1))
-                for n in names
-            ]
-            while not engine.under_way() and not all(task.done() for task in tasks):
-                await asyncio.sleep(0.005)
-            if attempt:
-                await engine.engine.pause()
-            new, after = await engine.serve(4)
-            await engine.engine.resume()
-            answers = [answer for task in tasks for answer in await task]
-            firsts = [answer.versions.count(before) for answer in answers]
-            if any(0 < first < 140 for first in firsts):
-                break
-            old, before = await engine.serve(3)
-        else:
-            pytest.fail("no response was ever under way")
-        for name, answer, first in zip(names, answers, firsts, strict=True):
-            assert answer.versions == (before,) * first + (after,) * (140 - first)
-            parts = [full_logprobs(whole, prompts(engine.kind)[name], answer.ids) for whole in (old, new)]
-            expected = np.concatenate([parts[0][:first], parts[1][first:]])
-            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
-
-    run(work())
+    else:
+        pytest.fail("no response was ever under way")
+    for name, answer, first in zip(names, answers, firsts, strict=True):
+        assert answer.versions == (before,) * first + (after,) * (140 - first)
+        parts = [full_logprobs(whole, prompts(engine.kind)[name], answer.ids) for whole in (old, new)]
+        expected = np.concatenate([parts[0][:first], parts[1][first:]])
+        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
 
 
-def test_rule_9_a_bad_request_is_refused_and_harms_nobody(engine: Subject) -> None:
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        good = prompts(engine.kind)["text"]
-        vocabulary = whole.config.text.vocab_size
-        with pytest.raises(EngineError, match="vocabulary"):
-            engine.engine.generate(request("x", good, prefix=((vocabulary,),), max_new_tokens=4))
-        with pytest.raises(EngineError, match="max_sequence_tokens"):
-            engine.engine.generate(request("x", good, max_new_tokens=LONGEST))
-        with pytest.raises(EngineError, match="temperature"):
-            engine.engine.generate(request("x", good, max_new_tokens=4, temperature=float("nan")))
-        (answer,) = await collect(engine.engine.generate(request("x", good, max_new_tokens=4)), 1)
-        assert gap(whole, good, answer) < GAP
-
-    run(work())
+async def test_rule_9_a_bad_request_is_refused_and_harms_nobody(engine: Subject) -> None:
+    whole, _ = await engine.serve()
+    good = prompts(engine.kind)["text"]
+    vocabulary = whole.config.text.vocab_size
+    with pytest.raises(EngineError, match="vocabulary"):
+        engine.engine.generate(request("x", good, prefix=((vocabulary,),), max_new_tokens=4))
+    with pytest.raises(EngineError, match="max_sequence_tokens"):
+        engine.engine.generate(request("x", good, max_new_tokens=LONGEST))
+    with pytest.raises(EngineError, match="temperature"):
+        engine.engine.generate(request("x", good, max_new_tokens=4, temperature=float("nan")))
+    (answer,) = await collect(engine.engine.generate(request("x", good, max_new_tokens=4)), 1)
+    assert gap(whole, good, answer) < GAP
 
 
-def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
+async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
     """One that slept answers as before, under the same version, although a server's weights are lost in its sleep."""
-
-    async def work() -> None:
-        _, version = await engine.serve()
-        prompt = prompts(engine.kind)["text"]
-        task = asyncio.create_task(collect(engine.engine.generate(request("b", prompt, n=8, max_new_tokens=150)), 8))
-        while not engine.engine.stats().running:
-            await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="running"):
-            await engine.engine.sleep()
-        await task
+    _, version = await engine.serve()
+    prompt = prompts(engine.kind)["text"]
+    task = asyncio.create_task(collect(engine.engine.generate(request("b", prompt, n=8, max_new_tokens=150)), 8))
+    while not engine.engine.stats().running:
+        await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="running"):
         await engine.engine.sleep()
-        await engine.engine.sleep()  # it may be told again
-        task = asyncio.create_task(collect(engine.engine.generate(request("c", prompt, max_new_tokens=4)), 1))
-        await asyncio.sleep(0.5)
-        assert not task.done()  # what is asked for meanwhile waits
-        await engine.engine.wake()
-        (answer,) = await task
-        assert set(answer.versions) == {version}
-        assert gap(model(engine.kind), prompt, answer) < GAP
+    await task
+    await engine.engine.sleep()
+    await engine.engine.sleep()  # it may be told again
+    task = asyncio.create_task(collect(engine.engine.generate(request("c", prompt, max_new_tokens=4)), 1))
+    await asyncio.sleep(0.5)
+    assert not task.done()  # what is asked for meanwhile waits
+    await engine.engine.wake()
+    (answer,) = await task
+    assert set(answer.versions) == {version}
+    assert gap(model(engine.kind), prompt, answer) < GAP
 
-    run(work())
 
-
-def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
+async def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
     """By their shape, their time, and whether they are images or frames."""
     prepare = processor(engine.kind).prepare
     film = clip(16, 56, 56, 5)
@@ -302,15 +271,11 @@ def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> Non
     asked += [slow, fast, *(_with_pixels(prompt, blank) for prompt in (slow, fast))]
     asked.append(prepare("<image> <video>", [("image", picture(56, 56, 0, blank=True)), ("video", film)]))
     asked.append(_with_pixels(asked[-1], np.zeros((len(blank) + 16, blank.shape[1]), np.float32)))
-
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        streams = [engine.engine.generate(request(f"{i}", p, max_new_tokens=4)) for i, p in enumerate(asked)]
-        answers = await asyncio.gather(*(collect(stream, 1) for stream in streams))  # together: batches mix them
-        for number, (prompt, (answer,)) in enumerate(zip(asked, answers, strict=True)):
-            assert gap(whole, prompt, answer) < GAP, number
-
-    run(work())
+    whole, _ = await engine.serve()
+    streams = [engine.engine.generate(request(f"{i}", p, max_new_tokens=4)) for i, p in enumerate(asked)]
+    answers = await asyncio.gather(*(collect(stream, 1) for stream in streams))  # together: batches mix them
+    for number, (prompt, (answer,)) in enumerate(zip(asked, answers, strict=True)):
+        assert gap(whole, prompt, answer) < GAP, number
 
 
 def _with_pixels(prompt: ModelInput, patches_PX: np.ndarray) -> ModelInput:
@@ -318,18 +283,14 @@ def _with_pixels(prompt: ModelInput, patches_PX: np.ndarray) -> ModelInput:
     return dataclasses.replace(prompt, vision=dataclasses.replace(prompt.vision, patches_PX=patches_PX))
 
 
-def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
+async def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
     """A model that may draw media tokens draws them as words; a response with some goes on elsewhere as it was."""
-
-    async def work() -> None:
-        whole, _ = await engine.serve()
-        drawn = processor(engine.kind).media_token_ids
-        prompt = prompts(engine.kind)["mixed"]
-        prefix = (*drawn, *drawn[::-1], 20)
-        (answer,) = await collect(engine.engine.generate(request("p", prompt, prefix=(prefix,), max_new_tokens=20)), 1)
-        assert gap(whole, prompt, answer, prefix) < GAP
-
-    run(work())
+    whole, _ = await engine.serve()
+    drawn = processor(engine.kind).media_token_ids
+    prompt = prompts(engine.kind)["mixed"]
+    prefix = (*drawn, *drawn[::-1], 20)
+    (answer,) = await collect(engine.engine.generate(request("p", prompt, prefix=(prefix,), max_new_tokens=20)), 1)
+    assert gap(whole, prompt, answer, prefix) < GAP
 
 
 @pytest.mark.parametrize("way", ["bucket", "orbax", "group", "ipc"])
@@ -402,22 +363,18 @@ def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
 
 
 @pytest.mark.parametrize("what", ["lacks one", "wrong shape", "unknown name"])
-def test_rule_15_weights_that_do_not_fit_are_refused_before_they_are_sent(engine: Subject, what: str) -> None:
+async def test_rule_15_weights_that_do_not_fit_are_refused_before_they_are_sent(engine: Subject, what: str) -> None:
     """A wrong shape ends SGLang; of the others, it reports success."""
-
-    async def work() -> None:
-        whole, version = await engine.serve()
-        params = models.split(model(engine.kind, 1))[1]
-        mlp = params["layers"]["mlp"]
-        if what == "unknown name":
-            mlp["side"] = mlp["down"]
-        else:
-            down = mlp.pop("down")
-            mlp |= {"down": down[..., :-1]} if what == "wrong shape" else {}
-        with pytest.raises((EngineError, ValueError), match=r"down|side"):
-            await engine.engine.update_weights(next(versions), params)
-        prompt = prompts(engine.kind)["text"]
-        (answer,) = await collect(engine.engine.generate(request("after", prompt, max_new_tokens=4)), 1)
-        assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
-
-    run(work())
+    whole, version = await engine.serve()
+    params = models.split(model(engine.kind, 1))[1]
+    mlp = params["layers"]["mlp"]
+    if what == "unknown name":
+        mlp["side"] = mlp["down"]
+    else:
+        down = mlp.pop("down")
+        mlp |= {"down": down[..., :-1]} if what == "wrong shape" else {}
+    with pytest.raises((EngineError, ValueError), match=r"down|side"):
+        await engine.engine.update_weights(next(versions), params)
+    prompt = prompts(engine.kind)["text"]
+    (answer,) = await collect(engine.engine.generate(request("after", prompt, max_new_tokens=4)), 1)
+    assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP

@@ -13,7 +13,6 @@ import asyncio
 import base64
 import copy
 import itertools
-import pathlib
 from typing import Any
 
 import pytest
@@ -26,12 +25,10 @@ from serve_cases import (
     SECOND,
     SlowEngine,
     begun,
-    checkpoints,
     checksums,
     last,
     on_disk,
     refused,
-    run,
     same,
     serving,
     single,
@@ -40,171 +37,142 @@ from serve_cases import (
 from rollout import wire
 from rollout.serve_requests import ServedMedia
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    return checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
-def vl(folders: dict[str, pathlib.Path]) -> pathlib.Path:
-    return folders["vl"]
-
-
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
 
-def test_replies_are_those_of_the_engine(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            for name in PROMPTS:
-                request = served.request(name, n=4, seed=-5)
-                answers = await served.in_process(request)
-                assert len({answer.ids for answer in answers}) > 1
-                before = served.engine.stats().tokens_prefilled
-                replies = await served.ok("/generate", served.body(request, stream=False))
-                assert served.engine.stats().tokens_prefilled - before == len(request.prompt)
-                for i, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
-                    same(reply, answer)
-                    meta = reply["meta_info"]
-                    assert (meta["id"], meta["prompt_tokens"], meta["weight_version"]) == (
-                        f"r-{i}",
-                        len(request.prompt),
-                        "0",
-                    )
-                    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(answer.ids)}]
-                    assert reply["text"] == served.processor.decode(answer.ids, skip_special_tokens=False)
-                for samples in ([3], [1, 3], [3, 0]):
-                    replies = await served.ok("/generate", served.body(request, samples, stream=False))
-                    for sample, reply in zip(samples, replies, strict=True):
-                        assert reply["output_ids"] == list(answers[sample].ids)
-                        logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
-                        assert logprobs == list(answers[sample].logprobs)
-
-    run(test())
+async def test_replies_are_those_of_the_engine(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        for name in PROMPTS:
+            request = served.request(name, n=4, seed=-5)
+            answers = await served.in_process(request)
+            assert len({answer.ids for answer in answers}) > 1
+            before = served.engine.stats().tokens_prefilled
+            replies = await served.ok("/generate", served.body(request, stream=False))
+            assert served.engine.stats().tokens_prefilled - before == len(request.prompt)
+            for i, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
+                same(reply, answer)
+                meta = reply["meta_info"]
+                assert (meta["id"], meta["prompt_tokens"], meta["weight_version"]) == (
+                    f"r-{i}",
+                    len(request.prompt),
+                    "0",
+                )
+                assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(answer.ids)}]
+                assert reply["text"] == served.processor.decode(answer.ids, skip_special_tokens=False)
+            for samples in ([3], [1, 3], [3, 0]):
+                replies = await served.ok("/generate", served.body(request, samples, stream=False))
+                for sample, reply in zip(samples, replies, strict=True):
+                    assert reply["output_ids"] == list(answers[sample].ids)
+                    logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+                    assert logprobs == list(answers[sample].logprobs)
 
 
-def test_prefixes_are_continued(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            for name in ("text", "mixed"):
-                whole = await served.in_process(served.request(name, n=3, seed=1))
-                prefixes = tuple(answer.ids[:k] for answer, k in zip(whole, (0, 4, len(whole[2].ids)), strict=True))
-                request = served.request(name, n=3, seed=1, prefix_ids=prefixes)
-                answers = await served.in_process(request)
-                replies = await served.ok("/generate", served.body(request, stream=False))
-                for reply, answer, prefix, all_of_it in zip(replies, answers, prefixes, whole, strict=True):
-                    same(reply, answer)
-                    assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
-                    assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
-
-    run(test())
+async def test_prefixes_are_continued(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        for name in ("text", "mixed"):
+            whole = await served.in_process(served.request(name, n=3, seed=1))
+            prefixes = tuple(answer.ids[:k] for answer, k in zip(whole, (0, 4, len(whole[2].ids)), strict=True))
+            request = served.request(name, n=3, seed=1, prefix_ids=prefixes)
+            answers = await served.in_process(request)
+            replies = await served.ok("/generate", served.body(request, stream=False))
+            for reply, answer, prefix, all_of_it in zip(replies, answers, prefixes, whole, strict=True):
+                same(reply, answer)
+                assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
+                assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
 
 
-def test_ordinary_media_are_prepared_as_by_the_processor(vl, tmp_path):
-    async def test() -> None:
-        async with serving(vl) as served:
-            files = {"image": PICTURE, "second": SECOND, "video": CLIP}
-            for name, data in files.items():
-                (tmp_path / name).write_bytes(data)
-            text, _ = PROMPTS["mixed"]
-            for name, token in (("image", "image"), ("video", "video")):
-                text = text.replace(f"<{name}>", f"<|vision_start|><|{token}_pad|><|vision_end|>")
-            sampling = {"max_new_tokens": 10, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True,
-                        "logit_bias": {str(id): -1e30 for id in SAMPLING.forbidden_ids}}  # fmt: skip
-            request = served.request("mixed", seed=3)
-            (answer,) = await served.in_process(request)
-            for entry in (
-                lambda name: base64.b64encode(files[name]).decode(),
-                lambda name: "data:image/png;base64," + base64.b64encode(files[name]).decode(),
-                lambda name: str(tmp_path / name),
-            ):
-                body = {
-                    "input_ids": served.processor.encode(text),
-                    "image_data": [entry("image"), entry("second")],
-                    "video_data": entry("video"),
-                    "sampling_params": sampling,
-                }
-                same(await served.ok("/generate", body), answer)
-            for changed, complaint in [
-                ({"input_ids": request.prompt.token_ids_T.tolist()}, "the server expands it"),
-                ({"image_data": [entry("image")]}, "image_data.*1 for 2 placeholders"),
-                ({"video_data": None}, "video_data.*0 for 1 placeholders"),
-                ({"image_data": ["https://host/a.png", entry("image")]}, "nothing is fetched"),
-                ({"image_data": ["/no/such/file", entry("image")]}, "no file and no base64"),
-                ({"image_data": [base64.b64encode(b"GIF89a").decode(), entry("image")]}, "media of"),
-            ]:
-                await refused(served, body | changed, complaint)
-
-    run(test())
+async def test_ordinary_media_are_prepared_as_by_the_processor(checkpoints, tmp_path):
+    async with serving(checkpoints["vl"]) as served:
+        files = {"image": PICTURE, "second": SECOND, "video": CLIP}
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        text, _ = PROMPTS["mixed"]
+        for name, token in (("image", "image"), ("video", "video")):
+            text = text.replace(f"<{name}>", f"<|vision_start|><|{token}_pad|><|vision_end|>")
+        sampling = {"max_new_tokens": 10, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True,
+                    "logit_bias": {str(id): -1e30 for id in SAMPLING.forbidden_ids}}  # fmt: skip
+        request = served.request("mixed", seed=3)
+        (answer,) = await served.in_process(request)
+        for entry in (
+            lambda name: base64.b64encode(files[name]).decode(),
+            lambda name: "data:image/png;base64," + base64.b64encode(files[name]).decode(),
+            lambda name: str(tmp_path / name),
+        ):
+            body = {
+                "input_ids": served.processor.encode(text),
+                "image_data": [entry("image"), entry("second")],
+                "video_data": entry("video"),
+                "sampling_params": sampling,
+            }
+            same(await served.ok("/generate", body), answer)
+        for changed, complaint in [
+            ({"input_ids": request.prompt.token_ids_T.tolist()}, "the server expands it"),
+            ({"image_data": [entry("image")]}, "image_data.*1 for 2 placeholders"),
+            ({"video_data": None}, "video_data.*0 for 1 placeholders"),
+            ({"image_data": ["https://host/a.png", entry("image")]}, "nothing is fetched"),
+            ({"image_data": ["/no/such/file", entry("image")]}, "no file and no base64"),
+            ({"image_data": [base64.b64encode(b"GIF89a").decode(), entry("image")]}, "media of"),
+        ]:
+            await refused(served, body | changed, complaint)
 
 
-def test_events_add_up_to_the_reply(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            for interval in (1, 4):
-                request = served.request("image", n=3)
-                body = served.body(request)
-                for params in body["sampling_params"]:
-                    params["stream_interval"] = interval
-                replies = await served.ok("/generate", body | {"stream": False})
-                seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-                async for event in served.events(body):
-                    seen[event.pop("index")].append(event)
-                for events, reply in zip(seen.values(), replies, strict=True):
-                    assert events[-1] == reply
-                    counts = [event["meta_info"]["completion_tokens"] for event in events]
-                    assert counts[0] == 1 and len(counts) > 2
-                    assert all(late - early >= interval for early, late in itertools.pairwise(counts[:-1]))
-                    for event in events[:-1]:
-                        meta, count = event["meta_info"], event["meta_info"]["completion_tokens"]
-                        assert meta["finish_reason"] is None and "weight_versions" not in meta
-                        assert event["output_ids"] == reply["output_ids"][:count]
-                        assert meta["output_token_logprobs"] == reply["meta_info"]["output_token_logprobs"][:count]
-                body["sampling_params"] = body["sampling_params"][0]
-                alone = {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
-                events = [event async for event in served.events(alone)]
-                assert "index" not in events[-1] and events[-1]["output_ids"] == replies[0]["output_ids"]
-
-    run(test())
+async def test_events_add_up_to_the_reply(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        for interval in (1, 4):
+            request = served.request("image", n=3)
+            body = served.body(request)
+            for params in body["sampling_params"]:
+                params["stream_interval"] = interval
+            replies = await served.ok("/generate", body | {"stream": False})
+            seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+            async for event in served.events(body):
+                seen[event.pop("index")].append(event)
+            for events, reply in zip(seen.values(), replies, strict=True):
+                assert events[-1] == reply
+                counts = [event["meta_info"]["completion_tokens"] for event in events]
+                assert counts[0] == 1 and len(counts) > 2
+                assert all(late - early >= interval for early, late in itertools.pairwise(counts[:-1]))
+                for event in events[:-1]:
+                    meta, count = event["meta_info"], event["meta_info"]["completion_tokens"]
+                    assert meta["finish_reason"] is None and "weight_versions" not in meta
+                    assert event["output_ids"] == reply["output_ids"][:count]
+                    assert meta["output_token_logprobs"] == reply["meta_info"]["output_token_logprobs"][:count]
+            body["sampling_params"] = body["sampling_params"][0]
+            alone = {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
+            events = [event async for event in served.events(alone)]
+            assert "index" not in events[-1] and events[-1]["output_ids"] == replies[0]["output_ids"]
 
 
-def test_a_body_without_extras_ends_at_the_end_token_and_differs_between_samples(folders):
-    async def test() -> None:
-        async with serving(folders["text"]) as served:
-            ids = served.processor.encode("abc")
-            replies = await served.ok(
-                "/generate", {"input_ids": [ids] * 8, "sampling_params": {"max_new_tokens": 40, "temperature": 2.0}}
-            )
-            assert len({tuple(reply["output_ids"]) for reply in replies}) > 6
-            assert any(reply["meta_info"]["finish_reason"]["type"] == "stop" for reply in replies)
-            for reply in replies:
-                stops = reply["meta_info"]["finish_reason"]["type"] == "stop"
-                assert (reply["output_ids"].count(0) == 1) == stops
-            same_seed = {"input_ids": [ids] * 2, "sampling_params": {"sampling_seed": 1, "max_new_tokens": 8}}
-            first, second = await served.ok("/generate", same_seed)  # as from SGLang
-            assert first["output_ids"] == second["output_ids"]
-
-    run(test())
+async def test_a_body_without_extras_ends_at_the_end_token_and_differs_between_samples(checkpoints):
+    async with serving(checkpoints["text"]) as served:
+        ids = served.processor.encode("abc")
+        replies = await served.ok(
+            "/generate", {"input_ids": [ids] * 8, "sampling_params": {"max_new_tokens": 40, "temperature": 2.0}}
+        )
+        assert len({tuple(reply["output_ids"]) for reply in replies}) > 6
+        assert any(reply["meta_info"]["finish_reason"]["type"] == "stop" for reply in replies)
+        for reply in replies:
+            stops = reply["meta_info"]["finish_reason"]["type"] == "stop"
+            assert (reply["output_ids"].count(0) == 1) == stops
+        same_seed = {"input_ids": [ids] * 2, "sampling_params": {"sampling_seed": 1, "max_new_tokens": 8}}
+        first, second = await served.ok("/generate", same_seed)  # as from SGLang
+        assert first["output_ids"] == second["output_ids"]
 
 
-def test_media_are_kept_by_their_key_for_a_while(vl):
-    async def test() -> None:
-        async with serving(vl, media_bytes=1) as served:
-            bodies = [served.body(served.request(name, n=2), stream=False) for name in ("image", "video")]
-            keyed = copy.deepcopy(bodies)
-            for body in keyed:
-                body["rid"] = body["rid"][1:]
-                for field in set(body) - {"rid", "stream", "return_logprob"}:
-                    body[field] = body[field][1:]
-            await refused(served, keyed[0], "not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-            whole = await served.ok("/generate", bodies[0])
-            assert (await served.ok("/generate", keyed[0]))[0]["output_ids"] == whole[1]["output_ids"]
-            await served.ok("/generate", bodies[1])
-            await served.ok("/generate", keyed[1])
-            await refused(served, keyed[0], "not here any more")
-
-    run(test())
+async def test_media_are_kept_by_their_key_for_a_while(checkpoints):
+    async with serving(checkpoints["vl"], media_bytes=1) as served:
+        bodies = [served.body(served.request(name, n=2), stream=False) for name in ("image", "video")]
+        keyed = copy.deepcopy(bodies)
+        for body in keyed:
+            body["rid"] = body["rid"][1:]
+            for field in set(body) - {"rid", "stream", "return_logprob"}:
+                body[field] = body[field][1:]
+        await refused(served, keyed[0], "not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
+        whole = await served.ok("/generate", bodies[0])
+        assert (await served.ok("/generate", keyed[0]))[0]["output_ids"] == whole[1]["output_ids"]
+        await served.ok("/generate", bodies[1])
+        await served.ok("/generate", keyed[1])
+        await refused(served, keyed[0], "not here any more")
 
 
 def test_the_media_that_were_not_asked_for_longest_go():
@@ -221,245 +189,213 @@ def test_the_media_that_were_not_asked_for_longest_go():
 # --- 4: aborts, pauses, weights -------------------------------------------------------------------
 
 
-def test_aborts_end_samples_by_rid_by_prefix_and_all(vl):
-    async def test() -> None:
-        async with serving(vl, SlowEngine) as served:
-            for abort, ended in [
-                ({"rid": "q-1"}, {"q-1", "q-10"}),
-                ({"rid": "q-10"}, {"q-10"}),
-                ({"abort_all": True}, {"q-1", "q-10", "p"}),
-                ({"rid": "z"}, set()),
-            ]:
-                streams = {rid: served.events(single(served, rid)) for rid in ("q-1", "q-10", "p")}
-                await asyncio.gather(*map(begun, streams.values()))
-                assert await served.ok("/abort_request", abort) == ""
-                ends = dict(zip(streams, await asyncio.gather(*map(last, streams.values())), strict=True))
-                for rid, end in ends.items():
-                    reason = end["meta_info"]["finish_reason"]
-                    assert (reason["type"] == "abort") == (rid in ended), (rid, reason)
-                    assert end["output_ids"] and (len(end["output_ids"]) < 40) == (rid in ended)
-            await refused(served, {"rid": ""}, "rid must be", "/abort_request")
-            await refused(served, {}, "rid must be", "/abort_request")
-
-    run(test())
+async def test_aborts_end_samples_by_rid_by_prefix_and_all(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        for abort, ended in [
+            ({"rid": "q-1"}, {"q-1", "q-10"}),
+            ({"rid": "q-10"}, {"q-10"}),
+            ({"abort_all": True}, {"q-1", "q-10", "p"}),
+            ({"rid": "z"}, set()),
+        ]:
+            streams = {rid: served.events(single(served, rid)) for rid in ("q-1", "q-10", "p")}
+            await asyncio.gather(*map(begun, streams.values()))
+            assert await served.ok("/abort_request", abort) == ""
+            ends = dict(zip(streams, await asyncio.gather(*map(last, streams.values())), strict=True))
+            for rid, end in ends.items():
+                reason = end["meta_info"]["finish_reason"]
+                assert (reason["type"] == "abort") == (rid in ended), (rid, reason)
+                assert end["output_ids"] and (len(end["output_ids"]) < 40) == (rid in ended)
+        await refused(served, {"rid": ""}, "rid must be", "/abort_request")
+        await refused(served, {}, "rid must be", "/abort_request")
 
 
-def test_an_abort_reaches_a_sample_whose_media_are_being_decoded(vl, monkeypatch):
-    async def test() -> None:
-        async with serving(vl) as served:
-            requests = served.server._reader.requests
-            decoding, may_end = asyncio.Event(), asyncio.Event()
-            loop = asyncio.get_running_loop()
+async def test_an_abort_reaches_a_sample_whose_media_are_being_decoded(checkpoints, monkeypatch):
+    async with serving(checkpoints["vl"]) as served:
+        requests = served.server._reader.requests
+        decoding, may_end = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
 
-            def slowly(body: Any) -> Any:
-                loop.call_soon_threadsafe(decoding.set)
-                asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(HANG)
-                return requests(body)
+        def slowly(body: Any) -> Any:
+            loop.call_soon_threadsafe(decoding.set)
+            asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(HANG)
+            return requests(body)
 
-            monkeypatch.setattr(served.server._reader, "requests", slowly)
-            call = asyncio.create_task(served.ok("/generate", single(served, "m", stream=False)))
-            await decoding.wait()
-            await served.ok("/abort_request", {"rid": "m"})
-            await refused(served, single(served, "m"), "in flight already")
-            may_end.set()
-            reply = await call
-            assert reply["meta_info"]["finish_reason"]["type"] == "abort" and len(reply["output_ids"]) < 40
-
-    run(test())
+        monkeypatch.setattr(served.server._reader, "requests", slowly)
+        call = asyncio.create_task(served.ok("/generate", single(served, "m", stream=False)))
+        await decoding.wait()
+        await served.ok("/abort_request", {"rid": "m"})
+        await refused(served, single(served, "m"), "in flight already")
+        may_end.set()
+        reply = await call
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort" and len(reply["output_ids"]) < 40
 
 
-def test_pauses(vl):
-    async def test() -> None:
-        async with serving(vl, SlowEngine) as served:
-            for mode in ("abort", "retract", "in_place", None):
-                (whole,) = await served.in_process(served.request(max_new_tokens=40))
-                stream = served.events(single(served, "before"))
-                await begun(stream)
-                await served.ok("/pause_generation", {} if mode is None else {"mode": mode})
-                generated = served.engine.stats().tokens_generated
-                new = asyncio.create_task(served.ok("/generate", single(served, "new", stream=False)))
-                old = asyncio.create_task(last(stream))
-                await asyncio.sleep(0.2)
-                assert served.engine.stats().tokens_generated == generated and not new.done()
-                assert old.done() == (mode in ("abort", None))
-                await served.ok("/continue_generation", {"torch_empty_cache": True})
-                assert (await new)["output_ids"] == list(whole.ids)
-                event = await old
-                if mode in ("abort", None):
-                    assert event["meta_info"]["finish_reason"]["type"] == "abort"
-                    assert event["output_ids"] == list(whole.ids)[: len(event["output_ids"])]
-                else:
-                    assert event["output_ids"] == list(whole.ids)
-                await refused(
-                    served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation"
-                )
-
-    run(test())
+async def test_pauses(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        for mode in ("abort", "retract", "in_place", None):
+            (whole,) = await served.in_process(served.request(max_new_tokens=40))
+            stream = served.events(single(served, "before"))
+            await begun(stream)
+            await served.ok("/pause_generation", {} if mode is None else {"mode": mode})
+            generated = served.engine.stats().tokens_generated
+            new = asyncio.create_task(served.ok("/generate", single(served, "new", stream=False)))
+            old = asyncio.create_task(last(stream))
+            await asyncio.sleep(0.2)
+            assert served.engine.stats().tokens_generated == generated and not new.done()
+            assert old.done() == (mode in ("abort", None))
+            await served.ok("/continue_generation", {"torch_empty_cache": True})
+            assert (await new)["output_ids"] == list(whole.ids)
+            event = await old
+            if mode in ("abort", None):
+                assert event["meta_info"]["finish_reason"]["type"] == "abort"
+                assert event["output_ids"] == list(whole.ids)[: len(event["output_ids"])]
+            else:
+                assert event["output_ids"] == list(whole.ids)
+            await refused(served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation")
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_update_from_disk_reaches_a_running_sample(folders, paused):
-    async def test() -> None:
-        async with serving(folders["vl"], SlowEngine) as served:
-            assert await checksums(served) == on_disk(folders["vl"])
-            (before,) = await served.in_process(served.request(max_new_tokens=40))
-            stream = served.events(single(served, "r"))
-            await begun(stream)
-            if paused:
-                await served.ok("/pause_generation", {"mode": "retract"})
-            assert isinstance(served.engine, SlowEngine)
-            served.engine.delay = 1.0  # a busy machine takes long to read weights
-            update = {"model_path": str(folders["other"]), "weight_version": "7", "flush_cache": True}
-            assert (await served.ok("/update_weights_from_disk", update))["success"]
-            served.engine.delay = 0.0
-            if paused:
-                await served.ok("/continue_generation", {})
-            end = await last(stream)
-            old, new = end["meta_info"]["weight_versions"]
-            assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "7", len(end["output_ids"]))
-            assert 0 < old["end"] == new["start"]
-            assert end["output_ids"][: old["end"]] == list(before.ids[: old["end"]]) and end["output_ids"] != list(
-                before.ids
-            )
-            assert end["meta_info"]["weight_version"] == "7"
-            assert (await served.get("/model_info"))["weight_version"] == "7"
-            assert await checksums(served) == on_disk(folders["other"])
-
-    run(test())
+async def test_an_update_from_disk_reaches_a_running_sample(checkpoints, paused):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        assert await checksums(served) == on_disk(checkpoints["vl"])
+        (before,) = await served.in_process(served.request(max_new_tokens=40))
+        stream = served.events(single(served, "r"))
+        await begun(stream)
+        if paused:
+            await served.ok("/pause_generation", {"mode": "retract"})
+        assert isinstance(served.engine, SlowEngine)
+        served.engine.delay = 1.0  # a busy machine takes long to read weights
+        update = {"model_path": str(checkpoints["other"]), "weight_version": "7", "flush_cache": True}
+        assert (await served.ok("/update_weights_from_disk", update))["success"]
+        served.engine.delay = 0.0
+        if paused:
+            await served.ok("/continue_generation", {})
+        end = await last(stream)
+        old, new = end["meta_info"]["weight_versions"]
+        assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "7", len(end["output_ids"]))
+        assert 0 < old["end"] == new["start"]
+        assert end["output_ids"][: old["end"]] == list(before.ids[: old["end"]]) and end["output_ids"] != list(
+            before.ids
+        )
+        assert end["meta_info"]["weight_version"] == "7"
+        assert (await served.get("/model_info"))["weight_version"] == "7"
+        assert await checksums(served) == on_disk(checkpoints["other"])
 
 
-def test_weights_that_cannot_be_had_leave_the_old_ones(folders, tmp_path):
-    async def test() -> None:
-        for file in folders["vl"].iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        weights = (tmp_path / "model.safetensors").read_bytes()
-        async with serving(folders["vl"]) as served:
-            path, before = "/update_weights_from_disk", await checksums(served)
+async def test_weights_that_cannot_be_had_leave_the_old_ones(checkpoints, tmp_path):
+    for file in checkpoints["vl"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    async with serving(checkpoints["vl"]) as served:
+        path, before = "/update_weights_from_disk", await checksums(served)
 
-            async def fails(folder: Any, complaint: str) -> None:
-                status, reply = await served.post(path, {"model_path": str(folder), "weight_version": "3"})
-                assert status == 400 and reply["success"] is False and complaint in reply["message"], reply
+        async def fails(folder: Any, complaint: str) -> None:
+            status, reply = await served.post(path, {"model_path": str(folder), "weight_version": "3"})
+            assert status == 400 and reply["success"] is False and complaint in reply["message"], reply
 
-            await fails(folders["text"], "missing")
-            await fails("/no/such", "no such folder")
-            await fails("a\0b", "")
-            (tmp_path / "model.safetensors").write_bytes(weights[:-100])
-            await fails(tmp_path, "not a whole safetensors file")
-            for version in ("v1", "-1", "1.0", "01", "", 1, "٣", "9" * 40):
-                await refused(served, {"model_path": str(folders["other"]), "weight_version": version},
-                              "weight_version must be", path)  # fmt: skip
-                await refused(served, {"new_version": version}, "new_version must be", "/update_weight_version")
-            for folder in (None, 3, ""):
-                await refused(served, {"model_path": folder}, "model_path must be", path)
-            status, reply = await served.post("/weights_checker", {"action": "reset"})
-            assert status == 400 and not reply["success"]
-            assert await checksums(served) == before
-            assert (await served.get("/model_info"))["weight_version"] == "0"
-
-    run(test())
+        await fails(checkpoints["text"], "missing")
+        await fails("/no/such", "no such folder")
+        await fails("a\0b", "")
+        (tmp_path / "model.safetensors").write_bytes(weights[:-100])
+        await fails(tmp_path, "not a whole safetensors file")
+        for version in ("v1", "-1", "1.0", "01", "", 1, "٣", "9" * 40):
+            await refused(served, {"model_path": str(checkpoints["other"]), "weight_version": version},
+                          "weight_version must be", path)  # fmt: skip
+            await refused(served, {"new_version": version}, "new_version must be", "/update_weight_version")
+        for folder in (None, 3, ""):
+            await refused(served, {"model_path": folder}, "model_path must be", path)
+        status, reply = await served.post("/weights_checker", {"action": "reset"})
+        assert status == 400 and not reply["success"]
+        assert await checksums(served) == before
+        assert (await served.get("/model_info"))["weight_version"] == "0"
 
 
-def test_the_version_alone_is_changed_and_an_update_without_one_keeps_it(folders):
-    async def test() -> None:
-        async with serving(folders["vl"], SlowEngine) as served:
-            before = await checksums(served)
-            stream = served.events(single(served, "r"))
-            await begun(stream)
-            reply = await served.ok("/update_weight_version", {"new_version": "12", "abort_all_requests": False})
-            assert reply["success"] and reply["new_version"] == "12"
-            spans = (await last(stream))["meta_info"]["weight_versions"]
-            assert [span["version"] for span in spans] == ["0", "12"]
-            assert await checksums(served) == before
-            stream = served.events(single(served, "r"))
-            await begun(stream)
-            await served.ok("/update_weights_from_disk",
-                            {"model_path": str(folders["other"]), "abort_all_requests": True})  # fmt: skip
-            end = await last(stream)
-            assert end["meta_info"]["finish_reason"]["type"] == "abort"
-            assert await checksums(served) == on_disk(folders["other"])
-            assert (await served.get("/model_info"))["weight_version"] == "12"
-
-    run(test())
+async def test_the_version_alone_is_changed_and_an_update_without_one_keeps_it(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        before = await checksums(served)
+        stream = served.events(single(served, "r"))
+        await begun(stream)
+        reply = await served.ok("/update_weight_version", {"new_version": "12", "abort_all_requests": False})
+        assert reply["success"] and reply["new_version"] == "12"
+        spans = (await last(stream))["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans] == ["0", "12"]
+        assert await checksums(served) == before
+        stream = served.events(single(served, "r"))
+        await begun(stream)
+        await served.ok("/update_weights_from_disk",
+                        {"model_path": str(checkpoints["other"]), "abort_all_requests": True})  # fmt: skip
+        end = await last(stream)
+        assert end["meta_info"]["finish_reason"]["type"] == "abort"
+        assert await checksums(served) == on_disk(checkpoints["other"])
+        assert (await served.get("/model_info"))["weight_version"] == "12"
 
 
-def test_memory_is_given_back_between_requests_only(vl):
-    async def test() -> None:
-        async with serving(vl, SlowEngine) as served:
-            (whole,) = await served.in_process(served.request(max_new_tokens=40))
-            stream = served.events(single(served, "r"))
-            await begun(stream)
-            await refused(served, {}, "samples are running", "/release_memory_occupation")
-            await last(stream)
-            await served.ok("/release_memory_occupation", {"tags": ["kv_cache"]})
-            assert served.engine.cache_usage.bytes == 0
-            call = asyncio.create_task(served.ok("/generate", single(served, "r", stream=False)))
-            await asyncio.sleep(0.2)
-            assert not call.done()
-            await served.ok("/resume_memory_occupation", {"tags": ["kv_cache"]})
-            assert (await call)["output_ids"] == list(whole.ids)
-            assert "flushed" in await served.ok("/flush_cache")
-            await served.ok("/release_memory_occupation", {})
-            assert not served.engine.has_weights
-            await refused(served, single(served, "r", stream=False), "has no weights")
-
-    run(test())
+async def test_memory_is_given_back_between_requests_only(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        (whole,) = await served.in_process(served.request(max_new_tokens=40))
+        stream = served.events(single(served, "r"))
+        await begun(stream)
+        await refused(served, {}, "samples are running", "/release_memory_occupation")
+        await last(stream)
+        await served.ok("/release_memory_occupation", {"tags": ["kv_cache"]})
+        assert served.engine.cache_usage.bytes == 0
+        call = asyncio.create_task(served.ok("/generate", single(served, "r", stream=False)))
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        await served.ok("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        assert (await call)["output_ids"] == list(whole.ids)
+        assert "flushed" in await served.ok("/flush_cache")
+        await served.ok("/release_memory_occupation", {})
+        assert not served.engine.has_weights
+        await refused(served, single(served, "r", stream=False), "has no weights")
 
 
-def test_a_client_that_leaves_ends_its_samples(vl):
-    async def test() -> None:
-        async with serving(vl, SlowEngine) as served:
-            for stream in (True, False):
-                body = served.body(served.request(n=4, max_new_tokens=40), stream=stream)
-                before = served.engine.stats().tokens_generated
-                call = asyncio.create_task(served.post("/generate", body))
-                while served.engine.stats().running < 4:
-                    await asyncio.sleep(0.01)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-                while served.engine.stats().running:
-                    await asyncio.sleep(0.01)
-                assert served.engine.stats().tokens_generated - before < 4 * 40
-                assert len(await served.ok("/generate", body | {"stream": False})) == 4  # the rids are free again
-
-    run(test())
+async def test_a_client_that_leaves_ends_its_samples(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        for stream in (True, False):
+            body = served.body(served.request(n=4, max_new_tokens=40), stream=stream)
+            before = served.engine.stats().tokens_generated
+            call = asyncio.create_task(served.post("/generate", body))
+            while served.engine.stats().running < 4:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            while served.engine.stats().running:
+                await asyncio.sleep(0.01)
+            assert served.engine.stats().tokens_generated - before < 4 * 40
+            assert len(await served.ok("/generate", body | {"stream": False})) == 4  # the rids are free again
 
 
-def test_a_server_that_stops_answers_what_runs_as_aborted(vl):
-    async def test() -> None:
-        async with serving(vl, SlowEngine) as served:
-            streams = [served.events(single(served, rid)) for rid in ("a", "b")]
-            await asyncio.gather(*map(begun, streams))
-            ends = asyncio.gather(*map(last, streams))
-            await served.server.stop(5)
-            for end in await ends:
-                assert end["meta_info"]["finish_reason"]["type"] == "abort" and end["output_ids"]
-            for path in ("/generate", "/abort_request"):
-                assert (await served.post(path, single(served, "c")))[0] == 503
-            async with served.client.get("/health") as reply:
-                assert reply.status == 503
-
-    run(test())
+async def test_a_server_that_stops_answers_what_runs_as_aborted(checkpoints):
+    async with serving(checkpoints["vl"], SlowEngine) as served:
+        streams = [served.events(single(served, rid)) for rid in ("a", "b")]
+        await asyncio.gather(*map(begun, streams))
+        ends = asyncio.gather(*map(last, streams))
+        await served.server.stop(5)
+        for end in await ends:
+            assert end["meta_info"]["finish_reason"]["type"] == "abort" and end["output_ids"]
+        for path in ("/generate", "/abort_request"):
+            assert (await served.post(path, single(served, "c")))[0] == 503
+        async with served.client.get("/health") as reply:
+            assert reply.status == 503
 
 
-def test_what_the_server_says_of_itself(folders):
-    async def test() -> None:
-        async with serving(folders["text"], info={"model_path": "m", "model_type": "qwen2"}) as served:
-            await served.ok("/generate", single(served, "r", stream=False))
-            for path in ("/health", "/health_generate"):
-                assert await served.get(path) == ""
-            info = await served.get("/model_info")
-            assert info == {"model_path": "m", "model_type": "qwen2", "is_generation": True,
-                            "has_image_understanding": False, "weight_version": "0"}  # fmt: skip
-            info = await served.get("/server_info")
-            assert info["version"] == "fluxjax" and info["max_running_requests"] == 16 and info["tp_size"] == 1
-            assert info["max_total_tokens"] == 16 * LONGEST and info["device"] == "cpu"
-            (load,) = (await served.get("/v1/loads"))["loads"]
-            assert (load["num_running_reqs"], load["num_waiting_reqs"], load["max_running_requests"]) == (0, 0, 16)
-            assert load["gen_throughput"] > 0
-            assert (await served.get("/v1/loads"))["loads"][0]["gen_throughput"] == 0
-            metrics = (await served.get("/metrics")).splitlines()
-            assert {"fluxjax_serve_running 0.0", "fluxjax_serve_waiting 0.0", "fluxjax_serve_weight_version 0.0",
-                    "fluxjax_serve_tokens_total 40.0"} <= set(metrics)  # fmt: skip
-            assert (await served.post("/nothing"))[0] == 404 and (await served.post("/health"))[0] == 405
-
-    run(test())
+async def test_what_the_server_says_of_itself(checkpoints):
+    async with serving(checkpoints["text"], info={"model_path": "m", "model_type": "qwen2"}) as served:
+        await served.ok("/generate", single(served, "r", stream=False))
+        for path in ("/health", "/health_generate"):
+            assert await served.get(path) == ""
+        info = await served.get("/model_info")
+        assert info == {"model_path": "m", "model_type": "qwen2", "is_generation": True,
+                        "has_image_understanding": False, "weight_version": "0"}  # fmt: skip
+        info = await served.get("/server_info")
+        assert info["version"] == "fluxjax" and info["max_running_requests"] == 16 and info["tp_size"] == 1
+        assert info["max_total_tokens"] == 16 * LONGEST and info["device"] == "cpu"
+        (load,) = (await served.get("/v1/loads"))["loads"]
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["max_running_requests"]) == (0, 0, 16)
+        assert load["gen_throughput"] > 0
+        assert (await served.get("/v1/loads"))["loads"][0]["gen_throughput"] == 0
+        metrics = (await served.get("/metrics")).splitlines()
+        assert {"fluxjax_serve_running 0.0", "fluxjax_serve_waiting 0.0", "fluxjax_serve_weight_version 0.0",
+                "fluxjax_serve_tokens_total 40.0"} <= set(metrics)  # fmt: skip
+        assert (await served.post("/nothing"))[0] == 404 and (await served.post("/health"))[0] == 405

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import pathlib
 import uuid
 from typing import Any
 
@@ -17,9 +16,7 @@ from junk import JUNK, places, replaced
 from rollout_cases import HANG, VL
 from serve_cases import (
     Served,
-    checkpoints,
     refused,
-    run,
     serving,
     single,
 )
@@ -29,28 +26,15 @@ from rollout import wire
 from rollout.serve_weights import weight_version
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    return checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
-def vl(folders: dict[str, pathlib.Path]) -> pathlib.Path:
-    return folders["vl"]
-
-
-def test_only_those_with_the_token_are_served(vl):
-    async def test() -> None:
-        async with serving(vl, token="secret") as served:
-            await served.ok("/generate", single(served, "r", stream=False))
-            for value in ("", "Bearer", "Bearer secre", "Bearer secret2", "secret", "Bearer ü"):
-                for path in ("/generate", "/nothing", "/metrics", "/health/"):
-                    async with served.client.post(path, json={}, headers={"Authorization": value}) as reply:
-                        assert reply.status == 401 and "secret" not in await reply.text()
-                async with served.client.get("/health", headers={"Authorization": value}) as reply:
-                    assert reply.status == 200
-
-    run(test())
+async def test_only_those_with_the_token_are_served(checkpoints):
+    async with serving(checkpoints["vl"], token="secret") as served:
+        await served.ok("/generate", single(served, "r", stream=False))
+        for value in ("", "Bearer", "Bearer secre", "Bearer secret2", "secret", "Bearer ü"):
+            for path in ("/generate", "/nothing", "/metrics", "/health/"):
+                async with served.client.post(path, json={}, headers={"Authorization": value}) as reply:
+                    assert reply.status == 401 and "secret" not in await reply.text()
+            async with served.client.get("/health", headers={"Authorization": value}) as reply:
+                assert reply.status == 200
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -112,20 +96,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_bodies_are_refused_by_the_name_of_the_field(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            plain = {"input_ids": [8, 9, 10], "sampling_params": {"max_new_tokens": 2}}
-            for changes, complaint in BAD:
-                await refused(served, plain | changes, complaint)
-            for raw in (b"", b"[1", b"[]", b"3", b"\xff", b"[" * 10**5, b'{"rid": ' + b"9" * 10**4 + b"}"):
-                for path in ("/generate", "/abort_request", "/update_weights_from_disk", "/update_weight_version"):
-                    async with served.client.post(path, data=raw) as reply:
-                        assert reply.status == 400, (raw[:20], await reply.text())
-            await served.ok("/generate", plain)
-            assert served.engine.stats().running == served.engine.stats().waiting == 0
-
-    run(test())
+async def test_bad_bodies_are_refused_by_the_name_of_the_field(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        plain = {"input_ids": [8, 9, 10], "sampling_params": {"max_new_tokens": 2}}
+        for changes, complaint in BAD:
+            await refused(served, plain | changes, complaint)
+        for raw in (b"", b"[1", b"[]", b"3", b"\xff", b"[" * 10**5, b'{"rid": ' + b"9" * 10**4 + b"}"):
+            for path in ("/generate", "/abort_request", "/update_weights_from_disk", "/update_weight_version"):
+                async with served.client.post(path, data=raw) as reply:
+                    assert reply.status == 400, (raw[:20], await reply.text())
+        await served.ok("/generate", plain)
+        assert served.engine.stats().running == served.engine.stats().waiting == 0
 
 
 NOTHING_ASKED = {
@@ -140,86 +121,77 @@ NOTHING_MORE = {
 
 
 @pytest.mark.slow
-def test_values_that_ask_for_nothing_are_taken_and_stop_ids_are_added(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            eos = served.processor.eos_ids[0]
-            forbidden = {str(id): -1e30 for id in range(60) if id not in (eos, 9)}  # either ends it, sooner or later
+async def test_values_that_ask_for_nothing_are_taken_and_stop_ids_are_added(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        eos = served.processor.eos_ids[0]
+        forbidden = {str(id): -1e30 for id in range(60) if id not in (eos, 9)}  # either ends it, sooner or later
 
-            def body(**sampling: Any) -> dict[str, Any]:
-                wanted = {"max_new_tokens": 40, "temperature": 2.0, "logit_bias": forbidden, "sampling_seed": 3}
-                return {"input_ids": [8, 10], "sampling_params": wanted | sampling}
+        def body(**sampling: Any) -> dict[str, Any]:
+            wanted = {"max_new_tokens": 40, "temperature": 2.0, "logit_bias": forbidden, "sampling_seed": 3}
+            return {"input_ids": [8, 10], "sampling_params": wanted | sampling}
 
-            async def ids(body: dict[str, Any]) -> list[int]:
-                return (await served.ok("/generate", body))["output_ids"]
+        async def ids(body: dict[str, Any]) -> list[int]:
+            return (await served.ok("/generate", body))["output_ids"]
 
-            plain = await ids(body())
-            assert await ids(body(**{k: v for k, v in NOTHING_ASKED.items() if k != "temperature"})) == plain
-            assert await ids(body() | NOTHING_MORE) == plain
-            for seed in range(2):
-                ended = await ids(body(sampling_seed=seed, stop_token_ids=[11]))
-                assert ended == await ids(body(sampling_seed=seed)) and eos not in ended[:-1]
-                assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9]))) == 1
-                assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9], ignore_eos=True))) == 40
-            batch = {"input_ids": [[8], [9]], "top_logprobs_num": [0, 0], "lora_path": [None, None]}
-            assert len(await served.ok("/generate", batch | {"sampling_params": {"max_new_tokens": 2}})) == 2
-            for path, field in (("/update_weights_from_disk", "model_path"), ("/pull_weights", "source_dir")):
-                body_of = {"local_checkpoint_dir": "l", "target_version": 1, field: "\ud800"}
-                status, reply = await served.post(path, body_of)
-                assert status == 400 and not reply["success"]
-
-    run(test())
+        plain = await ids(body())
+        assert await ids(body(**{k: v for k, v in NOTHING_ASKED.items() if k != "temperature"})) == plain
+        assert await ids(body() | NOTHING_MORE) == plain
+        for seed in range(2):
+            ended = await ids(body(sampling_seed=seed, stop_token_ids=[11]))
+            assert ended == await ids(body(sampling_seed=seed)) and eos not in ended[:-1]
+            assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9]))) == 1
+            assert len(await ids(body(sampling_seed=seed, stop_token_ids=[9], ignore_eos=True))) == 40
+        batch = {"input_ids": [[8], [9]], "top_logprobs_num": [0, 0], "lora_path": [None, None]}
+        assert len(await served.ok("/generate", batch | {"sampling_params": {"max_new_tokens": 2}})) == 2
+        for path, field in (("/update_weights_from_disk", "model_path"), ("/pull_weights", "source_dir")):
+            body_of = {"local_checkpoint_dir": "l", "target_version": 1, field: "\ud800"}
+            status, reply = await served.post(path, body_of)
+            assert status == 400 and not reply["success"]
 
 
-def test_a_batch_with_one_bad_request_leaves_no_trace(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            await served.ok("/pause_generation", {"mode": "in_place"})
-            long = {"input_ids": [[8], [9] * 60], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 9}}
-            await refused(served, long, "request 'b/'.*exceed rollout.max_sequence_tokens")
-            assert served.engine.stats().waiting == 0 and not served.server._answers
-
-    run(test())
+async def test_a_batch_with_one_bad_request_leaves_no_trace(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        await served.ok("/pause_generation", {"mode": "in_place"})
+        long = {"input_ids": [[8], [9] * 60], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 9}}
+        await refused(served, long, "request 'b/'.*exceed rollout.max_sequence_tokens")
+        assert served.engine.stats().waiting == 0 and not served.server._answers
 
 
-def test_media_in_our_format_that_do_not_fit_are_refused(vl):
-    async def test() -> None:
-        async with serving(vl) as served:
-            good = single(served, "r", 4) | served_media(served, "mixed")
-            await served.ok("/generate", good)
+async def test_media_in_our_format_that_do_not_fit_are_refused(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        good = single(served, "r", 4) | served_media(served, "mixed")
+        await served.ok("/generate", good)
 
-            def changed(field: str, **changes: Any) -> dict[str, Any]:
-                media = json.loads(good[field][0][len(wire.FORMAT) :])
-                return good | {field: [wire.FORMAT + json.dumps(media | {"key": uuid.uuid4().hex} | changes)]}
+        def changed(field: str, **changes: Any) -> dict[str, Any]:
+            media = json.loads(good[field][0][len(wire.FORMAT) :])
+            return good | {field: [wire.FORMAT + json.dumps(media | {"key": uuid.uuid4().hex} | changes)]}
 
-            def ints(*shape: int, value: int = 2) -> Any:
-                return wire.array_json(np.full(shape, value, np.int32))
+        def ints(*shape: int, value: int = 2) -> Any:
+            return wire.array_json(np.full(shape, value, np.int32))
 
-            def floats(*shape: int) -> Any:
-                return wire.array_json(np.full(shape, np.nan, np.float32))
+        def floats(*shape: int) -> Any:
+            return wire.array_json(np.full(shape, np.nan, np.float32))
 
-            for body, complaint in [
-                (good | {"input_ids": good["input_ids"][:-1]}, "positions has the shape"),
-                (changed("image_data", grid_thw=ints(2, 3)), "grids of 16"),
-                (changed("image_data", grid_thw=ints(2, 3, value=0)), "grid_thw must have sides"),
-                (changed("image_data", grid_thw=ints(2, 3, value=-4)), "grid_thw must have sides"),
-                (changed("image_data", grid_thw=ints(6)), "must be .P, X. and int32"),
-                (changed("image_data", grid_thw=floats(2, 3)), "must be .P, X."),
-                (changed("image_data", grid_thw=None), "grid_thw"),
-                (changed("video_data", patches={"dtype": "int32", "shape": [10**30], "data": ""}), "patches"),
-                (changed("video_data", patches={"dtype": "object", "shape": [1], "data": ""}), "none of"),
-                (changed("video_data", patches=ints(4, 4)), "video_data"),
-                (changed("image_data", positions=ints(3, 2)), "positions has the shape"),
-                (changed("image_data", positions=None), "positions"),
-                (changed("image_data", position_delta=1.5), "position_delta"),
-                (changed("image_data", position_delta=2**40), "next_position"),
-                (changed("image_data", patches=floats(24, VL.vision.patch_values)), "NaN or infinity"),
-                (good | {"video_data": ["x"]}, "must have one format"),
-            ]:  # fmt: skip
-                await refused(served, body, complaint)
-            await served.ok("/generate", good)
-
-    run(test())
+        for body, complaint in [
+            (good | {"input_ids": good["input_ids"][:-1]}, "positions has the shape"),
+            (changed("image_data", grid_thw=ints(2, 3)), "grids of 16"),
+            (changed("image_data", grid_thw=ints(2, 3, value=0)), "grid_thw must have sides"),
+            (changed("image_data", grid_thw=ints(2, 3, value=-4)), "grid_thw must have sides"),
+            (changed("image_data", grid_thw=ints(6)), "must be .P, X. and int32"),
+            (changed("image_data", grid_thw=floats(2, 3)), "must be .P, X."),
+            (changed("image_data", grid_thw=None), "grid_thw"),
+            (changed("video_data", patches={"dtype": "int32", "shape": [10**30], "data": ""}), "patches"),
+            (changed("video_data", patches={"dtype": "object", "shape": [1], "data": ""}), "none of"),
+            (changed("video_data", patches=ints(4, 4)), "video_data"),
+            (changed("image_data", positions=ints(3, 2)), "positions has the shape"),
+            (changed("image_data", positions=None), "positions"),
+            (changed("image_data", position_delta=1.5), "position_delta"),
+            (changed("image_data", position_delta=2**40), "next_position"),
+            (changed("image_data", patches=floats(24, VL.vision.patch_values)), "NaN or infinity"),
+            (good | {"video_data": ["x"]}, "must have one format"),
+        ]:  # fmt: skip
+            await refused(served, body, complaint)
+        await served.ok("/generate", good)
 
 
 def served_media(served: Served, name: str) -> dict[str, Any]:
@@ -228,11 +200,11 @@ def served_media(served: Served, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def live(vl):
+def live(checkpoints):
     """A server that goes on between the examples of a test: `(served, run)`."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        served = runner.run(stack.enter_async_context(serving(vl)))
+        served = runner.run(stack.enter_async_context(serving(checkpoints["vl"])))
         yield served, runner.run
         runner.run(stack.aclose())
 

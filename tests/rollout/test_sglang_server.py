@@ -176,45 +176,38 @@ def _without(folder: pathlib.Path, name: str) -> pathlib.Path:
     return cut
 
 
-def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> None:
-    async def work() -> None:
-        whole, version = await server.serve(7)
-        prompt = prompts("vl")["mixed"]
-        task = asyncio.create_task(collect(server.engine.generate(request("k", prompt, n=3, max_new_tokens=150)), 3))
-        await asyncio.sleep(0.4)
-        assert not task.done() and server.process is not None
-        os.killpg(server.process.pid, signal.SIGKILL)
-        for answer in await task:  # there is no other server: they wait for this one
-            assert (answer.finish, len(answer.ids), set(answer.versions)) == (FinishReason.LENGTH, 150, {version})
-            np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)
-
-    run(work())
+async def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> None:
+    whole, version = await server.serve(7)
+    prompt = prompts("vl")["mixed"]
+    task = asyncio.create_task(collect(server.engine.generate(request("k", prompt, n=3, max_new_tokens=150)), 3))
+    await asyncio.sleep(0.4)
+    assert not task.done() and server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    for answer in await task:  # there is no other server: they wait for this one
+        assert (answer.finish, len(answer.ids), set(answer.versions)) == (FinishReason.LENGTH, 150, {version})
+        np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)
 
 
 @pytest.mark.turn(2)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank is bound to a core of its own")
-def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
+async def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
     """What each rank holds is told from the whole tensors; a wrong one is noticed there, too."""
     with subject("sglang", "vl", tmp_path, ranks=2) as divided:
-
-        async def work() -> None:
-            whole, _ = await divided.serve(8)
-            for name, prompt in prompts("vl").items():
-                (answer,) = await collect(divided.engine.generate(request(name, prompt, max_new_tokens=4)), 1)
-                expected = full_logprobs(whole, prompt, answer.ids)
-                np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
-            client = divided.client()
-            held = await client.checksums()
-            await client.close()
-            assert len(held) == 2
-            models.save(whole, tmp_path / "whole")
-            sums = Checksums(tmp_path / "whole" / "model.safetensors", whole.config.text.num_kv_heads)
+        whole, _ = await divided.serve(8)
+        for name, prompt in prompts("vl").items():
+            (answer,) = await collect(divided.engine.generate(request(name, prompt, max_new_tokens=4)), 1)
+            expected = full_logprobs(whole, prompt, answer.ids)
+            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
+        client = divided.client()
+        held = await client.checksums()
+        await client.close()
+        assert len(held) == 2
+        models.save(whole, tmp_path / "whole")
+        sums = Checksums(tmp_path / "whole" / "model.safetensors", whole.config.text.num_kv_heads)
+        sums.check(held, "server")
+        held[1] = {**held[1], "model.layers.0.self_attn.o_proj.weight": "0" * 16}
+        with pytest.raises(WeightsMismatch, match=r"server, rank 1: .*o_proj"):
             sums.check(held, "server")
-            held[1] = {**held[1], "model.layers.0.self_attn.o_proj.weight": "0" * 16}
-            with pytest.raises(WeightsMismatch, match=r"server, rank 1: .*o_proj"):
-                sums.check(held, "server")
-
-        run(work())
 
 
 @pytest.mark.turn(0)

@@ -97,26 +97,22 @@ def test_24_fetched_pixels_are_the_pixels(expected):
 
 
 @pytest.mark.slow
-def test_24_pixels_are_asked_for_when_their_prompt_is_next_and_again_after_new_weights():
+async def test_24_pixels_are_asked_for_when_their_prompt_is_next_and_again_after_new_weights():
     there = Elsewhere()
     prompt = there.shadow(PROMPTS["video"], "film")
-
-    async def scenario():
-        serving = engine(build(VL), fetch=there.fetch)
-        await serving.pause()
-        stream = serving.generate(request("r", prompt, max_new_tokens=20, forbidden_ids=WORDS))
-        await asyncio.sleep(0.05)
-        assert not there.calls, "it only waits"
-        await serving.resume()
-        await anext(stream)
-        assert len(there.calls) == 1
-        await serving.update_weights(1, models.split(build(VL, 1))[1])
-        async for _ in stream:
-            pass
-        assert len(there.calls) == 2, "what was fetched is not kept"
-        assert_idle(serving)
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+    serving = engine(build(VL), fetch=there.fetch)
+    await serving.pause()
+    stream = serving.generate(request("r", prompt, max_new_tokens=20, forbidden_ids=WORDS))
+    await asyncio.sleep(0.05)
+    assert not there.calls, "it only waits"
+    await serving.resume()
+    await anext(stream)
+    assert len(there.calls) == 1
+    await serving.update_weights(1, models.split(build(VL, 1))[1])
+    async for _ in stream:
+        pass
+    assert len(there.calls) == 2, "what was fetched is not kept"
+    assert_idle(serving)
 
 
 @pytest.mark.slow
@@ -125,7 +121,7 @@ def test_24_pixels_are_asked_for_when_their_prompt_is_next_and_again_after_new_w
     [(4096, MediaError("film.mp4", "is not what it was")), (32, OSError("no route to host")), (32, KeyError("x"))],
     ids=["media, at once", "network, by groups", "bug, by groups"],
 )
-def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, most, error):
+async def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, most, error):
     monkeypatch.setattr(turns, "PREFILL_PATCHES", most)
 
     def fails(rows):
@@ -137,68 +133,55 @@ def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, most, 
     bad = there.shadow(PROMPTS["video"], "bad")
     requests = asked(prompts)
     requests.insert(2, request("bad", bad, n=2, max_new_tokens=9))
-
-    async def scenario():
-        serving = engine(build(VL), fetch=there.fetch)
-        await serving.pause()
-        streams = [collect(serving.generate(each), each.n) for each in requests]
-        await serving.resume()
-        answers = await asyncio.gather(*streams, return_exceptions=True)
-        lost = answers.pop(2)
-        assert isinstance(lost, EngineError) and f"'bad' was lost: {type(error).__name__}: {error}" in str(lost)
-        assert lost.__cause__ is error
-        assert_equal(answers, expected)
-        assert (
-            serving.stats().tokens_prefilled == sum(len(prompt) for prompt in (*prompts.values(), bad)) or most < 4096
-        ), "nothing was computed again"
-        assert_idle(serving)
-        assert_equal(await serve(serving, asked(prompts)), expected)
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+    serving = engine(build(VL), fetch=there.fetch)
+    await serving.pause()
+    streams = [collect(serving.generate(each), each.n) for each in requests]
+    await serving.resume()
+    answers = await asyncio.gather(*streams, return_exceptions=True)
+    lost = answers.pop(2)
+    assert isinstance(lost, EngineError) and f"'bad' was lost: {type(error).__name__}: {error}" in str(lost)
+    assert lost.__cause__ is error
+    assert_equal(answers, expected)
+    assert serving.stats().tokens_prefilled == sum(len(prompt) for prompt in (*prompts.values(), bad)) or most < 4096, (
+        "nothing was computed again"
+    )
+    assert_idle(serving)
+    assert_equal(await serve(serving, asked(prompts)), expected)
 
 
 @pytest.mark.slow
-def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_request():
+async def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_request():
     there = Elsewhere()
     odd, bright = (there.shadow(PROMPTS["image"], name) for name in ("odd", "bright"))
     there._patches["odd.0"][3, 3], there._patches["bright.0"][3, 3] = np.nan, np.inf
     short = there.shadow(PROMPTS["images"], "short")
     there._patches["short.0"] = there._patches["short.0"][:-4]
-
-    async def scenario():
-        serving = engine(build(VL), fetch=there.fetch)
-        streams = [
-            collect(serving.generate(request(f"{i}", p, max_new_tokens=3)), 1)
-            for i, p in enumerate((odd, bright, short))
-        ]
-        first, second, third = await asyncio.gather(*streams, return_exceptions=True)
-        assert "patches 0 to 64 of odd.0 have NaN or infinity" in str(first)
-        assert "patches 0 to 64 of bright.0 have NaN or infinity" in str(second)
-        assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+    serving = engine(build(VL), fetch=there.fetch)
+    streams = [
+        collect(serving.generate(request(f"{i}", p, max_new_tokens=3)), 1) for i, p in enumerate((odd, bright, short))
+    ]
+    first, second, third = await asyncio.gather(*streams, return_exceptions=True)
+    assert "patches 0 to 64 of odd.0 have NaN or infinity" in str(first)
+    assert "patches 0 to 64 of bright.0 have NaN or infinity" in str(second)
+    assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
 
 
-def test_24_who_can_not_fetch_refuses():
+async def test_24_who_can_not_fetch_refuses():
     there = Elsewhere()
     prompt = there.shadow(PROMPTS["image"], "picture")
-
-    async def scenario():
-        with pytest.raises(EngineError, match=r"patches_PX is elsewhere .*made without `fetch`"):
-            engine(build(VL)).generate(request("r", prompt, max_new_tokens=3))
-        serving = engine(build(VL), fetch=there.fetch)
-        for tensor, complaint in [
-            (ShadowTensor.of("p", (64, 95), np.float32), r"must be float32 \(P, 96\)"),
-            (ShadowTensor.of("p", (64, 96), np.uint8), "stands for uint8"),
-            (ShadowTensor.of("p", (63, 96), np.float32), "has 63 patches"),
-        ]:
-            assert prompt.vision is not None
-            other = dataclasses.replace(prompt.vision, patches_PX=tensor)
-            with pytest.raises(EngineError, match=complaint):
-                serving.generate(request("r", dataclasses.replace(prompt, vision=other), max_new_tokens=3))
-        assert not there.calls
-
-    asyncio.run(scenario())
+    with pytest.raises(EngineError, match=r"patches_PX is elsewhere .*made without `fetch`"):
+        engine(build(VL)).generate(request("r", prompt, max_new_tokens=3))
+    serving = engine(build(VL), fetch=there.fetch)
+    for tensor, complaint in [
+        (ShadowTensor.of("p", (64, 95), np.float32), r"must be float32 \(P, 96\)"),
+        (ShadowTensor.of("p", (64, 96), np.uint8), "stands for uint8"),
+        (ShadowTensor.of("p", (63, 96), np.float32), "has 63 patches"),
+    ]:
+        assert prompt.vision is not None
+        other = dataclasses.replace(prompt.vision, patches_PX=tensor)
+        with pytest.raises(EngineError, match=complaint):
+            serving.generate(request("r", dataclasses.replace(prompt, vision=other), max_new_tokens=3))
+    assert not there.calls
 
 
 def test_24_what_is_next_is_fetched_ahead_and_no_more(monkeypatch):
@@ -366,22 +349,18 @@ def test_25_a_preempted_prompt_fetches_again(monkeypatch):
 
 
 @pytest.mark.slow
-def test_25_features_do_not_outlive_their_weights(monkeypatch):
+async def test_25_features_do_not_outlive_their_weights(monkeypatch):
     monkeypatch.setattr(turns, "PREFILL_PATCHES", 32)
     small_chunks(monkeypatch, 16)
     new = build(VL, 1)
-
-    async def scenario():
-        serving = engine(build(VL))
-        stream = serving.generate(request("r", PROMPTS["video"], max_new_tokens=6, forbidden_ids=WORDS))
-        while serving.stats().tokens_prefilled < 16:
-            await asyncio.sleep(0)
-        await serving.update_weights(1, models.split(new)[1])
-        (answer,) = await collect(stream, 1)
-        assert set(answer.versions) == {1}, "its first chunks were of other weights"
-        assert_logprobs(new, PROMPTS["video"], answer, never=WORDS)
-
-    asyncio.run(asyncio.wait_for(scenario(), HANG))
+    serving = engine(build(VL))
+    stream = serving.generate(request("r", PROMPTS["video"], max_new_tokens=6, forbidden_ids=WORDS))
+    while serving.stats().tokens_prefilled < 16:
+        await asyncio.sleep(0)
+    await serving.update_weights(1, models.split(new)[1])
+    (answer,) = await collect(stream, 1)
+    assert set(answer.versions) == {1}, "its first chunks were of other weights"
+    assert_logprobs(new, PROMPTS["video"], answer, never=WORDS)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import pytest
 from fleet_cases import run
 from protocol_cases import model, processor, prompts, sampling
 from rollout_cases import collect, request
-from serve_cases import checkpoints, refused, same, serving
+from serve_cases import refused, same, serving
 from shadow_cases import Elsewhere
 from test_engine_servers import KIND, TOKEN, settings
 
@@ -29,47 +29,34 @@ pytestmark = pytest.mark.slow
 NAMES = ("images", "video", "mixed")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return checkpoints(tmp_path_factory.mktemp("checkpoints"))["vl"]
-
-
-def test_a_server_with_a_fetch_takes_tickets(folder: pathlib.Path) -> None:
+async def test_a_server_with_a_fetch_takes_tickets(checkpoints: dict[str, pathlib.Path]) -> None:
     """A batch has them once; a later one has their key alone."""
     there = Elsewhere()
-
-    async def test() -> None:
-        async with serving(folder, functools.partial(JaxEngine, fetch=there.fetch)) as served:
-            whole = served.request("mixed", n=3, seed=4)
-            answers = await served.in_process(whole)
-            shadow = dataclasses.replace(whole, prompt=there.shadow(whole.prompt, "m", parts=2))
-            body = served.body(shadow, stream=False)
-            for _ in range(2):
-                replies = await served.ok("/generate", body)
-                for reply, answer in zip(replies, answers, strict=True):
-                    same(reply, answer)
-            replies = await served.ok("/generate", served.body(whole, stream=False))  # and pixels as ever
-            same(replies[1], answers[1])
-            part = served.body(shadow, [1], stream=False)
-            key = {field: [[entries[0] for entries in body[field]][1:2]] for field in part if field.endswith("_data")}
-            (reply,) = await served.ok("/generate", part | key)
-            same(reply, answers[1])
-            assert (await served.get("/server_info"))["shadows"] is True
-
-    run(test())
+    async with serving(checkpoints["vl"], functools.partial(JaxEngine, fetch=there.fetch)) as served:
+        whole = served.request("mixed", n=3, seed=4)
+        answers = await served.in_process(whole)
+        shadow = dataclasses.replace(whole, prompt=there.shadow(whole.prompt, "m", parts=2))
+        body = served.body(shadow, stream=False)
+        for _ in range(2):
+            replies = await served.ok("/generate", body)
+            for reply, answer in zip(replies, answers, strict=True):
+                same(reply, answer)
+        replies = await served.ok("/generate", served.body(whole, stream=False))  # and pixels as ever
+        same(replies[1], answers[1])
+        part = served.body(shadow, [1], stream=False)
+        key = {field: [[entries[0] for entries in body[field]][1:2]] for field in part if field.endswith("_data")}
+        (reply,) = await served.ok("/generate", part | key)
+        same(reply, answers[1])
+        assert (await served.get("/server_info"))["shadows"] is True
     assert sorted(set(there.tickets)) == ["m.0", "m.1"]
 
 
-def test_a_server_without_a_fetch_refuses_tickets(folder: pathlib.Path) -> None:
+async def test_a_server_without_a_fetch_refuses_tickets(checkpoints: dict[str, pathlib.Path]) -> None:
     there = Elsewhere()
-
-    async def test() -> None:
-        async with serving(folder) as served:
-            shadow = dataclasses.replace(served.request("image"), prompt=there.shadow(served.prompt("image"), "m"))
-            await refused(served, served.body(shadow), "image_data: tickets .* made without `fetch`; send the pixels")
-            assert (await served.get("/server_info"))["shadows"] is False
-
-    run(test())
+    async with serving(checkpoints["vl"]) as served:
+        shadow = dataclasses.replace(served.request("image"), prompt=there.shadow(served.prompt("image"), "m"))
+        await refused(served, served.body(shadow), "image_data: tickets .* made without `fetch`; send the pixels")
+        assert (await served.get("/server_info"))["shadows"] is False
 
 
 # --- fleets --------------------------------------------------------------------------------------

@@ -206,100 +206,82 @@ def test_what_it_refuses(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_waits_is_computed_together():
-    async def run():
-        model = StreamedModel(deep(), resident=2)
-        judge, prompts = StreamedJudge(model), prompts_of((9, 5, 31))
-        alone = [(await judge.generate([prompt], 3))[0] for prompt in prompts]
-        before = judge.layers_computed
-        # The first one begins at once, all others wait together.
-        both = await asyncio.gather(*(judge.generate([prompt], 3) for prompt in prompts), judge.score([], ANSWERS))
-        assert [texts[0] for texts in both[:-1]] == alone and both[-1] == []
-        assert judge.layers_computed - before <= 2 * 3 * LAYERS
-        await judge.close()
-
-    asyncio.run(run())
+async def test_what_waits_is_computed_together():
+    model = StreamedModel(deep(), resident=2)
+    judge, prompts = StreamedJudge(model), prompts_of((9, 5, 31))
+    alone = [(await judge.generate([prompt], 3))[0] for prompt in prompts]
+    before = judge.layers_computed
+    # The first one begins at once, all others wait together.
+    both = await asyncio.gather(*(judge.generate([prompt], 3) for prompt in prompts), judge.score([], ANSWERS))
+    assert [texts[0] for texts in both[:-1]] == alone and both[-1] == []
+    assert judge.layers_computed - before <= 2 * 3 * LAYERS
+    await judge.close()
 
 
-def test_a_prompt_that_is_too_long_fails_alone():
-    async def run():
-        room = 8 * 2**20
-        model = StreamedModel(deep(), free_bytes=room)
-        judge, prompts = StreamedJudge(model), prompts_of((9, 5, 20000, 12))
-        found = await asyncio.gather(*(judge.score([prompt], ANSWERS) for prompt in prompts), return_exceptions=True)
-        assert [isinstance(scores, EngineError) for scores in found] == [False, False, True, False]
-        await judge.close()
-
-    asyncio.run(run())
+async def test_a_prompt_that_is_too_long_fails_alone():
+    room = 8 * 2**20
+    model = StreamedModel(deep(), free_bytes=room)
+    judge, prompts = StreamedJudge(model), prompts_of((9, 5, 20000, 12))
+    found = await asyncio.gather(*(judge.score([prompt], ANSWERS) for prompt in prompts), return_exceptions=True)
+    assert [isinstance(scores, EngineError) for scores in found] == [False, False, True, False]
+    await judge.close()
 
 
-def test_judges_in_another_event_loop_get_turns():
-    async def run():
-        judged = engine(build(TEXT))
-        judge = StreamedJudge(streamed(1), in_loop(judged.between_turns, asyncio.get_running_loop()))
-        prompts = prompts_of((9, 20))
-        scores = await asyncio.to_thread(lambda: asyncio.run(judge.score(prompts, ANSWERS)))
-        assert scores == finish(streamed(1).score(prompts, ANSWERS))
-        await judged.close()
-
-    asyncio.run(run())
+async def test_judges_in_another_event_loop_get_turns():
+    judged = engine(build(TEXT))
+    judge = StreamedJudge(streamed(1), in_loop(judged.between_turns, asyncio.get_running_loop()))
+    prompts = prompts_of((9, 20))
+    scores = await asyncio.to_thread(lambda: asyncio.run(judge.score(prompts, ANSWERS)))
+    assert scores == finish(streamed(1).score(prompts, ANSWERS))
+    await judged.close()
 
 
 @pytest.mark.slow
-def test_judge_and_engine_share_the_device():
-    async def run():
-        judged = engine(build(TEXT))
-        judge = StreamedJudge(streamed(1), judged.between_turns, share=0.5)
-        prompts = prompts_of((9, 20))
+async def test_judge_and_engine_share_the_device():
+    judged = engine(build(TEXT))
+    judge = StreamedJudge(streamed(1), judged.between_turns, share=0.5)
+    prompts = prompts_of((9, 20))
 
-        async def respond(rid, n):
-            return [chunk async for chunk in judged.generate(request(rid, text_prompt(6), n=n, max_new_tokens=20))]
+    async def respond(rid, n):
+        return [chunk async for chunk in judged.generate(request(rid, text_prompt(6), n=n, max_new_tokens=20))]
 
-        alone = await respond("alone", 4)
-        beside, scores = await asyncio.gather(respond("beside", 4), judge.score(prompts, ANSWERS))
-        assert scores == finish(streamed(1).score(prompts, ANSWERS))
-        drawn = [sorted((c.sample, c.token_ids, c.logprobs) for c in chunks) for chunks in (alone, beside)]
-        assert drawn[0] == drawn[1]
-        assert judge.layers_computed == LAYERS and judge.seconds > 0
-        assert await judge.generate(prompts, 2) == finish(streamed(1).generate(prompts, 2))
-        with pytest.raises(EngineError, match="prompt 0 is empty"):
-            await judge.score([[]], ANSWERS)
-        await judged.close()
-        with pytest.raises(EngineError, match="the engine is closed"):
-            await judge.score(prompts, ANSWERS)
-        await judge.close()
-
-    asyncio.run(run())
+    alone = await respond("alone", 4)
+    beside, scores = await asyncio.gather(respond("beside", 4), judge.score(prompts, ANSWERS))
+    assert scores == finish(streamed(1).score(prompts, ANSWERS))
+    drawn = [sorted((c.sample, c.token_ids, c.logprobs) for c in chunks) for chunks in (alone, beside)]
+    assert drawn[0] == drawn[1]
+    assert judge.layers_computed == LAYERS and judge.seconds > 0
+    assert await judge.generate(prompts, 2) == finish(streamed(1).generate(prompts, 2))
+    with pytest.raises(EngineError, match="prompt 0 is empty"):
+        await judge.score([[]], ANSWERS)
+    await judged.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        await judge.score(prompts, ANSWERS)
+    await judge.close()
 
 
-def test_a_judge_goes_on_after_somebody_gave_up_waiting():
-    async def run():
-        model = StreamedModel(deep(), resident=1)
-        judge, prompts = StreamedJudge(model), prompts_of((9,))
-        scores = await judge.score(prompts, ANSWERS)
-        for turns in (1, 2, 5):
-            waiting = asyncio.ensure_future(judge.generate(prompts, 40))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert await judge.score(prompts, ANSWERS) == scores
-        await judge.close()
-
-    asyncio.run(run())
+async def test_a_judge_goes_on_after_somebody_gave_up_waiting():
+    model = StreamedModel(deep(), resident=1)
+    judge, prompts = StreamedJudge(model), prompts_of((9,))
+    scores = await judge.score(prompts, ANSWERS)
+    for turns in (1, 2, 5):
+        waiting = asyncio.ensure_future(judge.generate(prompts, 40))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await judge.score(prompts, ANSWERS) == scores
+    await judge.close()
 
 
-def test_judges_of_their_own_answer_in_turn_and_can_be_closed():
-    async def run():
-        judge = StreamedJudge(StreamedModel(deep(), resident=0))
-        prompts = prompts_of((9, 20))
-        both = await asyncio.gather(judge.score(prompts, ANSWERS), judge.score(prompts[::-1], ANSWERS))
-        assert both[0] == both[1][::-1]
-        running = asyncio.ensure_future(judge.generate(prompts, 50))
-        await asyncio.sleep(0)
-        await asyncio.wait_for(judge.close(), 60)
-        with pytest.raises(EngineError, match="the judge was closed"):
-            await running
-
-    asyncio.run(run())
+async def test_judges_of_their_own_answer_in_turn_and_can_be_closed():
+    judge = StreamedJudge(StreamedModel(deep(), resident=0))
+    prompts = prompts_of((9, 20))
+    both = await asyncio.gather(judge.score(prompts, ANSWERS), judge.score(prompts[::-1], ANSWERS))
+    assert both[0] == both[1][::-1]
+    running = asyncio.ensure_future(judge.generate(prompts, 50))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(judge.close(), 60)
+    with pytest.raises(EngineError, match="the judge was closed"):
+        await running

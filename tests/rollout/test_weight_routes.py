@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import dataclasses
 import os
@@ -13,7 +12,7 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from protocol_cases import ROOT
-from serve_cases import Served, checkpoints, checksums, on_disk, refused_flags, run, serving
+from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serving
 
 import models
 from models.weight_file import StoredTensor
@@ -32,23 +31,19 @@ from rollout.weights import torch_sender
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
 from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute, buckets
-from rollout.weights.torch_bucket import write_bucket
 from rollout.weights.torch_sender import SenderError, TorchSender
 from rollout.weights.version_folders import VersionFolders
 
 TOKEN = "secret"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return checkpoints(tmp_path_factory.mktemp("checkpoints"))["text"]
-
-
 @pytest.fixture
-def memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, checkpoint: pathlib.Path) -> SharedFolders:
+def memory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, pathlib.Path]
+) -> SharedFolders:
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(published_module, "SHARED_MEMORY", tmp_path / "memory")
-    return SharedFolders(models.load(checkpoint).config, "float32")
+    return SharedFolders(models.load(checkpoints["text"]).config, "float32")
 
 
 def step(params: dict) -> dict:
@@ -87,8 +82,10 @@ def test_buckets_have_all_in_order_and_are_as_full_as_they_may(sizes: list[int],
         assert size + following[0].nbytes > room
 
 
-def test_buckets_bring_a_version_also_after_one_that_broke_off(checkpoint: pathlib.Path, memory: SharedFolders) -> None:
-    params = models.split(models.load(checkpoint))[1]
+async def test_buckets_bring_a_version_also_after_one_that_broke_off(
+    checkpoints: dict[str, pathlib.Path], memory: SharedFolders
+) -> None:
+    params = models.split(models.load(checkpoints["text"]))[1]
     route, sent = Buckets(2000), 0
 
     class Breaks(Buckets):
@@ -99,30 +96,13 @@ def test_buckets_bring_a_version_also_after_one_that_broke_off(checkpoint: pathl
                 raise EngineError("broke off")
             await super()._send(*arguments)
 
-    async def test() -> None:
-        async with serving(checkpoint) as served, reached(served) as client:
-            first, second = memory.write(1, params), memory.write(2, step(params))
-            await brought(route, client, first)
-            with pytest.raises(EngineError, match="broke off"):
-                await Breaks(2000).deliver(client, second)
-            assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
-            await brought(route, client, second)
-
-    run(test())
-
-
-def test_an_update_that_broke_off_with_bad_weights_is_in_no_ones_way(
-    checkpoint: pathlib.Path, memory: SharedFolders
-) -> None:
-    async def test() -> None:
-        async with serving(checkpoint) as served, reached(served) as client:
-            await client.begin_weight_update()
-            bad = write_bucket([("no such tensor", np.zeros(3, np.float32))])
-            await client.update_from_tensors([base64.b64encode(bad).decode()], 5)
-            published = memory.write(6, step(models.split(models.load(checkpoint))[1]))
-            await brought(Buckets(1 << 20), client, published)
-
-    run(test())
+    async with serving(checkpoints["text"]) as served, reached(served) as client:
+        first, second = memory.write(1, params), memory.write(2, step(params))
+        await brought(route, client, first)
+        with pytest.raises(EngineError, match="broke off"):
+            await Breaks(2000).deliver(client, second)
+        assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
+        await brought(route, client, second)
 
 
 # --- agents ---------------------------------------------------------------------------------------
@@ -130,12 +110,9 @@ def test_an_update_that_broke_off_with_bad_weights_is_in_no_ones_way(
 
 def test_the_agents_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLUXJAX_TOKEN", raising=False)
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
+    shown = help_of("rollout.weights.agent")
     for word in ("/pull_weights", "--host", "--port", "--token", "FLUXJAX_TOKEN", "listening on http://", "SIGTERM"):
-        assert word in text
+        assert word in shown
     for flags, complaint in [
         (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines"),
         (("--port", "70000"), "--port"),
@@ -143,9 +120,6 @@ def test_the_agents_options(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (("--model", "x"), "--model"),
     ]:
         refused_flags(main, flags, complaint, capsys)
-    code = "import sys, rollout.weights.agent; print('jax' in sys.modules, 'starlette' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shown.stdout.split() == ["False", "False"]
 
 
 @dataclasses.dataclass
@@ -182,62 +156,53 @@ def agent(tmp_path: pathlib.Path) -> Iterator[Agent]:
 
 
 @pytest.mark.slow
-def test_an_agent_pulls_for_the_servers_of_its_host(
-    checkpoint: pathlib.Path, memory: SharedFolders, agent: Agent, tmp_path: pathlib.Path
+async def test_an_agent_pulls_for_the_servers_of_its_host(
+    checkpoints: dict[str, pathlib.Path], memory: SharedFolders, agent: Agent, tmp_path: pathlib.Path
 ) -> None:
     """Whole, then a delta; a wrong token and a version that is gone are said; what was pulled goes with the agent."""
-    params, local = models.split(models.load(checkpoint))[1], tmp_path / "local"
+    params, local = models.split(models.load(checkpoints["text"]))[1], tmp_path / "local"
     folders = VersionFolders(tmp_path / "shared")
-
-    async def test() -> None:
-        nonlocal params
-        async with serving(checkpoint, token=TOKEN) as served, reached(served, TOKEN) as client:
-            route = OrbaxFolders(folders, local, {client.address: agent.address}, token=TOKEN, here=False)
-            for version in (1, 2, 5):
-                params = step(params)
-                published = memory.write(version, params)
-                route.publish(published)
-                await brought(route, client, published)
-                memory.keep(route.keep([published]))
-                assert await checksums(served) == on_disk(published.folder)
-            assert {"weight_v000002", "weight_v000005"} <= {there.name for there in local.glob("*/*")}
-            with await asyncio.to_thread(urllib.request.urlopen, agent.address + "/health", timeout=30) as reply:
-                assert reply.status == 200, "it needs no token"
-            before = await checksums(served)
-            wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
-            with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
-                await wrong.stage(client, published)
-            with pytest.raises(Refused, match="weight_v000009: no such version"):
-                await route.stage(client, dataclasses.replace(published, version=9))
-            assert await checksums(served) == before
-            await route.forget(client)
-            await asyncio.to_thread(agent.end)
-            route.close()
-
-    run(test())
+    async with serving(checkpoints["text"], token=TOKEN) as served, reached(served, TOKEN) as client:
+        route = OrbaxFolders(folders, local, {client.address: agent.address}, token=TOKEN, here=False)
+        for version in (1, 2, 5):
+            params = step(params)
+            published = memory.write(version, params)
+            route.publish(published)
+            await brought(route, client, published)
+            memory.keep(route.keep([published]))
+            assert await checksums(served) == on_disk(published.folder)
+        assert {"weight_v000002", "weight_v000005"} <= {there.name for there in local.glob("*/*")}
+        with await asyncio.to_thread(urllib.request.urlopen, agent.address + "/health", timeout=30) as reply:
+            assert reply.status == 200, "it needs no token"
+        before = await checksums(served)
+        wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
+        with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
+            await wrong.stage(client, published)
+        with pytest.raises(Refused, match="weight_v000009: no such version"):
+            await route.stage(client, dataclasses.replace(published, version=9))
+        assert await checksums(served) == before
+        await route.forget(client)
+        await asyncio.to_thread(agent.end)
+        route.close()
     assert agent.process.returncode == 0
     assert not local.exists() or not list(local.iterdir())
     assert not list((tmp_path / "shared").iterdir())
     assert (tmp_path / "agent.log").read_text() == ""
 
 
-def test_a_trainer_pulls_for_servers_of_its_own_host(
-    checkpoint: pathlib.Path, memory: SharedFolders, tmp_path: pathlib.Path
+async def test_a_trainer_pulls_for_servers_of_its_own_host(
+    checkpoints: dict[str, pathlib.Path], memory: SharedFolders, tmp_path: pathlib.Path
 ) -> None:
-    params, local = step(models.split(models.load(checkpoint))[1]), tmp_path / "local"
+    params, local = step(models.split(models.load(checkpoints["text"]))[1]), tmp_path / "local"
     folders = VersionFolders(tmp_path / "shared")
-
-    async def test() -> None:
-        async with serving(checkpoint) as served, reached(served) as client:
-            route = OrbaxFolders(folders, local, {}, here=True)
-            published = memory.write(1, params)
-            route.publish(published)
-            await brought(route, client, published)
-            with pytest.raises(EngineError, match="weight_v000009: no such version"):
-                await route.stage(client, dataclasses.replace(published, version=9))
-            route.close()
-
-    run(test())
+    async with serving(checkpoints["text"]) as served, reached(served) as client:
+        route = OrbaxFolders(folders, local, {}, here=True)
+        published = memory.write(1, params)
+        route.publish(published)
+        await brought(route, client, published)
+        with pytest.raises(EngineError, match="weight_v000009: no such version"):
+            await route.stage(client, dataclasses.replace(published, version=9))
+        route.close()
     assert not list(local.iterdir()) and not list((tmp_path / "shared").iterdir())
 
 
@@ -253,24 +218,18 @@ def script(folder: pathlib.Path, *lines: str) -> str:
 
 
 READY = """echo '{"torch": "0"}'"""
+NOTHING = pathlib.Path("/no/such"), ["a"]
 
 
-def sends(python: str, then: Callable[[TorchSender], object] | None = None) -> None:
-    async def test() -> None:
-        sender = TorchSender(python)
-        try:
-            await sender.ready()
-            assert then is not None
-            await then(sender)  # pyright: ignore[reportGeneralTypeIssues]
-        finally:
-            sender.kill()
-            sender.kill()  # it may be called again
-
-    run(test())
-
-
-def broadcast(sender: TorchSender) -> object:
-    return sender.broadcast(pathlib.Path("/no/such"), ["a"])
+@contextlib.asynccontextmanager
+async def sender_of(python: str) -> AsyncIterator[TorchSender]:
+    sender = TorchSender(python)
+    try:
+        await sender.ready()
+        yield sender
+    finally:
+        sender.kill()
+        sender.kill()  # it may be called again
 
 
 @pytest.mark.parametrize(
@@ -283,48 +242,46 @@ def broadcast(sender: TorchSender) -> object:
         ([READY, "exec <&-", "sleep 1"], "broadcast"),
     ],
 )
-def test_a_process_that_cannot_send_is_told_with_its_words(
+async def test_a_process_that_cannot_send_is_told_with_its_words(
     tmp_path: pathlib.Path, lines: list[str], complaint: str
 ) -> None:
     with pytest.raises(SenderError, match=complaint):
-        sends(script(tmp_path, *lines), broadcast)
+        async with sender_of(script(tmp_path, *lines)) as sender:
+            await sender.broadcast(*NOTHING)
 
 
-def test_an_interpreter_that_is_not_there_is_named() -> None:
+async def test_an_interpreter_that_is_not_there_is_named() -> None:
     with pytest.raises(SenderError, match="/no/such/python"):
-        sends("/no/such/python")
+        async with sender_of("/no/such/python"):
+            pass
 
 
-def test_a_process_that_hangs_is_ended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_hangs_is_ended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_sender, "ORDER", 0.2)
     monkeypatch.setattr(TorchSender._order, "__defaults__", (0.2,))
     with pytest.raises(SenderError, match=r"broadcast: no answer for 0\.2 s"):
-        sends(script(tmp_path, READY, "exec sleep 100"), broadcast)
+        async with sender_of(script(tmp_path, READY, "exec sleep 100")) as sender:
+            await sender.broadcast(*NOTHING)
 
 
 @pytest.mark.parametrize("way", ["kill", "signal"])
-def test_a_process_that_is_killed_in_an_order_is_an_error_of_the_order(tmp_path: pathlib.Path, way: str) -> None:
-    async def killed(sender: TorchSender) -> None:
-        order = asyncio.ensure_future(sender.broadcast(pathlib.Path("/no/such"), ["a"]))
+async def test_a_process_that_is_killed_in_an_order_is_an_error_of_the_order(tmp_path: pathlib.Path, way: str) -> None:
+    async with sender_of(script(tmp_path, READY, "exec sleep 100")) as sender:
+        order = asyncio.ensure_future(sender.broadcast(*NOTHING))
         await asyncio.sleep(0.3)
         assert not order.done()
         sender.kill() if way == "kill" else sender._process.kill()
         with pytest.raises(SenderError, match="broadcast"):
             await order
         with pytest.raises(SenderError, match="broadcast"):
-            await sender.broadcast(pathlib.Path("/no/such"), ["a"])
-
-    sends(script(tmp_path, READY, "exec sleep 100"), killed)
+            await sender.broadcast(*NOTHING)
 
 
 @pytest.mark.slow
-def test_a_process_with_pytorch_takes_orders(tmp_path: pathlib.Path) -> None:
+async def test_a_process_with_pytorch_takes_orders(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("torch", reason="parity lane: needs torch")
-
-    async def ordered(sender: TorchSender) -> None:
+    async with sender_of(sys.executable) as sender:
         assert 0 < await sender.listen("127.0.0.1") < 65536
         for _ in range(2):  # what fails does not end it
             with pytest.raises(SenderError, match="broadcast: AssertionError"):
                 await sender.broadcast(tmp_path, ["a"])
-
-    sends(sys.executable, ordered)
