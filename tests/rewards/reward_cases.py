@@ -1,13 +1,23 @@
-"""Scores one text by a reward that is an object."""
+"""Scores one text by a reward that is an object or a function."""
 
 import asyncio
+import inspect
 
 from fluxjax.base.scored import Completion, Prompt
+from fluxjax.base.types import Response
+
+PROMPT = Prompt("p1", "s", "?", "12")
 
 
 def scored(reward, answer, text, question="?", num_tokens=0):
     prompt = Prompt("p1", "s", question, answer)
+    if inspect.isfunction(reward):
+        return reward(prompt, text)
     return asyncio.run(reward.score(Completion(prompt, text, num_tokens)))
+
+
+def response(*ids, draw=0, sample=0):
+    return Response("r", draw, sample, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
 
 
 HOSTILE = [
@@ -27,6 +37,9 @@ HOSTILE = [
     "1,111" * 200_000,
     "1/" * 500_000,
     "A" * 10**6,
+    "," * 10**6,
+    "-" * 10**6,
+    "." * 10**6,
     "é́" * 300_000,
     "\u0663\u0664",  # Arabic digits
     "\uff15",  # a full-width 5

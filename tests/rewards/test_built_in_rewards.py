@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import inspect
+import math
+import time
 
 import pytest
+from reward_cases import HOSTILE, scored
 from sandboxes import bubblewrap
 
-from fluxjax.base.types import Prompt, Response
+from fluxjax.base.types import Prompt
 from fluxjax.config import ConfigError, SourceConfig
-from fluxjax.config.rewards import RewardTerm
 from fluxjax.rewards import REWARDS, Scorer, find_reward
 
 CLASSES = {name: value for name, value in REWARDS.items() if inspect.isclass(value)}
@@ -43,32 +45,36 @@ def test_a_source_names_its_reward(name):
     assert not wrong.correct and wrong.value < 0.5
 
 
-def test_a_mixture_of_answer_format_and_length():
-    terms = {
-        "math": RewardTerm(arguments={"only_marked": True, "workers": 1}),
-        "form": RewardTerm(reward="format", weight="0.1"),
-        "overlong": RewardTerm(weight="0.5", arguments={"most_tokens": 4, "interval": 2}),
-    }
-    texts = {
-        (1,): "<think>2 + 3</think><answer>5</answer>",
-        (1, 2, 3): r"\boxed{5}",
-        (1, 2, 3, 4, 5): "it is 5",
-    }
-    with contextlib.closing(Scorer({"s": SourceConfig(rewards=terms)}, lambda ids: texts[tuple(ids)])) as scorer:
-        for ids, value, correct, parts in [
-            ((1,), 1.1, True, {"math": 1.0, "form": 1.0, "overlong": 0.0}),
-            ((1, 2, 3), 0.75, True, {"math": 1.0, "form": 0.0, "overlong": -0.5}),
-            ((1, 2, 3, 4, 5), -0.5, False, {"math": 0.0, "form": 0.0, "overlong": -1.0}),
-        ]:
-            response = Response("r", 0, 0, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
-            reward = asyncio.run(scorer.score(Prompt("1", "s", "?", "5"), response))
-            assert reward.value == pytest.approx(value) and reward.correct is correct and reward.parts == parts
+@pytest.mark.parametrize("name", ["number", *(name for name in CASES if name != "code")])
+def test_hostile_texts_score_nothing_in_little_time(name):
+    """The slowest takes 30 ms on an idle core: one that grew with the square of the length would take minutes."""
+    reward = find_reward(name, arguments={"seconds": 5.0, "workers": 2} if name == "math" else {})
+    answer = "7" if name == "number" else CASES[name][0]
+    with contextlib.closing(reward) if hasattr(reward, "close") else contextlib.nullcontext():
+        for text in HOSTILE:
+            begin = time.process_time()
+            result = scored(reward, answer, text, QUESTION)
+            assert time.process_time() - begin < 5, text[:20]
+            assert not result.correct and math.isfinite(result.value) and result.value < 0.5, text[:20]
 
 
-def test_arguments_that_are_missing_or_unknown_are_named():
-    with pytest.raises(ConfigError, match=r"reward is 'overlong'.*overlong.most_tokens is 0; it must be positive"):
-        find_reward("overlong")
-    with pytest.raises(ConfigError, match=r"reward is 'numeric', which can't be given .*'tolerence'"):
-        find_reward("numeric", arguments={"tolerence": 0.1})
-    with pytest.raises(ConfigError, match=r"numeric.tolerance is -1.0; it must not be negative"):
-        find_reward("numeric", arguments={"tolerance": -1.0})
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("overlong", {}, "reward is 'overlong'.*most_tokens is 0; it must be positive: set it to rollout.max_new_tok"),
+        ("overlong", {"most_tokens": 10}, "overlong.interval is 0; it must be positive"),
+        ("overlong", {"most_tokens": 10, "interval": 11}, "is 11; it must be at most overlong.most_tokens, 10"),
+        ("format", {"pattern": "("}, r"format.pattern is '\(', which is no regular expression"),
+        ("numeric", {"tolerence": 0.1}, "reward is 'numeric', which can't be given .*'tolerence'"),
+        ("numeric", {"tolerance": -0.1}, "numeric.tolerance is -0.1; it must not be negative"),
+        ("edit_distance", {"threshold": 2.0}, r"edit_distance.threshold is 2.0; it must be in \[0, 1\]"),
+        ("boxes", {"correct_from": 0.0}, r"boxes.correct_from is 0.0; it must be in \(0, 1\]"),
+        ("boxes", {"threshold": math.nan}, "boxes.threshold is nan; it must be a finite number"),
+        ("math", {"seconds": 0.0}, "math.seconds is 0.0; it must be greater than 0"),
+        ("math", {"workers": 0}, "math.workers is 0; it must be greater than 0"),
+        ("math", {"tolerance": math.nan}, "math.tolerance is nan; it must be a finite number"),
+    ],
+)
+def test_arguments_that_are_missing_wrong_or_unknown_are_named(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        find_reward(name, arguments=arguments)

@@ -397,17 +397,13 @@ def test_reasons_say_what_failed(reward, task, text, reason):
     assert reason in score(reward, task, text).reason
 
 
-def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):
+async def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):
     brief = CodeReward(reward.sandbox, limits=SandboxLimits(processes=8), time_limits=TimeLimits(1.0, 1.0, 1.0))
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-
-    async def all_of_them():
-        bombs = [brief.score(completion(ADD, bomb, id="bomb")), brief.score(completion(SUM, bomb, id="bomb"))]
-        texts = ("def add(a, b): return a + b", "def add(a, b): return 0")
-        neighbours = [reward.score(completion(ADD, text)) for text in texts]
-        return await asyncio.gather(*neighbours, *bombs)
-
-    right, wrong, *bombs = asyncio.run(all_of_them())
+    bombs = [brief.score(completion(ADD, bomb, id="bomb")), brief.score(completion(SUM, bomb, id="bomb"))]
+    texts = ("def add(a, b): return a + b", "def add(a, b): return 0")
+    neighbours = [reward.score(completion(ADD, text)) for text in texts]
+    right, wrong, *bombs = await asyncio.gather(*neighbours, *bombs)
     assert (right.value, wrong.value) == (1.0, 0.0)
     assert [result.value for result in bombs] == [0.0, 0.0] and all("timed out" in result.reason for result in bombs)
     assert brief.take_counts() == {"code/runs": 2.0, "code/timed_out": 2.0, "code/killed": 0.0}

@@ -3,30 +3,19 @@
 import asyncio
 import contextlib
 import os
-import pathlib
 import time
 
 import pytest
+import user_rewards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reward_cases import PROMPT, response
 from turns import third_of
 
-from fluxjax.base.types import Prompt, Response, Reward
+from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.rewards_shown import reward_words
 from fluxjax.rewards import Scorer
-
-HERE = pathlib.Path(__file__).resolve().parent
-PROMPT = Prompt("p1", "s", "?", "12")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def users_module():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HERE))
-        import user_rewards
-
-        yield user_rewards
 
 
 def bounds(seconds=60.0, concurrency=2, **more):
@@ -46,10 +35,6 @@ def scorer(source, limits=None, **more):
         yield subject
 
 
-def response(*ids, draw=0, sample=0):
-    return Response("r", draw, sample, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")
-
-
 def scored(subject, *texts):
     async def all_of_them():
         return await asyncio.gather(*(subject.score_text(PROMPT, text) for text in texts))
@@ -61,7 +46,7 @@ def scored(subject, *texts):
 
 
 @pytest.fixture(scope="module")
-def misbehaving(users_module):
+def misbehaving():
     """A scorer, and what it noted."""
     noted: list[tuple[str, str]] = []
     with scorer("user_rewards:misbehaves", note=lambda *note: noted.append(note)) as subject:
@@ -114,8 +99,8 @@ def test_every_response_gets_its_own_reward(misbehaving, texts):
 # --- objects and classes ------------------------------------------------------------------------
 
 
-def test_objects_and_classes_are_given_completions_and_keep_their_state(users_module):
-    counts = users_module.Counts()
+def test_objects_and_classes_are_given_completions_and_keep_their_state():
+    counts = user_rewards.Counts()
     with scorer("exact", given={"s": counts}) as subject:
         reward = asyncio.run(subject.score(PROMPT, response(1, 2)))
         assert reward == Reward(1.0, True, "2 tokens") and subject.state_dict()["training"] == {"s": {"": {"count": 1}}}
@@ -126,8 +111,8 @@ def test_objects_and_classes_are_given_completions_and_keep_their_state(users_mo
         subject.load_state_dict({})  # a checkpoint of an earlier release
 
 
-def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_their_own(users_module):
-    with scorer("exact", given={"s": users_module.Plain()}) as subject:
+def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_their_own():
+    with scorer("exact", given={"s": user_rewards.Plain()}) as subject:
         assert scored(subject, "12") == [Reward(0.5, False)]
     with scorer(SourceConfig(reward="user_rewards:Plain", eval_reward="exact")) as subject:
         assert scored(subject, "12") == [Reward(1.0, True)]
@@ -138,8 +123,8 @@ def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_thei
 
 
 @pytest.mark.parametrize("place", ["here", "in a process"])
-def test_batches_are_bounded_in_size_and_in_waiting(users_module, place):
-    lengths = users_module.Lengths()
+def test_batches_are_bounded_in_size_and_in_waiting(place):
+    lengths = user_rewards.Lengths()
     given = {"s": lengths} if place == "here" else None
     with scorer("user_rewards:Lengths", bounds(batch_size=4, batch_wait=0.02), given=given) as subject:
         assert [r.value for r in scored(subject, *("x" * n for n in range(10)))] == list(range(10))
@@ -155,8 +140,8 @@ def test_batches_are_bounded_in_size_and_in_waiting(users_module, place):
     ],
 )
 @pytest.mark.parametrize("place", ["here", "in a process"])
-def test_a_batch_that_goes_wrong(users_module, place, answers, values, reason):
-    given = {"s": {"n": users_module.Lengths(answers)}} if place == "here" else None
+def test_a_batch_that_goes_wrong(place, answers, values, reason):
+    given = {"s": {"n": user_rewards.Lengths(answers)}} if place == "here" else None
     term = RewardTerm("user_rewards:Lengths", arguments={"answers": answers})
     limits = bounds(0.3 if answers == "hangs" else 60.0)
     with scorer(SourceConfig(rewards={"n": term}), limits, given=given) as subject:

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from reward_cases import HOSTILE, scored
+from reward_cases import scored
 from turns import TURN
 
 from fluxjax.base.scored import Completion, Prompt
@@ -117,12 +117,6 @@ def test_a_long_answer_is_wrong_at_once():
         assert scored(reward, "5", r"\boxed{5.00000000}").correct
 
 
-def test_hostile_texts_score_nothing():
-    with contextlib.closing(MathAnswer(workers=2, seconds=5.0)) as reward:
-        for text in HOSTILE:
-            assert not scored(reward, "5", text).value, text[:30]
-
-
 PATHOLOGICAL = {
     "tower of powers": r"9^{9^{9^9}}",
     "brackets": "(" * 450 + "1" + ")" * 450,
@@ -131,17 +125,16 @@ PATHOLOGICAL = {
 }
 
 
+def algebra(text):
+    """An answer to be compared with x + 1."""
+    return Completion(Prompt("1", "s", "?", "x + 1"), rf"\boxed{{{text}}}")
+
+
 @pytest.mark.slow
-def test_pathological_answers_cost_themselves_only():
+async def test_pathological_answers_cost_themselves_only():
     """Each is killed at its time, if need be, and its process replaced."""
-
-    async def score_all():
-        prompt = Prompt("1", "s", "?", "x + 1")
-        texts = [rf"\boxed{{{text}}}" for text in PATHOLOGICAL.values()]
-        return await asyncio.gather(*(reward.score(Completion(prompt, text)) for text in texts))
-
     with contextlib.closing(MathAnswer(workers=2, seconds=1.0)) as reward:
-        results = asyncio.run(score_all())
+        results = await asyncio.gather(*(reward.score(algebra(text)) for text in PATHOLOGICAL.values()))
         assert not any(result.correct for result in results)
         assert results[0].reason == "comparing the answer took more than 1 s"
         assert reward._pool.load().killed >= 1
@@ -163,34 +156,16 @@ def test_an_answer_that_needs_too_much_memory_is_wrong():
         assert not reward._pool.load().killed
 
 
-def test_others_go_on_beside_one_that_hangs():
-    async def score(reward):
-        def completion(text):
-            return Completion(Prompt("1", "s", "?", "x + 1"), rf"\boxed{{{text}}}")
-
-        stuck = asyncio.create_task(reward.score(completion(PATHOLOGICAL["tower of powers"])))
-        await asyncio.sleep(0)
-        good = await asyncio.gather(*(reward.score(completion(f"{n + 1} + x - {n}")) for n in range(10)))
-        assert all(result.correct for result in good)
-        assert not stuck.done()
-        await asyncio.to_thread(reward.close)
-        with pytest.raises((WorkerDied, RuntimeError)):  # the latter, if its process had not begun yet
-            await stuck
-
-    asyncio.run(score(MathAnswer(workers=2, seconds=300.0)))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"seconds": 0.0}, r"math.seconds is 0.0; it must be greater than 0"),
-        ({"workers": 0}, r"math.workers is 0; it must be greater than 0"),
-        ({"tolerance": float("nan")}, r"math.tolerance is nan; it must be a finite number"),
-    ],
-)
-def test_wrong_parameters_are_named(parameters, message):
-    with pytest.raises(ConfigError, match=message):
-        MathAnswer(**parameters)
+async def test_others_go_on_beside_one_that_hangs():
+    reward = MathAnswer(workers=2, seconds=300.0)
+    stuck = asyncio.create_task(reward.score(algebra(PATHOLOGICAL["tower of powers"])))
+    await asyncio.sleep(0)
+    good = await asyncio.gather(*(reward.score(algebra(f"{n + 1} + x - {n}")) for n in range(10)))
+    assert all(result.correct for result in good)
+    assert not stuck.done()
+    await asyncio.to_thread(reward.close)
+    with pytest.raises((WorkerDied, RuntimeError)):  # the latter, if its process had not begun yet
+        await stuck
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):

@@ -1,12 +1,8 @@
 """Rewards by rule: hand-computed values, and properties that every shaped reward must have."""
 
 import inspect
-import subprocess
-import sys
-import textwrap
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,14 +107,3 @@ def test_number(answer, text, right):
 def test_no_text_makes_a_rule_raise(name, answer, text):
     reward = REWARDS[name](prompt(answer), text)
     assert 0 <= reward.value <= 1
-
-
-def test_hostile_text_is_no_bomb():
-    """In a process of its own, which is ended if it hangs: a regular expression that backtracks takes for ever."""
-    script = """
-        from fluxjax.rewards import number
-        from fluxjax.base.types import Prompt
-        for text in (",", "1,", "-", "1", "1/", "."):
-            number(Prompt("1", "s", "?", "1"), text * 10**6)
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, check=True, timeout=600)

@@ -84,6 +84,15 @@ def wait_until_none(text):
         time.sleep(0.05)
 
 
+async def cancelled(sandbox, token, moment):
+    """Starts a job that waits, and cancels it at a moment."""
+    task = asyncio.ensure_future(sandbox.run(code_job(sandbox, f"'{token}'; import time; time.sleep(600)")))
+    await moment
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 class TestJobs:
     def test_a_job_finds_its_files_and_input_and_says_how_it_ended(self, sandbox):
         code = "import sys; print(open('a/b.txt').read(), sys.stdin.read()); print('no', file=sys.stderr); sys.exit(3)"
@@ -108,45 +117,28 @@ class TestJobs:
         outcomes = asyncio.run(sandbox.converse(code_job(sandbox, "pass"), answering))
         assert outcomes[0].exit == 0 and outcomes[1].reason == "partner"
 
-    def test_more_jobs_than_slots_wait_for_their_turn(self, sandbox):
-        async def jobs():
-            return await asyncio.gather(*(sandbox.run(code_job(sandbox, f"print({i})")) for i in range(10)))
+    async def test_more_jobs_than_slots_wait_for_their_turn(self, sandbox):
+        outcomes = await asyncio.gather(*(sandbox.run(code_job(sandbox, f"print({i})")) for i in range(10)))
+        assert [outcome.stdout for outcome in outcomes] == [f"{i}\n".encode() for i in range(10)]
 
-        assert [outcome.stdout for outcome in asyncio.run(jobs())] == [f"{i}\n".encode() for i in range(10)]
-
-    def test_a_cancelled_job_leaves_nothing(self, sandbox):
+    async def test_a_cancelled_job_leaves_nothing(self, sandbox):
         token = uuid.uuid4().hex
 
-        async def cancelled():
-            task = asyncio.ensure_future(sandbox.run(code_job(sandbox, f"'{token}'; import time; time.sleep(600)")))
+        async def it_runs():
             while not processes_with(token):
                 await asyncio.sleep(0.02)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
 
-        asyncio.run(cancelled())
+        await cancelled(sandbox, token, it_runs())
         wait_until_none(token)
 
     @pytest.mark.slow
-    def test_jobs_that_are_cancelled_while_they_start_leave_nothing(self, sandbox):
+    async def test_jobs_that_are_cancelled_while_they_start_leave_nothing(self, sandbox):
         """Bubblewrap takes some 10 ms to start: its processes change groups and are not bound to their parents at once.
         Without any of the two rules in `Process`, one in 50 lives on."""
         token, dice = uuid.uuid4().hex, random.Random(5)
-
-        async def cancelled():
-            task = asyncio.ensure_future(sandbox.run(code_job(sandbox, f"'{token}'; import time; time.sleep(600)")))
-            moment = dice.choice((0.0, 0.002, 0.03)) * dice.random()
-            await asyncio.sleep(moment)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-        async def several():
-            for _ in range(75):
-                await asyncio.gather(*(cancelled() for _ in range(4)))
-
-        asyncio.run(asyncio.wait_for(several(), 120))
+        for _ in range(75):
+            moments = [dice.choice((0.0, 0.002, 0.03)) * dice.random() for _ in range(4)]
+            await asyncio.gather(*(cancelled(sandbox, token, asyncio.sleep(moment)) for moment in moments))
         wait_until_none(token)
 
     def test_a_sandbox_that_fails_is_not_the_codes_failure(self, sandbox):
@@ -398,26 +390,19 @@ def test_refused_system_calls(sandbox):
     assert {name: value for name, value in found.items() if value != -errno.EPERM} == {}
 
 
-def test_threads_and_processes_still_start(sandbox):
+def test_threads_processes_and_event_loops_still_work(sandbox):
     code = """
-        import subprocess, threading
+        import asyncio, subprocess, threading
         threads = [threading.Thread(target=print, args=("thread",)) for _ in range(2)]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         print(subprocess.run(["echo", "process"], capture_output=True, text=True).stdout, end="")
-        """
-    assert run(sandbox, code).stdout == b"thread\nthread\nprocess\n"
-
-
-def test_event_loops_still_run(sandbox):
-    code = """
-        import asyncio
         async def main():
             process = await asyncio.create_subprocess_exec("echo", "process", stdout=-1)
             return await asyncio.to_thread(str, "thread"), (await process.communicate())[0]
         print(*asyncio.run(main()))
         """
-    assert run(sandbox, code).stdout == b"thread b'process\\n'\n"
+    assert run(sandbox, code).stdout == b"thread\nthread\nprocess\nthread b'process\\n'\n"
 
 
 def test_what_pairs_of_sockets_hold_is_bounded_by_open_files(sandbox):
@@ -442,7 +427,7 @@ def test_no_user_id_is_that_of_another_sandbox():
     assert len({*bubblewrap(slots=4)._uids, *bubblewrap(slots=4)._uids}) == 16
 
 
-def test_neighbours_notice_nothing(sandbox):
+async def test_neighbours_notice_nothing(sandbox):
     """While bombs go off in the other slots, an innocent job has processes, memory and disk as if it were alone."""
     innocent = """
         import os, subprocess
@@ -450,13 +435,9 @@ def test_neighbours_notice_nothing(sandbox):
         open("/tmp/x", "w").write("x" * (3 << 20))
         print(*[subprocess.run(["echo", "1"], capture_output=True, text=True).stdout.strip() for _ in range(5)])
         """
-
-    async def all_of_them():
-        bombs = [RESOURCES[name] for name in ("fork bomb", "disk", "memory")]
-        attacks = [sandbox.run(code_job(sandbox, code, limits=limits)) for limits, code, _ in bombs]
-        return (await asyncio.gather(sandbox.run(code_job(sandbox, innocent)), *attacks))[0]
-
-    outcome = asyncio.run(all_of_them())
+    bombs = [RESOURCES[name] for name in ("fork bomb", "disk", "memory")]
+    attacks = [sandbox.run(code_job(sandbox, code, limits=limits)) for limits, code, _ in bombs]
+    outcome, *_ = await asyncio.gather(sandbox.run(code_job(sandbox, innocent)), *attacks)
     assert (outcome.exit, outcome.stdout) == (0, b"1 1 1 1 1\n"), outcome
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_cases import HOSTILE, scored
+from reward_cases import scored
 
 from fluxjax.config import ConfigError
 from fluxjax.rewards.parameters import check_parameters
@@ -38,11 +38,6 @@ def test_think_and_answer(text, right):
     assert reward.correct is right and reward.value == float(right)
 
 
-def test_hostile_texts_have_no_format():
-    for text in HOSTILE:
-        assert not scored(Format(), "5", text).correct
-
-
 def test_patterns_are_matched_with_the_whole_text():
     with contextlib.closing(Format(pattern=r"(a+)+\nb", seconds=300.0)) as reward:
         assert scored(reward, "", "aaa\nb").correct
@@ -54,11 +49,6 @@ def test_a_match_that_takes_for_ever_is_killed():
     with contextlib.closing(Format(pattern=r"(a+)+\nb", seconds=0.5)) as reward:
         assert scored(reward, "", "a" * 60).reason == "format.pattern took more than 0.5 s"
         assert reward._pool.call({"pattern": "a.b", "text": "a\nb"}, 300.0)  # by another process
-
-
-def test_a_wrong_pattern_is_said_at_the_start():
-    with pytest.raises(ConfigError, match=r"format.pattern is '\(', which is no regular expression"):
-        Format(pattern="(")
 
 
 @pytest.mark.parametrize(
@@ -78,19 +68,6 @@ def test_overlong_never_rises_and_is_continuous(most, interval, num_tokens):
     here, next_ = (scored(reward, "", "x", num_tokens=n).value for n in (num_tokens, num_tokens + 1))
     assert -1 <= next_ <= here <= 0
     assert here - next_ <= 1 / interval + 1e-12
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({}, "overlong.most_tokens is 0; it must be positive: set it to rollout.max_new_tokens"),
-        ({"most_tokens": 10}, "overlong.interval is 0; it must be positive"),
-        ({"most_tokens": 10, "interval": 11}, "overlong.interval is 11; it must be at most overlong.most_tokens, 10"),
-    ],
-)
-def test_wrong_lengths_are_named(parameters, message):
-    with pytest.raises(ConfigError, match=message):
-        Overlong(**parameters)
 
 
 @pytest.mark.parametrize(

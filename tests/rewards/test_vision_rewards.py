@@ -1,15 +1,11 @@
 """Rewards for questions about pictures: cases by hand, and properties of distances and overlaps."""
 
-import math
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_cases import HOSTILE, scored
+from reward_cases import scored
 
-from fluxjax.config import ConfigError
 from fluxjax.rewards.boxes import BoxOverlap, boxes_in, iou
 from fluxjax.rewards.choice import Choice, chosen, options_of
 from fluxjax.rewards.vision import EditDistance, NumericAnswer, OrderedList
@@ -84,8 +80,6 @@ def test_choice(answer, text, right):
 
 def test_a_choice_of_two_says_which():
     assert scored(Choice(), "B", "Answer: A or B", QUESTION).reason == "ambiguous: A and B"
-    with pytest.raises(ValueError, match="answer 'a bird' of prompt p1 is neither a letter nor the text of an option"):
-        scored(Choice(), "a bird", "B", QUESTION)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,17 @@ def test_numeric(parameters, answer, text, right):
     assert scored(NumericAnswer(**parameters), answer, text).correct is right
 
 
-def test_an_answer_without_a_number_is_an_error_of_the_data():
-    with pytest.raises(ValueError, match="'many' of prompt p1 has no number"):
-        scored(NumericAnswer(), "many", "12")
+@pytest.mark.parametrize(
+    ("reward", "answer", "complaint"),
+    [
+        (Choice(), "a bird", "answer 'a bird' of prompt p1 is neither a letter nor the text of an option"),
+        (NumericAnswer(), "many", "'many' of prompt p1 has no number"),
+        (BoxOverlap(), "here", "'here' of prompt p1 has no box"),
+    ],
+)
+def test_an_answer_that_cannot_be_graded_is_an_error_of_the_data(reward, answer, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        scored(reward, answer, "12 B", QUESTION)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +217,6 @@ def test_box_overlap(parameters, answer, text, value, correct):
     assert reward.value == pytest.approx(value) and reward.correct is correct
 
 
-def test_an_answer_without_a_box_is_an_error_of_the_data():
-    with pytest.raises(ValueError, match="'here' of prompt p1 has no box"):
-        scored(BoxOverlap(), "here", "[0,0,1,1]")
-
-
 CORNERS = st.tuples(*[st.integers(0, 50)] * 2, *[st.integers(1, 50)] * 2)
 BOXES = CORNERS.map(lambda c: [c[0], c[1], c[0] + c[2], c[1] + c[3]])
 
@@ -236,37 +233,3 @@ def test_overlap_is_symmetric_bounded_and_one_for_the_same_boxes(first, second):
 def test_overlap_does_not_depend_on_unit_and_origin(first, second, unit, origin):
     one, two = np.array([first], np.float64), np.array([second], np.float64)
     assert iou(one * unit + origin, two * unit + origin) == pytest.approx(iou(one, two), abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("reward", "answer"),
-    [
-        (Choice(), "B"),
-        (NumericAnswer(), "7"),
-        (EditDistance(), "kitten"),
-        (OrderedList(), "1, 2, 3"),
-        (BoxOverlap(), "[0, 0, 10, 10]"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_hostile_texts_score_nothing_in_little_time(reward, answer):
-    """The slowest takes 30 ms on an idle core: one that grew with the square of the length would take minutes."""
-    for text in HOSTILE:
-        begin = time.process_time()
-        result = scored(reward, answer, text, QUESTION)
-        assert time.process_time() - begin < 5, text[:20]
-        assert not result.correct and math.isfinite(result.value) and result.value < 0.5, text[:20]
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameters", "message"),
-    [
-        (NumericAnswer, {"tolerance": -0.1}, "numeric.tolerance is -0.1; it must not be negative"),
-        (EditDistance, {"threshold": 2.0}, r"edit_distance.threshold is 2.0; it must be in \[0, 1\]"),
-        (BoxOverlap, {"correct_from": 0.0}, r"boxes.correct_from is 0.0; it must be in \(0, 1\]"),
-        (BoxOverlap, {"threshold": float("nan")}, "boxes.threshold is nan; it must be a finite number"),
-    ],
-)
-def test_wrong_parameters_are_named(kind, parameters, message):
-    with pytest.raises(ConfigError, match=message):
-        kind(**parameters)
