@@ -60,7 +60,10 @@ from forked import collect_rarely, forked  # noqa: E402
 from fluxjax.base.process import share_between_devices  # noqa: E402
 
 if TYPE_CHECKING:
+    from faulty_proxy import Servers
     from run_cases import Commands
+
+    from rollout.jax_engine import JaxEngine
 
 
 def scheduled() -> int:
@@ -108,7 +111,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), timeout=300))
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), timeout=500))
     return True
 
 
@@ -148,6 +151,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.P
     import serve_cases
 
     return serve_cases.checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def running_pair() -> Iterator["Servers"]:
+    from faulty_proxy import Servers
+
+    with Servers(2).running() as servers:
+        yield servers
+
+
+@pytest.fixture
+def pair(running_pair: "Servers") -> "Servers":
+    """Two rollout servers of a tiny text model, behind proxies that have no faults yet."""
+    running_pair.reset()
+    return running_pair
+
+
+@pytest.fixture(scope="module")
+def here() -> "JaxEngine":
+    """The engine of these servers in this process, whose answers are the right ones."""
+    from faulty_proxy import engine
+
+    return engine()
 
 
 @pytest.fixture(scope="session")

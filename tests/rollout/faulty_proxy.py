@@ -14,14 +14,14 @@ import dataclasses
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
-import uvicorn
 from aiohttp import web
 from protocol_cases import model, processor
 from rollout_cases import HANG
+from serve_cases import answering
 
 from rollout.jax_engine import JaxEngine
 from rollout.requests import EngineLimits
@@ -141,6 +141,16 @@ EVENT_FAULTS: dict[str, tuple[Callable[[Json, int], bool], str]] = {
     "few versions": (AT_ITS_END, "weight_versions .* for"),
     "foreign version": (AT_ITS_END, f"{FOREIGN}"),
 }
+
+
+def can_happen(kind: str, event: Json, sent: Mapping[int, int]) -> bool:
+    """Says whether a fault can happen to an event, or to the end of a stream, which is an empty one."""
+    if kind != "twice" and kind not in EVENT_FAULTS:
+        return True
+    condition = AT_ITS_END if kind == "twice" else EVENT_FAULTS[kind][0]
+    return bool(event) and condition(event, sent[event.get("index", 0)])
+
+
 STREAM_FAULTS: dict[str, str] = {
     "cut": "broke off|without .DONE.|not JSON",  # in the middle of an event
     "closed": r"broke off|without .DONE.",  # between two events
@@ -198,27 +208,25 @@ class FaultyProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.calls[request.path] += 1
         fault, body = self._next(request.path), await request.read()
-        if fault is not None and fault.kind.startswith("status "):
-            self.fired.append(fault.kind)
-            return web.Response(status=int(fault.kind.removeprefix("status ")), text="a bad day")
-        if request.path == "/generate":
+        kind = "" if fault is None else fault.kind
+        refuses = kind.startswith("status ")
+        if request.path == "/generate" and not refuses:
             return await self._stream(request, body, fault)
-        if fault is not None and fault.kind == "stall":
-            return await self._stall(request, fault)
-        if fault is not None and fault.kind == "nothing done":
-            self.fired.append(fault.kind)
+        if kind:
+            self.fired.append(kind)
+        if refuses:
+            return web.Response(status=int(kind.removeprefix("status ")), text="a bad day")
+        if kind == "stall":
+            return await self._stall(request)
+        if kind == "nothing done":
             return web.json_response({"success": True, "message": "Certainly."})
-        if fault is not None and fault.kind == "late":
-            self.fired.append(fault.kind)
+        if kind == "late":
             await asyncio.sleep(LATE)
-            fault = None
         async with self._client.request(request.method, request.path, data=body or None) as reply:
             data, status = await reply.read(), reply.status
-        if fault is not None:
-            self.fired.append(fault.kind)
-            if fault.kind == "cut":
-                return await self._cut(request, data)
-            data = {"no JSON": b"{ranks: [", "nonsense": b'{"ranks": [1], "loads": [2]}'}[fault.kind]
+        if kind == "cut":
+            return await self._cut(request, data)
+        data = {"no JSON": b"{ranks: [", "nonsense": b'{"ranks": [1], "loads": [2]}'}.get(kind, data)
         return web.Response(body=data, status=status, content_type="application/json")
 
     async def _cut(self, request: web.Request, data: bytes) -> web.StreamResponse:
@@ -228,9 +236,8 @@ class FaultyProxy:
         _hang_up(request)
         return response
 
-    async def _stall(self, request: web.Request, fault: Fault) -> web.StreamResponse:
+    async def _stall(self, request: web.Request) -> web.StreamResponse:
         """Says nothing until the client gives up."""
-        self.fired.append(fault.kind)
         while request.transport is not None and not request.transport.is_closing():
             await asyncio.sleep(0.02)
         return web.Response()
@@ -249,29 +256,27 @@ class FaultyProxy:
                 if request.transport is None or request.transport.is_closing():
                     return response
                 event = {} if line == DONE else json.loads(line.removeprefix(b"data: "))
-                if fault is not None and number >= fault.at:
-                    kind, before = fault.kind, sent[event.get("index", 0)]
-                    if kind == "stall":
-                        return await self._stall_in(request, fault, response)
-                    if kind in ("cut", "closed"):
-                        self.fired.append(kind)
-                        await response.write(line[: len(line) // 2] if kind == "cut" else b"")
-                        _hang_up(request)
-                        return response
-                    if kind == "ended":
-                        self.fired.append(kind)
-                        return response
-                    if kind == "no JSON":
-                        self.fired.append(kind)
-                        line, fault = b"data: {what?", None
-                    elif event and kind == "twice" and AT_ITS_END(event, before):
-                        self.fired.append(kind)
-                        line, fault = line + b"\n\n" + line, None
-                    elif event and kind in EVENT_FAULTS and EVENT_FAULTS[kind][0](event, before):
-                        self.fired.append(kind)
-                        spoil(event, kind)
-                        silent = event["index"] if kind == "abort that nobody asked for" else -1
-                        line, fault = b"data: " + json.dumps(event).encode(), None
+                if fault is not None and number >= fault.at and can_happen(fault.kind, event, sent):
+                    self.fired.append(fault.kind)
+                    match fault.kind:
+                        case "stall":
+                            await self._stall(request)
+                            return response
+                        case "cut" | "closed":
+                            await response.write(line[: len(line) // 2] if fault.kind == "cut" else b"")
+                            _hang_up(request)
+                            return response
+                        case "ended":
+                            return response
+                        case "no JSON":
+                            line = b"data: {what?"
+                        case "twice":
+                            line += b"\n\n" + line
+                        case kind:
+                            spoil(event, kind)
+                            silent = event["index"] if kind == "abort that nobody asked for" else -1
+                            line = b"data: " + json.dumps(event).encode()
+                    fault = None
                 elif event and event["index"] == silent:
                     continue
                 with contextlib.suppress(ConnectionError):  # the client has heard enough
@@ -279,10 +284,6 @@ class FaultyProxy:
                 number += 1
                 if event:
                     sent[event.get("index", 0)] = len(event["output_ids"])
-        return response
-
-    async def _stall_in(self, request: web.Request, fault: Fault, response: web.StreamResponse) -> web.StreamResponse:
-        await self._stall(request, fault)
         return response
 
 
@@ -337,7 +338,8 @@ class Servers:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(self._count):
                 self.engines.append(engine(self._kind, **self._sizes))
-                self.upstream.append(await stack.enter_async_context(_served(self.engines[-1], self._kind)))
+                server = RolloutServer(self.engines[-1], model(self._kind).config, processor(self._kind))
+                self.upstream.append(await stack.enter_async_context(answering(self.engines[-1], server)))
                 self.proxies.append(await stack.enter_async_context(FaultyProxy(self.upstream[-1]).running()))
             ready.set_result(None)
             await self._over.wait()
@@ -349,18 +351,3 @@ class Servers:
     @property
     def addresses(self) -> list[str]:
         return [proxy.address for proxy in self.proxies]
-
-
-@contextlib.asynccontextmanager
-async def _served(serving: JaxEngine, kind: str) -> AsyncIterator[str]:
-    server = RolloutServer(serving, model(kind).config, processor(kind))
-    listening = socket.create_server(("127.0.0.1", 0))
-    http = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", access_log=False))
-    task = asyncio.create_task(http.serve([listening]))
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        await server.stop(1)
-        http.should_exit = True
-        await task
-        await serving.close()

@@ -149,27 +149,33 @@ class Served:
 
 
 @contextlib.asynccontextmanager
+async def answering(engine: JaxEngine, server: RolloutServer) -> AsyncIterator[str]:
+    """The address of a server of this engine; in the end both are closed."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    http = http_server(server.app)
+    task = asyncio.create_task(http.serve([listening]))
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        await server.stop(5)
+        http.should_exit = True
+        await task
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
 async def serving(
     folder: pathlib.Path, kind: Callable[..., JaxEngine] = JaxEngine, **options: Any
 ) -> AsyncIterator[Served]:
     model, processor = models.load(folder), Processor.load(folder)
     engine = kind(model, slots=16, max_sequence_tokens=LONGEST, steps_per_sync=3)
     server = RolloutServer(engine, model.config, processor, **options)
-    listening = socket.create_server(("127.0.0.1", 0))
-    http = http_server(server.app)
-    task = asyncio.create_task(http.serve([listening]))
     headers = {"Authorization": f"Bearer {options['token']}"} if "token" in options else {}
-    try:
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    async with answering(engine, server) as address:
         # A connection that is kept may be closed by the server just when the next request goes out on it.
         each = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(address, headers=headers, connector=each) as client:
             yield Served(engine, server, client, processor, model.config)
-        await server.stop(5)
-    finally:
-        http.should_exit = True
-        await task
-        await engine.close()
 
 
 def same(reply: dict[str, Any], answer: Any) -> None:

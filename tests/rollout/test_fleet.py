@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_proxy import Fault, Servers, engine, limits
-from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, run, sleeper
+from faulty_proxy import Fault, Servers, limits
+from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, sleeper
 from protocol_cases import LONGEST, SLOTS, checkpoint, command, model
 from rollout_cases import collect, until
 from safetensors.numpy import load_file
@@ -117,7 +117,7 @@ def test_a_fleet_that_never_started_closes() -> None:
         Fleet(config, limits(), folders)
 
 
-def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
+async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
     """Then those of its seat, then the least loaded: one that fails at once is always that."""
     job = FleetJob(asked(), 0, lambda chunk: None)
     places: Any = {"lost here": 0, "elsewhere": 1, "busy": 0, "best": 0}
@@ -129,7 +129,7 @@ def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
         job.lost["lost here"] = 1
         fleet._state.servers[2].open = 3
         for expected in ("best", "busy", "elsewhere", "lost here"):
-            chosen = run(fleet._requests._server_for(job))
+            chosen = await fleet._requests._server_for(job)
             assert chosen is not None and chosen.name == expected
             chosen.suspect()
 
@@ -155,21 +155,8 @@ def test_checksums_find_one_bit_and_tensors_too_few_or_too_many() -> None:
 # --- with servers in a thread ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Servers]:
-    with Servers(2).running() as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def here() -> JaxEngine:
-    """The engine in this process, whose answers are the right ones."""
-    return engine()
-
-
 @pytest.mark.slow
 async def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, here: JaxEngine) -> None:
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
         version = await publish([seat], here)
@@ -180,7 +167,6 @@ async def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, 
 
 @pytest.mark.slow
 async def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here: JaxEngine) -> None:
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
         seats = [FleetEngine(fleet, seat) for seat in range(2)]
         version = await publish(seats, here)
@@ -194,7 +180,6 @@ async def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here
 
 @pytest.mark.slow
 async def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: Servers, here: JaxEngine) -> None:
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
         seats = [FleetEngine(fleet, seat) for seat in range(2)]
         await publish(seats, here)
@@ -209,7 +194,6 @@ async def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: 
 
 @pytest.mark.slow
 async def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: Servers, here: JaxEngine) -> None:
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
         await publish([seat], here)
@@ -221,13 +205,11 @@ async def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: S
 
 
 @pytest.mark.slow
-def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: JaxEngine) -> None:
+async def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: JaxEngine) -> None:
     """Also before the samples do, and where an order to the server fails."""
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
-
-        async def work() -> None:
+        try:
             await publish([seat], here)
             for each in pair.engines:  # behind the back of the fleet: no sample ends by itself
                 pair.call(each.pause())
@@ -239,9 +221,6 @@ def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: Jax
                 await seat.abort(wanted.rid)
                 assert [answer.finish for answer in await answers] == [FinishReason.ABORT] * 2
             await until(lambda: not any(each.stats().running + each.stats().waiting for each in pair.engines))
-
-        try:
-            run(work())
         finally:
             for each in pair.engines:
                 pair.call(each.resume())
@@ -250,7 +229,6 @@ def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: Jax
 @pytest.mark.slow
 async def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, here: JaxEngine) -> None:
     """It is not up when the update begins, and has been brought to what was wanted before."""
-    pair.reset()
     pair.proxies[0].script.append(Fault("late", route="/continue_generation"))
     with contextlib.closing(fleet_of(addresses=pair.addresses[:1])) as fleet:
         seat = FleetEngine(fleet, 0)
@@ -267,7 +245,6 @@ async def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, he
 async def test_a_full_shared_memory_leaves_the_old_weights(
     pair: Servers, here: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.reset()
     with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
         seat = FleetEngine(fleet, 0)
         version = await publish([seat], here)
@@ -384,7 +361,7 @@ async def test_servers_join_and_leave_a_running_fleet(
 
 
 @pytest.mark.long
-def test_a_server_that_slept_when_the_fleet_came_wakes(
+async def test_a_server_that_slept_when_the_fleet_came_wakes(
     serve: ServerCommand, long_here: JaxEngine, tmp_path: pathlib.Path
 ) -> None:
     """Servers of others outlive a run: the next one finds them as it left them. Preemptions on them are counted."""
@@ -392,18 +369,14 @@ def test_a_server_that_slept_when_the_fleet_came_wakes(
         dataclasses.replace(serve, flags=(*serve.flags, "--kv-tokens", str(LONGEST))), tmp_path / "server.log"
     )
     server.start()
-
-    async def serves(seat: FleetEngine, n: int, tokens: int) -> None:
-        version = await publish([seat], long_here)
-        await exact(seat, long_here, asked(n=n, tokens=tokens), version)
-        assert (seat.stats().preemptions > 0) == (n > 1)
-
     try:
         for n, tokens in ((1, 12), (8, LONGEST // 2)):
             with contextlib.closing(fleet_of(addresses=[server.address], longest=LONGEST)) as fleet:
                 seat = FleetEngine(fleet, 0)
-                run(serves(seat, n, tokens))
-                run(seat.sleep())
+                version = await publish([seat], long_here)
+                await exact(seat, long_here, asked(n=n, tokens=tokens), version)
+                assert (seat.stats().preemptions > 0) == (n > 1)
+                await seat.sleep()
     finally:
         server.stop()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from faulty_proxy import EVENT_FAULTS, FOREIGN, ORDER_FAULTS, STREAM_FAULTS, Fault, Servers, engine
+from faulty_proxy import EVENT_FAULTS, FOREIGN, ORDER_FAULTS, STREAM_FAULTS, Fault, Servers
 from fleet_cases import asked, exact, fleet_of, publish, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,21 +34,8 @@ pytestmark = pytest.mark.slow
 OPTIONS = FleetOptions(patience=1.0, start_seconds=60.0, look_every=0.1, attempts=12, interval=2)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Servers]:
-    with Servers(2).running() as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def here() -> JaxEngine:
-    """The engine in this process, whose answers are the right ones."""
-    return engine()
-
-
 @contextlib.contextmanager
 def fleet_over(servers: Servers, options: FleetOptions = OPTIONS, seats: int = 2) -> Iterator[list[FleetEngine]]:
-    servers.reset()
     fleet = fleet_of(addresses=servers.addresses, seats=seats, options=options)
     try:
         fleet.call(fleet.ready()).result(60)  # else a fault may find a server that is only starting
@@ -104,44 +91,44 @@ def test_what_happens_on_the_way_does_not_show(pair: Servers, here: JaxEngine) -
     assert len(fired) > 5, sorted(fired)
 
 
+def fault_of(kind: str) -> Fault:
+    """A fault as early as it can happen."""
+    return Fault(kind, at=1 if kind == "tokens that change" else 0)
+
+
 # At the first tokens, between two events, at the last ones, and behind them.
 SOME = ("status 503", "another id", "tokens that change", "cut", "closed", "early stop", "few versions", "twice")
 
 
-def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) -> None:
+async def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) -> None:
     """One of two servers never answers as it should: everything is right, from the other one."""
-
-    async def work(engines: list[FleetEngine], kind: str) -> None:
-        await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))  # after the last trouble
-        pair.proxies[0].forever = Fault(kind, at=1 if kind == "tokens that change" else 0)
-        version = engines[0].stats().version
-        await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in enumerate(engines)))
-
     with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0)) as engines:
-        run(publish(engines, here, 0))
+        version = await publish(engines, here, 0)
         for kind in SOME:
             pair.reset()
-            run(work(engines, kind))
+            # After the last trouble, both are asked again.
+            await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))
+            pair.proxies[0].forever = fault_of(kind)
+            wanted = enumerate(engines)
+            await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in wanted))
             assert kind in pair.proxies[0].fired, kind
 
 
 @pytest.mark.long
-def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngine) -> None:
-    async def work(engines: list[FleetEngine], kind: str, attempts: int) -> None:
-        said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][1]
-        for proxy in pair.proxies:
-            proxy.forever = Fault(kind, at=1 if kind == "tokens that change" else 0)
-        with pytest.raises(EngineError, match=f"lost {attempts} times?: .*http://127.0.0.1:[0-9]+.*({said})"):
-            await collect(engines[0].generate(asked(n=1, tokens=40, temperature=0.0)), 1)
-
+async def test_a_request_that_is_lost_too_often_says_why(pair: Servers, here: JaxEngine) -> None:
     for attempts, kinds in ((1, KINDS), (3, ["cut"])):
         with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0, attempts=attempts, interval=64)) as engines:
-            run(publish(engines, here, 0))
+            await publish(engines, here, 0)
             for kind in kinds:
-                if kind != "twice":  # then it has ended
-                    pair.reset()
-                    run(work(engines, kind, attempts))
-                    assert [fired for proxy in pair.proxies for fired in proxy.fired] == [kind] * attempts
+                if kind == "twice":
+                    continue  # then it has ended
+                pair.reset()
+                said = STREAM_FAULTS.get(kind) or EVENT_FAULTS[kind][1]
+                for proxy in pair.proxies:
+                    proxy.forever = fault_of(kind)
+                with pytest.raises(EngineError, match=f"lost {attempts} times?: .*http://127.0.0.1:[0-9]+.*({said})"):
+                    await collect(engines[0].generate(asked(n=1, tokens=40, temperature=0.0)), 1)
+                assert [fired for proxy in pair.proxies for fired in proxy.fired] == [kind] * attempts
 
 
 async def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) -> None:
@@ -161,32 +148,27 @@ async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) ->
         await exact(engines[0], here, asked(), version)
         assert pair.proxies[0].fired.count("stall") == 2
         pair.proxies[0].reset()
-        while not all(server.up for server in engines[0]._fleet.servers()):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))
         await exact(engines[0], here, asked(), version)
         assert pair.proxies[0].calls["/generate"]
 
 
-def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine) -> None:
+async def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine) -> None:
     """Each order of an update reads its reply by itself; the other faults show whatever the order is."""
     update, check, pause = "/update_weights_from_disk", "/weights_checker", "/pause_generation"
     faults = [("status 500", update), ("cut", check), ("no JSON", pause)]
     faults += [("nonsense", update), ("nonsense", check), ("nonsense", pause)]
     with fleet_over(pair, seats=1) as engines:
-
-        async def work(kind: str, route: str, seed: int) -> None:
+        await publish(engines, here, 0)
+        for number, (kind, route) in enumerate(faults, 1):
             await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))
             pair.reset()
             for proxy in pair.proxies:
                 proxy.script.append(Fault(kind, route=route))
-            version = await publish(engines, here, seed)
+            version = await publish(engines, here, number % 2)
             await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(4)))
-            await until(lambda: all(server.version == version for server in engines[0]._fleet.servers()))
+            await until(lambda new=version: all(server.version == new for server in engines[0]._fleet.servers()))
             assert [proxy.fired for proxy in pair.proxies] == [[kind]] * 2, (kind, route)
-
-        run(publish(engines, here, 0))
-        for number, (kind, route) in enumerate(faults, 1):
-            run(work(kind, route, number % 2))
 
 
 async def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxEngine) -> None:
@@ -223,8 +205,7 @@ async def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers
         running = asyncio.create_task(exact(seat, here, asked(n=3, tokens=40), version))
         await seat.pause()
         waiting = asyncio.create_task(exact(seat, here, asked(), version))
-        while order == "pause" and not all(server.up for server in seat._fleet.servers()):
-            await asyncio.sleep(0.01)
+        await until(lambda: order == "resume" or all(server.up for server in seat._fleet.servers()))
         counts = [each.stats().tokens_generated for each in pair.engines]
         await asyncio.sleep(0.3)
         assert [each.stats().tokens_generated for each in pair.engines] == counts

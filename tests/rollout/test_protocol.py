@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import rollout_cases
-from fleet_cases import run
 from protocol_cases import (
     LONGEST,
     Subject,
@@ -117,19 +116,16 @@ async def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
             assert not set(answer.ids) & set(given["forbidden_ids"])
 
 
-def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) -> None:
-    async def work() -> list[Answer]:
-        await engine.serve()
-        stop = processor(engine.kind).eos_ids
-        how = sampling(engine.kind, max_new_tokens=150, temperature=3.0)
-        answers = await collect(engine.engine.generate(request("stop", prompts(engine.kind)["text"], n=8, **how)), 8)
-        for answer in answers:
-            ended = [token in stop for token in answer.ids]
-            assert ended[:-1] == [False] * (len(ended) - 1)
-            assert ended[-1] == (answer.finish is FinishReason.STOP) != (len(answer.ids) == 150)
-        return answers
-
-    assert FinishReason.STOP in {answer.finish for answer in run(work())}
+async def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) -> None:
+    await engine.serve()
+    stop = processor(engine.kind).eos_ids
+    how = sampling(engine.kind, max_new_tokens=150, temperature=3.0)
+    answers = await collect(engine.engine.generate(request("stop", prompts(engine.kind)["text"], n=8, **how)), 8)
+    for answer in answers:
+        ended = [token in stop for token in answer.ids]
+        assert ended[:-1] == [False] * (len(ended) - 1)
+        assert ended[-1] == (answer.finish is FinishReason.STOP) != (len(answer.ids) == 150)
+    assert FinishReason.STOP in {answer.finish for answer in answers}
 
 
 async def test_rule_4_a_response_goes_on_from_its_prefix(engine: Subject) -> None:
@@ -294,7 +290,7 @@ async def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
 
 
 @pytest.mark.parametrize("way", ["bucket", "orbax", "group", "ipc"])
-def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
+async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
     """A checksum a tensor says so, before anything is generated; a delta follows a whole version. Everywhere else,
     weights come through shared memory."""
     if engine.fleet is None:
@@ -303,11 +299,10 @@ def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp
         pytest.skip("rollout.serve has no PyTorch, whose groups and handles these are")
     if way == "ipc":
         pytest.importorskip("torch", reason="parity lane: needs torch")
-    run(begun(engine))
+    await begun(engine)
     steps = [model(engine.kind, 5), model(engine.kind, 6), model(engine.kind, 5)]
     fleet = fleet_by(route(way, engine.name, steps[0].config, tmp_path), engine)
-
-    async def work() -> None:
+    with contextlib.closing(fleet):
         seat = FleetEngine(fleet, 0)
         for whole in steps:
             version = next(versions)
@@ -318,18 +313,15 @@ def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp
                 assert set(answer.versions) == {version}
                 assert gap(whole, prompt, answer, **how) < GAP
 
-    with contextlib.closing(fleet):
-        run(work())
-
 
 @pytest.mark.parametrize("way", ["shm", "bucket"])
-def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
+async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     engine: Subject, way: str, tmp_path: pathlib.Path
 ) -> None:
     """SGLang reports success."""
     if engine.fleet is None:
         pytest.skip("has no server")
-    run(begun(engine))
+    await begun(engine)
 
     class LeavesOut(Buckets):
         async def deliver(self, client: ServerClient, published: Published) -> None:
@@ -343,23 +335,16 @@ def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
 
     patience = 2.0 if engine.name == "serve" else 10.0
     fleet = fleet_by(LeavesOut(1 << 30), engine, start_seconds=patience)  # what is refused is tried again until then
-
-    async def never() -> None:
+    with contextlib.closing(fleet):
         seat = FleetEngine(fleet, 0)
         wanted = request("never", prompts(engine.kind)["text"], max_new_tokens=2)
         with pytest.raises((WeightsMismatch, EngineError), match="down_proj"):
             await seat.update_weights(next(versions), models.split(model(engine.kind, 8))[1])
             await collect(seat.generate(wanted), 1)
-
-    async def whole_again() -> None:
-        whole, version = await engine.serve(9)
-        prompt = prompts(engine.kind)["text"]
-        (answer,) = await collect(engine.engine.generate(request("ok", prompt, max_new_tokens=4)), 1)
-        assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
-
-    with contextlib.closing(fleet):
-        run(never())
-    run(whole_again())
+    whole, version = await engine.serve(9)
+    prompt = prompts(engine.kind)["text"]
+    (answer,) = await collect(engine.engine.generate(request("ok", prompt, max_new_tokens=4)), 1)
+    assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
 
 
 @pytest.mark.parametrize("what", ["lacks one", "wrong shape", "unknown name"])

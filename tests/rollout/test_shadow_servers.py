@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from fleet_cases import run
-from protocol_cases import model, processor, prompts, sampling
+from protocol_cases import model, prompts, sampling
 from rollout_cases import collect, request
 from serve_cases import refused, same, serving
 from shadow_cases import Elsewhere
-from test_engine_servers import KIND, TOKEN, settings
+from test_engine_servers import KIND, pool_of
 
 import models
-from fluxjax.runtime.engine_servers import EngineServers, SharedPool
+from fluxjax.runtime.engine_servers import SharedPool
 from models.inputs import ModelInput
 from models.processing import MediaError
-from models.shadow import Fetch, Rows
+from models.shadow import Rows
 from rollout.engine import EngineError
 from rollout.jax_engine import JaxEngine
 
@@ -62,57 +61,28 @@ async def test_a_server_without_a_fetch_refuses_tickets(checkpoints: dict[str, p
 # --- fleets --------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: object) -> Iterator[SharedPool]:
-    """A fleet of the engines of so many processes; all of them are in this one."""
-    with contextlib.ExitStack() as stack:
-        servers = [
-            EngineServers(
-                settings(),
-                model(KIND),
-                processor(KIND),
-                len(fetches),
-                host="127.0.0.1",
-                token=TOKEN,
-                failed=pytest.fail,
-                fetch=fetch,
-            )
-            for fetch in fetches
-        ]
-        for other in servers[1:]:
-            stack.callback(other.close)
-        addresses = [address for each in servers for address in each.addresses]
-        pool = SharedPool(settings(), model(KIND), servers[0], addresses, folder, TOKEN, **how)  # type: ignore[arg-type]
-        stack.callback(pool.close)
-        pool.start(print)
-        yield pool
-
-
-def answers_of(pool: SharedPool, asked: dict[str, ModelInput]) -> dict[str, object]:
-    async def ask() -> dict[str, object]:
-        await asyncio.gather(*(seat.update_weights(1, models.split(model(KIND))[1]) for seat in pool.engines))
-        how = sampling(KIND, max_new_tokens=6)
-        found: dict[str, object] = {}
-        for name, prompt in asked.items():  # one by one: each is computed alone
-            try:
-                stream = pool.engines[0].generate(request(name, prompt, n=2, seed=5, **how))
-                found[name] = [(answer.ids, answer.logprobs) for answer in await collect(stream, 2)]
-            except EngineError as error:
-                found[name] = error
-        return found
-
-    return run(ask())
+async def answers_of(pool: SharedPool, asked: dict[str, ModelInput]) -> dict[str, object]:
+    await asyncio.gather(*(seat.update_weights(1, models.split(model(KIND))[1]) for seat in pool.engines))
+    how = sampling(KIND, max_new_tokens=6)
+    found: dict[str, object] = {}
+    for name, prompt in asked.items():  # one by one: each is computed alone
+        try:
+            stream = pool.engines[0].generate(request(name, prompt, n=2, seed=5, **how))
+            found[name] = [(answer.ids, answer.logprobs) for answer in await collect(stream, 2)]
+        except EngineError as error:
+            found[name] = error
+    return found
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     with pool_of(tmp_path_factory.mktemp("pixels"), [None]) as pool:
-        return answers_of(pool, {name: prompts(KIND)[name] for name in NAMES})
+        return run(answers_of(pool, {name: prompts(KIND)[name] for name in NAMES}))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shadows", [True, False], ids=["tickets", "pixels"])
-def test_a_fleet_sends_tickets_or_what_they_stand_for(
+async def test_a_fleet_sends_tickets_or_what_they_stand_for(
     tmp_path: pathlib.Path, expected: dict[str, object], shadows: bool
 ) -> None:
     """Bit for bit. Servers that get pixels never see a ticket."""
@@ -121,20 +91,20 @@ def test_a_fleet_sends_tickets_or_what_they_stand_for(
     there._patches = here._patches
     fetches = [there.fetch if shadows else None]
     with pool_of(tmp_path, fetches, fetch=here.fetch, shadows=shadows) as pool:
-        assert answers_of(pool, asked) == expected
+        assert await answers_of(pool, asked) == expected
     used, unused = (there, here) if shadows else (here, there)
     assert len(used.calls) == len(NAMES) and not unused.calls
 
 
-def test_what_one_server_can_not_fetch_another_may(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
+async def test_what_one_server_can_not_fetch_another_may(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
     broken, good = Elsewhere(_refuse), Elsewhere()
     asked = {name: good.shadow(prompts(KIND)[name], name) for name in NAMES}
     with pool_of(tmp_path, [broken.fetch, good.fetch], shadows=True) as pool:
-        assert answers_of(pool, asked) == expected
+        assert await answers_of(pool, asked) == expected
     assert broken.calls, "it was tried there first"
 
 
-def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
+async def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
     def some(rows: Sequence[Rows]) -> None:
         if "video" in rows[0].ticket:
             _refuse(rows)
@@ -143,16 +113,16 @@ def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, expected:
         there = Elsewhere(some)
         asked = {name: there.shadow(prompts(KIND)[name], name) for name in NAMES}
         with pool_of(tmp_path, [there.fetch if shadows else None], fetch=there.fetch, shadows=shadows) as pool:
-            found = answers_of(pool, asked)
+            found = await answers_of(pool, asked)
         error = found.pop("video")
         assert isinstance(error, EngineError) and "film.mp4: has changed" in str(error) and "'video'" in str(error)
         assert found == {name: answers for name, answers in expected.items() if name != "video"}
 
 
-def test_a_fleet_without_a_fetch_refuses(tmp_path: pathlib.Path) -> None:
+async def test_a_fleet_without_a_fetch_refuses(tmp_path: pathlib.Path) -> None:
     there = Elsewhere()
     with pool_of(tmp_path, [None]) as pool:
-        found = answers_of(pool, {"images": there.shadow(prompts(KIND)["images"], "m")})
+        found = await answers_of(pool, {"images": there.shadow(prompts(KIND)["images"], "m")})
     assert "made without `fetch`" in str(found["images"])
 
 
