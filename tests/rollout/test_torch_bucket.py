@@ -44,16 +44,10 @@ MIXED = [
 ]
 
 
-def test_a_bucket_comes_back() -> None:
-    read = read_bucket(write_bucket(MIXED))
-    assert read.keys() == dict(MIXED).keys()
-    for name, tensor in MIXED:
-        same(read[name], tensor)
-
-
 @given(
     st.lists(
-        st.tuples(arrays.array_shapes(min_dims=0, min_side=0, max_side=5), st.sampled_from(sorted(DTYPES))), max_size=6
+        st.tuples(arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5), st.sampled_from(sorted(DTYPES))),
+        max_size=6,
     ),
     st.lists(st.text(), min_size=6, max_size=6, unique=True),
 )
