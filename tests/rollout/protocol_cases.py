@@ -10,7 +10,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import av
@@ -114,9 +114,18 @@ def prompts(kind: str) -> dict[str, ModelInput]:
     }
 
 
+@contextlib.asynccontextmanager
+async def client_at(address: str, token: str = "") -> AsyncIterator[ServerClient]:
+    client = ServerClient(address, token=token)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 @dataclasses.dataclass
 class Subject:
-    """An engine that the suite is run against. `client` reaches its server, if it has one, at `address`."""
+    """An engine that the suite is run against. Its server, if it has one, is at `address`."""
 
     name: str
     kind: str
@@ -130,9 +139,6 @@ class Subject:
         assert self.fleet is not None
         (server,) = self.fleet.servers()
         return server.address
-
-    def client(self) -> ServerClient:
-        return ServerClient(self.address)
 
     def under_way(self) -> int:
         """Tokens that came of responses that have not ended; of the engine in this process, its running samples."""

@@ -180,11 +180,7 @@ def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.n
 
 
 def full_logprobs(
-    model: Any,
-    prompt: ModelInput,
-    response: Sequence[int],
-    temperature: float = 1.0,
-    never: tuple[int, ...] = (),
+    model: Any, prompt: ModelInput, response: Sequence[int], temperature: float = 1.0, never: tuple[int, ...] = ()
 ) -> np.ndarray:
     """The trainer's log-probs (`models.decoder.logprobs`) of the tokens of the response."""
     inputs = _packed(prompt, response)

@@ -194,10 +194,14 @@ async def refused(served: Served, body: Any, complaint: str, path: str = "/gener
     assert re.search(complaint, reply["error"]["message"], re.DOTALL), reply
 
 
+def checksum(tensor: np.ndarray) -> str:
+    return hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
+
+
 def on_disk(folder: pathlib.Path) -> dict[str, str]:
     """The checksums of a checkpoint with one file, as `/weights_checker` answers them."""
     tensors = load_file(folder / "model.safetensors")
-    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors.items()}
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
 async def checksums(served: Served) -> dict[str, str]:

@@ -5,18 +5,7 @@ Numbers of rules: `test_pages.py`.
 
 import numpy as np
 import pytest
-from rollout_cases import (
-    LONGEST,
-    TEXT,
-    VL,
-    assert_equal,
-    assert_logprobs,
-    build,
-    engine,
-    media_prompt,
-    request,
-    run,
-)
+from rollout_cases import LONGEST, TEXT, VL, assert_equal, assert_logprobs, build, engine, media_prompt, request, run
 from rollout_cases import text_prompt as text
 from test_pages import small_chunks
 

@@ -14,12 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from junk import JUNK, places, replaced
 from rollout_cases import HANG, VL
-from serve_cases import (
-    Served,
-    refused,
-    serving,
-    single,
-)
+from serve_cases import Served, refused, serving, single
 from turns import third_of
 
 from rollout import wire

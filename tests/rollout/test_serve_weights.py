@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import hashlib
 import pathlib
 import shutil
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
-from serve_cases import Served, SlowEngine, begun, checksums, last, on_disk, refused, serving, single
+from serve_cases import Served, SlowEngine, begun, checksum, checksums, last, on_disk, refused, serving, single
 
 import models
 from models.config import NameLayout
@@ -54,11 +53,17 @@ async def fails(served: Served, path: str, body: Any, complaint: str) -> None:
     assert status == 400 and reply["success"] is False and complaint in reply["message"], reply
 
 
+async def sent(served: Served, *bodies: dict[str, Any]) -> None:
+    """A whole update."""
+    await served.ok("/begin_weight_update")
+    for body in bodies:
+        await served.ok(TENSORS, body)
+    await served.ok("/end_weight_update")
+
+
 async def updated(served: Served, folder: pathlib.Path, number: int) -> None:
     """A whole update, and its proof."""
-    await served.ok("/begin_weight_update")
-    await served.ok(TENSORS, bucket(weights(folder), number))
-    await served.ok("/end_weight_update")
+    await sent(served, bucket(weights(folder), number))
     assert await checksums(served) == on_disk(folder) and await version(served) == str(number)
 
 
@@ -89,12 +94,8 @@ async def test_a_part_of_the_weights_changes_what_it_names(checkpoints):
     async with serving(checkpoints["text"]) as served:
         held, wanted = weights(checkpoints["text"]), on_disk(checkpoints["text"])
         name = "model.layers.1.mlp.up_proj.weight"
-        await served.ok("/begin_weight_update")
-        await served.ok(TENSORS, bucket({name: held[name] + 9}, 2))
-        await served.ok(TENSORS, bucket({name: held[name] + 1}))  # the last one counts
-        await served.ok("/end_weight_update")
-        sum_ = hashlib.sha256((held[name] + 1).tobytes()).hexdigest()[:16]
-        assert await checksums(served) == wanted | {name: sum_}
+        await sent(served, bucket({name: held[name] + 9}, 2), bucket({name: held[name] + 1}))  # the last one counts
+        assert await checksums(served) == wanted | {name: checksum(held[name] + 1)}
         assert await version(served) == "2"
 
 
@@ -166,13 +167,9 @@ async def test_weights_are_cast_to_what_the_server_computes_in(checkpoints):
     async with serving(checkpoints["text"], dtype="float32") as served:
         held = weights(checkpoints["text"])
         narrow = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in held.items()}
-        await served.ok("/begin_weight_update")
-        await served.ok(TENSORS, bucket(narrow, 1))
-        await served.ok("/end_weight_update")
-        right = {name: tensor.astype(np.float32) for name, tensor in narrow.items()}
-        assert await checksums(served) == {
-            name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in right.items()
-        }
+        await sent(served, bucket(narrow, 1))
+        wide = {name: tensor.astype(np.float32) for name, tensor in narrow.items()}
+        assert await checksums(served) == {name: checksum(tensor) for name, tensor in wide.items()}
 
 
 # --- a shared folder ------------------------------------------------------------------------------
@@ -192,11 +189,7 @@ async def test_a_server_pulls_what_it_then_reads(checkpoints, tmp_path, monkeypa
             params = jax.tree.map(lambda weight: weight.at[..., 0].add(1), params)
             written = memory.write(number, params)
             shared.publish(written)
-            body = {
-                "local_checkpoint_dir": str(local),
-                "source_dir": str(shared.source),
-                "target_version": number,
-            }
+            body = {"local_checkpoint_dir": str(local), "source_dir": str(shared.source), "target_version": number}
             answer = await served.ok("/pull_weights", body)
             assert answer["success"] and await checksums(served) == before
             read = {"model_path": answer["model_path"], "weight_version": str(number)}
@@ -242,9 +235,7 @@ async def test_a_checkpoint_with_nested_names_is_served_under_those_that_are_sen
             shutil.copy(file, tmp_path / "nested")
     assert any("language_model" in name for name in on_disk(tmp_path / "nested"))
     with contextlib.closing(SharedFolders(nested, "float32")) as memory:
-        sent = memory.write(1, models.split(models.create(nested, seed=2))[1])
+        written = memory.write(1, models.split(models.create(nested, seed=2))[1])
         async with serving(tmp_path / "nested") as served:
-            await served.ok("/begin_weight_update")
-            await served.ok(TENSORS, bucket(dict(tensors_of(sent.folder))))
-            await served.ok("/end_weight_update")
-            sent.checksums.check([await checksums(served)], "the server")
+            await sent(served, bucket(dict(tensors_of(written.folder))))
+            written.checksums.check([await checksums(served)], "the server")

@@ -13,14 +13,14 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import rollout_cases
 from fleet_cases import run
-from protocol_cases import LONGEST, ROOT, Subject, model, picture, processor, prompts, sglang_python, subject
+from protocol_cases import LONGEST, ROOT, Subject, client_at, model, picture, processor, prompts, sglang_python, subject
 from rollout_cases import collect, full_logprobs, request
 
 import models
@@ -58,20 +58,12 @@ def plain(rid: str, ids: list[int], **how: Any) -> dict[str, Any]:
     return {"rid": rid, "input_ids": ids, "return_logprob": True, "sampling_params": sampling}
 
 
-async def with_client(server: Subject, work: Callable[[ServerClient], Awaitable[None]]) -> None:
-    client = server.client()
-    try:
-        await work(client)
-    finally:
-        await client.close()
-
-
 async def ask(client: ServerClient, body: dict[str, Any]) -> Any:
     return await client._order("/generate", body, seconds=60.0)
 
 
-def test_streaming_equals_not_streaming(server: Subject) -> None:
-    async def work(client: ServerClient) -> None:
+async def test_streaming_equals_not_streaming(server: Subject) -> None:
+    async with client_at(server.address) as client:
         await server.serve()
         for name, prompt in prompts("vl").items():
             asked = checked(request(name, prompt, max_new_tokens=12, temperature=0.0), server.fleet.limits)  # type: ignore[union-attr]
@@ -85,14 +77,11 @@ def test_streaming_equals_not_streaming(server: Subject) -> None:
             logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
             np.testing.assert_allclose(logprobs, reply.logprobs, rtol=0, atol=GAP)
 
-    run(with_client(server, work))
-
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_modes(server: Subject, mode: Any) -> None:
+async def test_pause_modes(server: Subject, mode: Any) -> None:
     """`abort` ends what runs with what it has; the others go on where they were."""
-
-    async def work(client: ServerClient) -> None:
+    async with client_at(server.address) as client:
         whole, _ = await server.serve()
         prompt = prompts("vl")["text"]
         ids = prompt.token_ids_T.tolist()
@@ -112,13 +101,10 @@ def test_pause_modes(server: Subject, mode: Any) -> None:
         np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
         assert len((await waiting)["output_ids"]) == 2
 
-    run(with_client(server, work))
 
-
-def test_an_image_to_decode_gives_what_ours_give(server: Subject) -> None:
+async def test_an_image_to_decode_gives_what_ours_give(server: Subject) -> None:
     """One unexpanded placeholder an image, decoded and normalised by SGLang itself: the same pixels."""
-
-    async def work(client: ServerClient) -> None:
+    async with client_at(server.address) as client:
         await server.serve()
         shots = [picture(56, 84, 0), picture(84, 28, 1)]
         prompt = processor("vl").prepare("<image> and <image>", [("image", shot) for shot in shots])
@@ -133,13 +119,10 @@ def test_an_image_to_decode_gives_what_ours_give(server: Subject) -> None:
         expected = full_logprobs(model("vl"), prompt, answer["output_ids"])
         np.testing.assert_allclose(logprobs, expected, rtol=0, atol=GAP)
 
-    run(with_client(server, work))
 
-
-def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: pathlib.Path) -> None:
+async def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: pathlib.Path) -> None:
     """SGLang reports success for a checkpoint that lacks a tensor; the checksums do not."""
-
-    async def work(client: ServerClient) -> None:
+    async with client_at(server.address) as client:
         await server.serve(5)
         wanted = model("vl", 6)
         models.save(wanted, tmp_path / "whole")
@@ -159,8 +142,6 @@ def test_weights_that_did_not_arrive_are_noticed(server: Subject, tmp_path: path
         np.testing.assert_allclose(
             answer.logprobs, full_logprobs(whole, prompts("vl")["images"], answer.ids), rtol=0, atol=GAP
         )
-
-    run(with_client(server, work))
 
 
 def _without(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -198,9 +179,8 @@ async def test_weights_over_two_ranks(tmp_path: pathlib.Path) -> None:
             (answer,) = await collect(divided.engine.generate(request(name, prompt, max_new_tokens=4)), 1)
             expected = full_logprobs(whole, prompt, answer.ids)
             np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=GAP)
-        client = divided.client()
-        held = await client.checksums()
-        await client.close()
+        async with client_at(divided.address) as client:
+            held = await client.checksums()
         assert len(held) == 2
         models.save(whole, tmp_path / "whole")
         sums = Checksums(tmp_path / "whole" / "model.safetensors", whole.config.text.num_kv_heads)

@@ -119,9 +119,7 @@ def test_a_foreign_name_within_the_storage_runs_nothing(tmp_path: pathlib.Path) 
 
 
 @pytest.mark.parametrize(
-    "content",
-    [3, None, [], {}, {"flattened_tensor": b"abc"}, {"flattened_tensor": b"abc", "metadata": [3]}],
-    ids=repr,
+    "content", [3, None, [], {}, {"flattened_tensor": b"abc"}, {"flattened_tensor": b"abc", "metadata": [3]}], ids=repr
 )
 def test_pickles_of_something_else_are_refused(content: Any) -> None:
     with pytest.raises(BucketError, match="not a flattened bucket"):

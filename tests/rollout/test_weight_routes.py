@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import ROOT
+from protocol_cases import ROOT, client_at
 from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serving
 
 import models
@@ -50,13 +50,8 @@ def step(params: dict) -> dict:
     return jax.tree.map(lambda weight: weight.at[..., 0].add(1), params)
 
 
-@contextlib.asynccontextmanager
-async def reached(served: Served, token: str = ""):
-    client = ServerClient(str(served.client._base_url), token=token)
-    try:
-        yield client
-    finally:
-        await client.close()
+def reached(served: Served, token: str = ""):
+    return client_at(str(served.client._base_url), token)
 
 
 async def brought(route: SyncRoute, client: ServerClient, published: Published) -> None:
@@ -138,12 +133,7 @@ def agent(tmp_path: pathlib.Path) -> Iterator[Agent]:
     with (
         (tmp_path / "agent.log").open("w") as log,
         subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | {"FLUXJAX_TOKEN": TOKEN},
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"FLUXJAX_TOKEN": TOKEN}
         ) as process,
     ):
         try:

@@ -25,6 +25,21 @@ def body_of(asked: GenerateRequest, samples: int = 1, kind: str = "vl") -> wire.
     return json.loads(json.dumps(wire.request_body(asked, rids, model(kind).config, interval=4)))
 
 
+def first_media(body: wire.Json) -> dict[str, wire.Json]:
+    """The media of the first sample, by their field."""
+    return {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}  # type: ignore[misc]
+
+
+def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere) -> ModelInput:
+    """The prompt that a server reads of a body with tickets, once it has its pixels."""
+    config = model("vl").config
+    assert isinstance(config, Qwen25VLConfig)
+    back = wire.given_prompt(body["input_ids"][0], 0, media, config)
+    assert back.vision is not None and isinstance(back.vision.patches_PX, ShadowTensor)
+    pixels = back.vision.patches_PX.materialize(there.fetch)
+    return dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels))
+
+
 @pytest.mark.parametrize("name", ["images", "video", "mixed"])
 def test_media_come_back_bit_for_bit(name: str) -> None:
     prompt, config = prompts("vl")[name], model("vl").config
@@ -45,33 +60,26 @@ def test_media_come_back_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["images", "video", "mixed"])
 def test_tickets_come_back_in_the_place_of_patches(name: str, parts: int) -> None:
     """Exactly: who fetches them has the very prompt."""
-    prompt, config, there = prompts("vl")[name], model("vl").config, Elsewhere()
-    assert isinstance(config, Qwen25VLConfig) and prompt.vision is not None
+    prompt, there = prompts("vl")[name], Elsewhere()
+    assert prompt.vision is not None
     shadow = there.shadow(prompt, "m", parts)
     body = body_of(request("a", shadow, n=2, max_new_tokens=8), samples=2)
-    first = {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}
-    assert len(json.dumps(first)) < prompt.vision.patches_PX.nbytes / 4, "no pixels"
-    media = {field: entry for field, entry in first.items() if entry is not None}
-    back = wire.given_prompt(body["input_ids"][0], 0, media, config)
-    assert back.vision is not None and isinstance(back.vision.patches_PX, ShadowTensor)
-    pixels = back.vision.patches_PX.materialize(there.fetch)
-    same(dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels)), prompt)
+    media = first_media(body)
+    assert len(json.dumps(media)) < prompt.vision.patches_PX.nbytes / 4, "no pixels"
+    same(fetched(body, media, there), prompt)
     for other in (there.shadow(prompt, "other", parts), there.shadow(prompt, "m", parts)):
-        keys = [wire.our_media(body_of(request("a", other, max_new_tokens=8))[f][0][0])["key"] for f in media]  # type: ignore[index]
-        alike = [entry["key"] for entry in media.values()]
-        assert (keys == alike) == ("other" not in str(other.vision.patches_PX))  # type: ignore[union-attr]
+        theirs = first_media(body_of(request("a", other, max_new_tokens=8)))
+        alike = [entry["key"] for entry in theirs.values()] == [entry["key"] for entry in media.values()]
+        assert alike == ("other" not in str(other.vision.patches_PX))  # type: ignore[union-attr]
 
 
 def test_what_is_here_travels_beside_tickets() -> None:
-    prompt, config, there = prompts("vl")["mixed"], model("vl").config, Elsewhere()
-    assert isinstance(config, Qwen25VLConfig) and prompt.vision is not None
+    prompt, there = prompts("vl")["mixed"], Elsewhere()
+    assert prompt.vision is not None
     patches_PX = np.concatenate([there.shadow(prompt, "m").vision.patches_PX[:8], prompt.vision.patches_PX[8:]])  # type: ignore
     mixed = dataclasses.replace(prompt, vision=dataclasses.replace(prompt.vision, patches_PX=patches_PX))
     body = body_of(request("a", mixed, max_new_tokens=8))
-    media = {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}
-    back = wire.given_prompt(body["input_ids"][0], 0, media, config)  # type: ignore[arg-type]
-    pixels = back.vision.patches_PX.materialize(there.fetch)  # type: ignore[union-attr]
-    same(dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels)), prompt)  # type: ignore
+    same(fetched(body, first_media(body), there), prompt)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +139,9 @@ def test_images_side_by_side_need_a_token_between() -> None:
     config = model("vl").config
     assert isinstance(config, Qwen25VLConfig)
     inside = (prompt.token_ids_T != config.vision_start_token_id) & (prompt.token_ids_T != config.vision_end_token_id)
-    text = (prompt.feature_index_T < 0) & inside
-    kept = np.flatnonzero(prompt.feature_index_T >= 0)
-    joined = dataclasses.replace(
-        prompt,
-        token_ids_T=prompt.token_ids_T[np.concatenate([kept, np.flatnonzero(text)])],
-        positions_3T=prompt.positions_3T[:, np.concatenate([kept, np.flatnonzero(text)])],
-        feature_index_T=prompt.feature_index_T[np.concatenate([kept, np.flatnonzero(text)])],
-    )
+    kept, text = np.flatnonzero(prompt.feature_index_T >= 0), np.flatnonzero((prompt.feature_index_T < 0) & inside)
+    order = np.concatenate([kept, text])
+    places = {name: getattr(prompt, name)[..., order] for name in ("token_ids_T", "positions_3T", "feature_index_T")}
+    joined = dataclasses.replace(prompt, **places)
     with pytest.raises(EngineError, match="need a token between them"):
         body_of(request("a", joined, max_new_tokens=4))
