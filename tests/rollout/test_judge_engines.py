@@ -69,10 +69,6 @@ async def graded(*judges: Judge) -> list[float]:
             judge.close()
 
 
-def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, HANG))
-
-
 def test_no_special_token_can_be_written_in_a_question(folder: pathlib.Path) -> None:
     processor = Processor.load(folder)
     ids = question_ids(processor, question())
@@ -130,7 +126,7 @@ class RoomyEngine(JaxEngine):
 
 
 @pytest.mark.long
-def test_sglang_as_a_judge(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_sglang_as_a_judge(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Its OpenAI route and its native one. Needs `bash scripts/test_sglang.sh`."""
     flags = (*SGLANG_FLAGS, "--dtype", "float32", "--max-running-requests", "4", "--tp-size", "1")
     server = LocalServer(
@@ -138,7 +134,7 @@ def test_sglang_as_a_judge(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     )
     server.start()
     try:
-        asyncio.run(asyncio.wait_for(_by_both_routes(server, folder), START))
+        await by_both_routes(server, folder)
     except BaseException:
         print(server.last_words(30))
         raise
@@ -146,7 +142,7 @@ def test_sglang_as_a_judge(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
         server.stop()
 
 
-async def _by_both_routes(server: LocalServer, folder: pathlib.Path) -> None:
+async def by_both_routes(server: LocalServer, folder: pathlib.Path) -> None:
     chat, native = judge_of(server.address, folder, api="chat", tokenizer=""), judge_of(server.address, folder)
     for judge in (chat, native):
         judge.call_within(START)  # it is starting: nobody is at the address yet
@@ -156,19 +152,15 @@ async def _by_both_routes(server: LocalServer, folder: pathlib.Path) -> None:
     assert await chat._model.ask(greedy) == await native._model.ask(greedy)
 
 
-def test_a_streamed_judge_says_what_an_engine_says(folder):
+async def test_a_streamed_judge_says_what_an_engine_says(folder):
     """Greedily, with some of its layers on their way."""
     processor = load_processor(str(folder))
-
-    async def answers() -> list[Any]:
-        engine, streamed = engine_of(folder), StreamedJudge(StreamedModel.load(folder, resident=1))
-        try:
-            models_ = EngineModel(engine, processor), StreamedJudgeModel(streamed, processor)
-            assert all(isinstance(one, JudgeModel) for one in models_)
-            return [await one.ask(question(temperature=0.0, max_tokens=40)) for one in models_]
-        finally:
-            await streamed.close()
-            await engine.close()
-
-    one, other = asyncio.run(answers())
-    assert one == other and one.text
+    engine, streamed = engine_of(folder), StreamedJudge(StreamedModel.load(folder, resident=1))
+    try:
+        models_ = EngineModel(engine, processor), StreamedJudgeModel(streamed, processor)
+        assert all(isinstance(one, JudgeModel) for one in models_)
+        first, second = [await one.ask(question(temperature=0.0, max_tokens=40)) for one in models_]
+    finally:
+        await streamed.close()
+        await engine.close()
+    assert first == second and first.text

@@ -134,10 +134,7 @@ async def test_24_a_request_without_pixels_is_lost_alone(monkeypatch, expected, 
     requests = asked(prompts)
     requests.insert(2, request("bad", bad, n=2, max_new_tokens=9))
     serving = engine(build(VL), fetch=there.fetch)
-    await serving.pause()
-    streams = [collect(serving.generate(each), each.n) for each in requests]
-    await serving.resume()
-    answers = await asyncio.gather(*streams, return_exceptions=True)
+    answers = await serve(serving, requests, lossy=True)
     lost = answers.pop(2)
     assert isinstance(lost, EngineError) and f"'bad' was lost: {type(error).__name__}: {error}" in str(lost)
     assert lost.__cause__ is error
@@ -157,10 +154,8 @@ async def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_re
     short = there.shadow(PROMPTS["images"], "short")
     there._patches["short.0"] = there._patches["short.0"][:-4]
     serving = engine(build(VL), fetch=there.fetch)
-    streams = [
-        collect(serving.generate(request(f"{i}", p, max_new_tokens=3)), 1) for i, p in enumerate((odd, bright, short))
-    ]
-    first, second, third = await asyncio.gather(*streams, return_exceptions=True)
+    requests = [request(str(i), prompt, max_new_tokens=3) for i, prompt in enumerate((odd, bright, short))]
+    first, second, third = await serve(serving, requests, lossy=True)
     assert "patches 0 to 64 of odd.0 have NaN or infinity" in str(first)
     assert "patches 0 to 64 of bright.0 have NaN or infinity" in str(second)
     assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
