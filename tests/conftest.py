@@ -171,9 +171,10 @@ def pair(running_pair: "Servers") -> "Servers":
 @pytest.fixture(scope="module")
 def here() -> "JaxEngine":
     """The engine of these servers in this process, whose answers are the right ones."""
-    from faulty_proxy import engine
+    from protocol_cases import model
+    from rollout_cases import engine
 
-    return engine()
+    return engine(model("text"))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ class FakeJudge:
     """An ASGI application. `bodies` are the requests that it got, `headers` theirs, `times` when they came."""
 
     def __init__(self) -> None:
+        self.address = ""
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
@@ -141,15 +142,15 @@ async def _gone(receive: Any) -> None:
 
 
 @contextlib.contextmanager
-def judge_in_thread() -> Iterator[tuple[str, FakeJudge]]:
-    """Its address, and itself."""
+def judge_in_thread() -> Iterator[FakeJudge]:
     judge, listening, ready = FakeJudge(), bound_socket("127.0.0.1", 0), threading.Event()
     server = http_server(judge, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
     thread.start()
     assert ready.wait(60)
+    judge.address = address_of(listening)
     try:
-        yield address_of(listening), judge
+        yield judge
     finally:
         server.should_exit = True
         thread.join(60)

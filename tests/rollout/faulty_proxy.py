@@ -20,16 +20,14 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp import web
 from protocol_cases import model, processor
-from rollout_cases import HANG
+from rollout_cases import HANG, engine
 from serve_cases import answering
 
 from rollout.jax_engine import JaxEngine
-from rollout.requests import EngineLimits
 from rollout.serve_app import RolloutServer
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
-SLOTS, LONGEST = 16, 64
 LATE = 1.0  # seconds
 FOREIGN = 424242  # a version that nobody gives
 DONE = b"data: [DONE]"
@@ -292,15 +290,6 @@ def _hang_up(request: web.Request) -> None:
         request.transport.abort() if request.content_length is None else request.transport.close()
 
 
-def limits() -> EngineLimits:
-    return EngineLimits(SLOTS, LONGEST, model("text").config.text.vocab_size)
-
-
-def engine(kind: str = "text", **sizes: Any) -> JaxEngine:
-    given: dict[str, Any] = {"slots": SLOTS, "max_sequence_tokens": LONGEST, "steps_per_sync": 3}
-    return JaxEngine(model(kind), **given | sizes)
-
-
 class Servers:
     """Some servers and their proxies, in a thread of their own."""
 
@@ -337,7 +326,7 @@ class Servers:
     async def _serve(self, ready: concurrent.futures.Future[None]) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(self._count):
-                self.engines.append(engine(self._kind, **self._sizes))
+                self.engines.append(engine(model(self._kind), **self._sizes))
                 server = RolloutServer(self.engines[-1], model(self._kind).config, processor(self._kind))
                 self.upstream.append(await stack.enter_async_context(answering(self.engines[-1], server)))
                 self.proxies.append(await stack.enter_async_context(FaultyProxy(self.upstream[-1]).running()))

@@ -59,10 +59,13 @@ def build(config: Any, seed: int = 0) -> Any:
     return models.merge(graphdef, jax.tree.map(peaked, params))
 
 
+def prompt_of(ids: Sequence[int]) -> ModelInput:
+    positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids)))
+    return ModelInput(np.asarray(ids, np.int32), positions, np.full(len(ids), -1, np.int32), len(ids))
+
+
 def text_prompt(length: int, seed: int = 0) -> ModelInput:
-    ids = np.random.default_rng(seed).integers(0, IMAGE, length).astype(np.int32)
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
-    return ModelInput(ids, positions, np.full(length, -1, np.int32), length)
+    return prompt_of(np.random.default_rng(seed).integers(0, IMAGE, length).tolist())
 
 
 def media_prompt(*parts: Any, seed: int = 0) -> ModelInput:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import pathlib
 import re
@@ -18,7 +17,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from protocol_cases import picture
+from protocol_cases import clip, picture
 from rollout_cases import LONGEST, TEXT, VL, build, collect
 from safetensors.numpy import load_file
 
@@ -62,21 +61,7 @@ def checkpoints(root: pathlib.Path) -> dict[str, pathlib.Path]:
     }
 
 
-def clip(frames: int, seed: int, rate: int = 2) -> bytes:
-    import av
-
-    rng, file = np.random.default_rng(seed), io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
-        for _ in range(frames):
-            frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (16, 16, 3), np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
-PICTURE, SECOND, CLIP = picture(16, 16, 0), picture(8, 16, 1), clip(4, 2)
+PICTURE, SECOND, CLIP = picture(16, 16, 0), picture(8, 16, 1), clip(4, 28, 28, 2, rate=2)
 PROMPTS = {
     "text": ("what is this?", []),
     "image": ("what <image> is", [("image", PICTURE)]),

@@ -2,7 +2,7 @@
 
 1. Greedy ids are the argmax of the full forward pass; log-probs of all sampled tokens are its log-probs.
 2. A response ends at its first stop id (included) or at `max_new_tokens`, exactly, however many steps a turn has.
-3. Forbidden ids are never sampled; top-k and top-p bound what is.
+3. Forbidden ids are never sampled (shown in `test_requests.py`); top-k and top-p bound what is.
 4. `n` samples share one prefill, also when they don't all get a slot at once.
 5. Token `t` of sample `i` depends on (seed, i, t) and the weights only: not on company, slots, or steps a turn.
 6. Equal submissions give equal bits.
@@ -101,22 +101,6 @@ def test_2_stop_ids_and_limits_are_exact():
         assert len({answer.finish for answer in answers}) == 2, "the example should show both ends"
 
 
-@pytest.mark.slow
-def test_3_forbidden_ids_are_never_sampled():
-    model, prompt = build(TEXT), text_prompt(8)
-    forbidden = tuple(range(0, VOCAB, 2))  # more than the engine's smallest list
-    ask = request("r", prompt, n=16, temperature=1.7, max_new_tokens=30, forbidden_ids=forbidden)
-    greedy = request("g", prompt, temperature=0.0, max_new_tokens=30, forbidden_ids=forbidden)
-    answers, (best,) = run(engine(model), ask, greedy)
-    seen = {id for a in answers for id in a.ids}
-    assert seen <= set(range(1, VOCAB, 2)) and len(seen) > 10
-    for answer in answers:
-        assert_logprobs(model, prompt, answer, 1.7, never=forbidden)
-    logits = full_logits(model, prompt, best.ids)
-    logits[:, list(forbidden)] = -np.inf
-    assert best.ids == tuple(logits.argmax(-1))
-
-
 def test_3_top_k_and_top_p_bound_the_support():
     model, prompt = build(TEXT), text_prompt(8)
     asked = [
@@ -150,7 +134,7 @@ def test_4_samples_share_the_prefill_of_their_prompt():
             assert_logprobs(model, prompt, answer)
 
 
-def test_4_one_prefill_although_slots_come_free_one_by_one():
+def test_4_and_8_more_samples_than_slots_take_one_prefill():
     model, serving = build(TEXT), engine(build(TEXT), slots=4)
     prompt = text_prompt(13)
     asked = request("r", prompt, n=11, max_new_tokens=14, stop_ids=tuple(range(6)))
@@ -158,6 +142,7 @@ def test_4_one_prefill_although_slots_come_free_one_by_one():
     (expected,) = run(engine(model), asked)
     assert [a.ids for a in answers] == [e.ids for e in expected]
     assert serving.stats().tokens_prefilled == 13
+    assert (serving.stats().running, serving.stats().waiting) == (0, 0)
 
 
 @pytest.mark.slow
@@ -213,15 +198,6 @@ def test_7_continuation_equals_no_interruption():
         np.testing.assert_allclose(after.logprobs, before.logprobs[cut:], rtol=0, atol=TOLERANCE)
     still_open = [p for p, answer in zip(prefixes, rest, strict=True) if answer.ids]
     assert 0 < serving.stats().tokens_prefilled <= 2 * len(prompt) + sum(map(len, still_open))
-
-
-def test_8_more_samples_than_slots():
-    model, serving = build(TEXT), engine(build(TEXT), slots=4)
-    requests = [request(f"r{i}", text_prompt(4 + i, seed=i), n=3, seed=i, max_new_tokens=2 + i % 5) for i in range(9)]
-    answers = run(serving, *requests)
-    expected = run(engine(model), *requests)
-    assert [[a.ids for a in group] for group in answers] == [[e.ids for e in group] for group in expected]
-    assert (serving.stats().running, serving.stats().waiting) == (0, 0)
 
 
 async def test_9_refusals():

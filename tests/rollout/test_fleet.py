@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_proxy import Fault, Servers, limits
+from faulty_proxy import Fault, Servers
 from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, sleeper
-from protocol_cases import LONGEST, SLOTS, checkpoint, command, model
+from protocol_cases import LONGEST, SLOTS, checkpoint, command, limits, model
 from rollout_cases import collect, until
 from safetensors.numpy import load_file
 
@@ -114,7 +114,7 @@ def test_a_fleet_that_never_started_closes() -> None:
     config = model("text").config
     folders = SharedFolders(config, "float32")
     with contextlib.closing(folders), pytest.raises(EngineError, match="a server at least"):
-        Fleet(config, limits(), folders)
+        Fleet(config, limits("text"), folders)
 
 
 async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 from plain_decode import generate
+from protocol_cases import clip
 from rollout_cases import TEXT, VL
-from serve_cases import PICTURE, checkpoint, clip, media_model, refused_flags
+from serve_cases import PICTURE, checkpoint, media_model, refused_flags
 
 import models
 from models.generate import main
@@ -162,7 +163,7 @@ def test_pixel_bounds_and_system_message(vl, picture, capsys):
 
 def test_frame_bounds(vl, tmp_path, capsys):
     path = tmp_path / "a.mp4"
-    path.write_bytes(clip(16, 0, rate=8))  # two seconds
+    path.write_bytes(clip(16, 28, 28, 0))  # two seconds
     ask = ("--prompt", "a", "--video", str(path), "--max-tokens", "1")
     pads = {}
     for flags in ((), ("--max-frames", "2"), ("--fps", "4"), ("--fps", "4", "--max-frames", "6")):

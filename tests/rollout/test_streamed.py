@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import TEXT, VL, VOCAB, build, engine, request, text_prompt
+from rollout_cases import TEXT, VL, VOCAB, build, engine, full_logits, full_logprobs, prompt_of, request, text_prompt
 from turns import third_of
 
 import models
 from models.config import Qwen2Config
-from models.decoder import logits
 from models.folder import CheckpointError
-from models.inputs import PackedTokens
 from rollout.engine import EngineError
 from rollout.streamed import StreamedModel, finish
 from rollout.streamed_judge import StreamedJudge, in_loop
 from rollout.streamed_plan import DeviceSpeed, pass_bytes
-from sharding.walk import Walk
 
 LAYERS = 5
 DEEP = Qwen2Config(dataclasses.replace(TEXT.text, num_layers=LAYERS))
@@ -39,27 +36,9 @@ def streamed(resident):
     return StreamedModel(deep(), resident=resident)
 
 
-@functools.cache
-def forward(model):
-    graphdef, params = models.split(model)
-    run = jax.jit(lambda params, inputs: logits(models.merge(graphdef, params), inputs, Walk()))
-    return functools.partial(run, params)
-
-
-def next_logprobs(model, tokens):
-    """`[T, V]` of one sequence, by the model as training computes it."""
-    width = 32 * -(-len(tokens) // 32)
-    row = np.zeros((1, width), np.int32)
-    row[0, : len(tokens)] = tokens
-    present = (np.arange(width) < len(tokens)).astype(np.int32)[None]
-    positions = np.broadcast_to(np.arange(width, dtype=np.int32), (3, 1, width))
-    inputs = PackedTokens(row, present, np.zeros_like(row), positions, np.zeros_like(row), np.full_like(row, -1), None)
-    return np.asarray(jax.nn.log_softmax(forward(model)(inputs)[0]))[: len(tokens)]
-
-
 def expected_score(model, prompt, answer):
-    found = next_logprobs(model, [*prompt, *answer])
-    return sum(found[len(prompt) - 1 + i, token] for i, token in enumerate(answer))
+    """By the model as training computes it."""
+    return full_logprobs(model, prompt_of(prompt), answer).sum()
 
 
 def prompts_of(lengths, seed=0):
@@ -93,11 +72,7 @@ def test_it_generates_the_likeliest_tokens(resident):
     prompts = prompts_of((5, 11, 3), seed=1)
     texts = finish(streamed(resident).generate(prompts, 4))
     for prompt, text in zip(prompts, texts, strict=True):
-        tokens = list(prompt)
-        for token in text:
-            assert token == int(np.argmax(next_logprobs(deep(), tokens)[-1]))
-            tokens.append(token)
-        assert len(text) == 4
+        assert text == full_logits(deep(), prompt_of(prompt), text).argmax(-1).tolist() and len(text) == 4
     stop = texts[0][1]
     stopped = finish(streamed(resident).generate(prompts[:1], 4, (stop,)))
     assert stopped == [texts[0][: texts[0].index(stop) + 1]]
