@@ -85,16 +85,11 @@ class FakeJudge:
         if time > int(times):
             return await self._says(send, f"VERDICT {nonce}: 1")
         error = {"error": {"message": f"no, Bearer {self.headers[-1].get('authorization', '')[7:]}"}}
-        value = (
-            formatdate(float(after[0][5:]), usegmt=True) if after and after[0].startswith("date:") else "".join(after)
-        )
-        await self._reply(
-            send,
-            int(status),
-            json.dumps(error).encode(),
-            *([(b"retry-after", value.encode())] if after else []),
-            *([(b"location", b"http://elsewhere.invalid/")] if status == "307" else []),
-        )
+        headers = [(b"location", b"http://elsewhere.invalid/")] if status == "307" else []
+        for value in after:
+            moment = formatdate(float(value[5:]), usegmt=True) if value.startswith("date:") else value
+            headers.append((b"retry-after", moment.encode()))
+        await self._reply(send, int(status), json.dumps(error).encode(), *headers)
 
     async def _hangs(self, receive: Any, send: Any, nonce: str, argument: str, time: int) -> None:
         """The first so many times, until the other side goes."""

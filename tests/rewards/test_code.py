@@ -77,14 +77,11 @@ class Bag:
     def __iter__(self): yield from self.x
     def __getitem__(self, key): return {'sum': sum(self.x)}[key]
 """
+PLUS = "def add(a, b): return a + b"
 PRINTS = "print(eval(input().replace(' ', '+')))"
 SHAPES = {  # task, a right response, a wrong one
-    "check": (ADD, "def add(a, b): return a + b", "def add(a, b): return a - b"),
-    "fenced": (
-        ADD,
-        "So:\n```python\ndef add(a, b): return a + b\n```\nDone.",
-        "```python\ndef add(a, b): return b\n```",
-    ),
+    "check": (ADD, PLUS, "def add(a, b): return a - b"),
+    "fenced": (ADD, f"So:\n```python\n{PLUS}\n```\nDone.", "```python\ndef add(a, b): return b\n```"),
     "continued": (
         ADD | {"setup": "def helper(x):\n    return x\n\ndef add(a, b):\n    '''Adds.'''\n"},
         "    return helper(a) + b\n",
@@ -107,7 +104,7 @@ SHAPES = {  # task, a right response, a wrong one
     ),
     "KodCode": (
         {"tests": "from solution import add\ndef test_1(): assert add(1, 1) == 2\ndef test_2(): assert add(7, 1) == 8"},
-        "def add(a, b): return a + b",
+        PLUS,
         "def add(a, b): return a + b if a < 5 else a",
     ),
     "expects an exception": (
@@ -401,7 +398,7 @@ async def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):
     brief = CodeReward(reward.sandbox, limits=SandboxLimits(processes=8), time_limits=TimeLimits(1.0, 1.0, 1.0))
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     bombs = [brief.score(completion(ADD, bomb, id="bomb")), brief.score(completion(SUM, bomb, id="bomb"))]
-    texts = ("def add(a, b): return a + b", "def add(a, b): return 0")
+    texts = (PLUS, "def add(a, b): return 0")
     neighbours = [reward.score(completion(ADD, text)) for text in texts]
     right, wrong, *bombs = await asyncio.gather(*neighbours, *bombs)
     assert (right.value, wrong.value) == (1.0, 0.0)
@@ -411,7 +408,7 @@ async def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):
 
 def test_what_is_killed_is_counted(reward):
     again = CodeReward(reward.sandbox)
-    for task, text in ((SUM, "while True: print('x' * 1000)"), (ADD, "def add(a, b): return a + b")):
+    for task, text in ((SUM, "while True: print('x' * 1000)"), (ADD, PLUS)):
         score(again, task, text)
     assert again.take_counts() == {"code/runs": 2.0, "code/timed_out": 0.0, "code/killed": 1.0}
     assert not any(again.take_counts().values())

@@ -89,14 +89,8 @@ def test_a_scale_that_is_none(scale: str) -> None:
 
 
 def test_shares_of_a_scale() -> None:
-    assert [Scale(1.0, 10.0).share(x) for x in (1.0, 5.5, 10.0, 0.9, 10.1, float("nan"))] == [
-        0,
-        0.5,
-        1,
-        None,
-        None,
-        None,
-    ]
+    shares = [Scale(1.0, 10.0).share(x) for x in (1.0, 5.5, 10.0, 0.9, 10.1, float("nan"))]
+    assert shares == [0, 0.5, 1, None, None, None]
 
 
 def test_fields_in_a_response_are_no_fields() -> None:

@@ -190,7 +190,7 @@ def corrupted(answer):
 
 
 @pytest.mark.long
-def test_deepmath_references(shared):
+async def test_deepmath_references(shared):
     """Each of the 1,600 references is right, by text and by math-verify alone; a corrupted one is wrong. A third each
     turn."""
     path = shared / "data" / "deepmath.jsonl"
@@ -202,25 +202,19 @@ def test_deepmath_references(shared):
         answers = answers[TURN::3]
 
     async def score(pairs):
-        results = await asyncio.gather(
-            *(
-                reward.score(Completion(Prompt("1", "s", "?", answer), rf"We get \boxed{{{text}}}."))
-                for answer, text in pairs
-            )
-        )
+        asked = [Completion(Prompt("1", "s", "?", answer), rf"We get \boxed{{{text}}}.") for answer, text in pairs]
+        results = await asyncio.gather(*map(reward.score, asked))
         assert not [result.reason for result in results if result.reason]
         return [answer for (answer, _), result in zip(pairs, results, strict=True) if result.value == 1.0]
 
-    async def equal_to_themselves(answers):
-        parts = [notation(answer) for answer in answers]
-        questions = [{"reference": part.latex, "given": part.latex, "strict": True} for part in parts]
-        return await asyncio.gather(*(reward._pool.acall(question) for question in questions))
-
     with contextlib.closing(MathAnswer(workers=2, seconds=300.0)) as reward:
-        assert asyncio.run(score([(answer, answer) for answer in answers])) == answers
+        assert await score([(answer, answer) for answer in answers]) == answers
         distinct = sorted(set(answers))  # equal pairs have equal scores
-        assert asyncio.run(score([(answer, corrupted(answer)) for answer in distinct])) == [
+        assert await score([(answer, corrupted(answer)) for answer in distinct]) == [
             answer for answer in EXCEPTIONS if answer in distinct
         ]
         algebraic = [answer for answer in distinct if decided(notation(answer), notation("x+"), 0.0, False) is None]
-        assert len(algebraic) > (300 if TURN is None else 100) and all(asyncio.run(equal_to_themselves(algebraic)))
+        assert len(algebraic) > (300 if TURN is None else 100)
+        parts = [notation(answer).latex for answer in algebraic]
+        questions = [{"reference": part, "given": part, "strict": True} for part in parts]
+        assert all(await asyncio.gather(*map(reward._pool.acall, questions)))

@@ -150,10 +150,10 @@ async def answering(engine: JaxEngine, server: RolloutServer) -> AsyncIterator[s
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: pathlib.Path, kind: Callable[..., JaxEngine] = JaxEngine, **options: Any
+    folder: pathlib.Path, kind: Callable[..., JaxEngine] = JaxEngine, longest: int = LONGEST, **options: Any
 ) -> AsyncIterator[Served]:
     model, processor = models.load(folder), Processor.load(folder)
-    engine = kind(model, slots=16, max_sequence_tokens=LONGEST, steps_per_sync=3)
+    engine = kind(model, slots=16, max_sequence_tokens=longest, steps_per_sync=3)
     server = RolloutServer(engine, model.config, processor, **options)
     headers = {"Authorization": f"Bearer {options['token']}"} if "token" in options else {}
     async with answering(engine, server) as address:
@@ -197,17 +197,12 @@ async def checksums(served: Served) -> dict[str, str]:
     return rank["checksums"]
 
 
-async def begun(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
-    """The first event of a stream."""
-    return await anext(stream)
-
-
 async def last(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return [event async for event in stream][-1]
 
 
-def single(served: Served, rid: str, tokens: int = 40, **changes: Any) -> dict[str, Any]:
-    body = served.body(served.request(rid=rid, max_new_tokens=tokens))
+def single(served: Served, rid: str, tokens: int = 40, prompt: str = "text", **changes: Any) -> dict[str, Any]:
+    body = served.body(served.request(prompt, rid, max_new_tokens=tokens))
     return {key: value[0] if isinstance(value, list) else value for key, value in body.items()} | {"rid": rid} | changes
 
 

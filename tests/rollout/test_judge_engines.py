@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from protocol_cases import SGLANG_ENVIRONMENT, SGLANG_FLAGS, sglang_python
-from rollout_cases import HANG, TEXT
+from rollout_cases import HANG, TEXT, until
 from serve_cases import checkpoint, serving
 
 import models
@@ -93,11 +93,10 @@ async def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path)
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        while engine.stats().running:
-            await asyncio.sleep(0.01)
+        await until(lambda: not engine.stats().running)
     finally:
         await engine.close()
-    async with serving(folder, RoomyEngine) as served:
+    async with serving(folder, longest=ROOM) as served:
         address = str(served.client._base_url).rstrip("/")
         judges = judge_of(address, folder), judge_of(address, folder, votes=3)
         assert await graded(*judges) == here and 0 <= min(here) <= max(here) <= 1
@@ -109,7 +108,7 @@ async def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path)
 
 async def test_an_answer_that_the_server_aborts_is_asked_for_again(folder: pathlib.Path) -> None:
     """As a server does whose weights change."""
-    async with serving(folder, RoomyEngine) as served:
+    async with serving(folder, longest=ROOM) as served:
         judge = judge_of(str(served.client._base_url).rstrip("/"), folder, temperature=0.0)
         asking = asyncio.create_task(judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG)))
         while not served.engine.stats().running:
@@ -118,11 +117,6 @@ async def test_an_answer_that_the_server_aborts_is_asked_for_again(folder: pathl
         answer = await asking
         assert answer == await judge._model.ask(question(temperature=0.0, deadline=time.monotonic() + HANG))
         assert judge._counts["retries"] == 1
-
-
-class RoomyEngine(JaxEngine):
-    def __init__(self, model: Any, **how: Any) -> None:
-        super().__init__(model, **{**how, "max_sequence_tokens": ROOM})
 
 
 @pytest.mark.long

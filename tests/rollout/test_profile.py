@@ -1,8 +1,8 @@
 """Profiles: measured, written, read again with clear errors, and asked for a degree."""
 
-import asyncio
 import json
 import re
+from typing import Any
 
 import jax
 import pytest
@@ -16,21 +16,11 @@ def profile(*points):
 
 
 @pytest.mark.slow
-def test_measured_written_and_read_again(tmp_path):
+async def test_measured_written_and_read_again(tmp_path):
     serving, told = engine(build(TEXT), slots=4), []
-    points = asyncio.run(
-        measure(
-            serving,
-            jax.devices("cpu"),
-            degrees=(1, 2),
-            batches=(4,),
-            lengths=(8,),
-            new_tokens=5,
-            repeats=2,
-            vocabulary=VOCAB,
-            progress=lambda done, total: told.append((done, total)),
-        )
-    )
+    how: dict[str, Any] = {"degrees": (1, 2), "batches": (4,), "lengths": (8,), "new_tokens": 5, "repeats": 2}
+    how["progress"] = lambda done, total: told.append((done, total))
+    points = await measure(serving, jax.devices("cpu"), vocabulary=VOCAB, **how)
     assert [(p.degree, p.batch, p.length) for p in points] == [(1, 4, 8), (2, 4, 8)]
     assert min(min(p.prefill, p.decode) for p in points) > 0
     assert told[0] == (1, 6) and told[-1] == (6, 6)

@@ -30,7 +30,7 @@ from protocol_cases import (
     subject,
     versions,
 )
-from rollout_cases import Answer, collect, full_logits, full_logprobs, request
+from rollout_cases import Answer, collect, full_logits, full_logprobs, request, until
 
 import models
 from models.decoder import Decoder
@@ -239,8 +239,7 @@ async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
     _, version = await engine.serve()
     prompt = prompts(engine.kind)["text"]
     task = asyncio.create_task(collect(engine.engine.generate(request("b", prompt, n=8, max_new_tokens=150)), 8))
-    while not engine.engine.stats().running:
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.engine.stats().running)
     with pytest.raises(EngineError, match="running"):
         await engine.engine.sleep()
     await task

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from junk import JUNK, places, replaced
 from rollout_cases import HANG, VL
-from serve_cases import Served, refused, serving, single
+from serve_cases import refused, serving, single
 from turns import third_of
 
 from rollout import wire
@@ -154,7 +154,7 @@ async def test_a_batch_with_one_bad_request_leaves_no_trace(checkpoints):
 
 async def test_media_in_our_format_that_do_not_fit_are_refused(checkpoints):
     async with serving(checkpoints["vl"]) as served:
-        good = single(served, "r", 4) | served_media(served, "mixed")
+        good = single(served, "m", 4, "mixed", stream=False)
         await served.ok("/generate", good)
 
         def changed(field: str, **changes: Any) -> dict[str, Any]:
@@ -187,11 +187,6 @@ async def test_media_in_our_format_that_do_not_fit_are_refused(checkpoints):
         ]:  # fmt: skip
             await refused(served, body, complaint)
         await served.ok("/generate", good)
-
-
-def served_media(served: Served, name: str) -> dict[str, Any]:
-    body = served.body(served.request(name, rid="m", max_new_tokens=4), stream=False)
-    return {key: value[0] if isinstance(value, list) else value for key, value in body.items()}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
-from serve_cases import Served, SlowEngine, begun, checksum, checksums, last, on_disk, refused, serving, single
+from serve_cases import Served, SlowEngine, checksum, checksums, last, on_disk, refused, serving, single
 
 import models
 from models.config import NameLayout
@@ -74,7 +74,7 @@ async def test_buckets_take_effect_together_at_the_end(checkpoints):
     async with serving(checkpoints["vl"], SlowEngine) as served:
         (before,) = await served.in_process(served.request(max_new_tokens=40))
         stream = served.events(single(served, "r"))
-        await begun(stream)
+        await anext(stream)
         await served.ok("/pause_generation", {"mode": "retract"})
         await served.ok("/begin_weight_update", {"selector": "all"})
         for number, part in enumerate(thirds(weights(checkpoints["other"]))):
