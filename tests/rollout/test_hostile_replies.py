@@ -50,13 +50,9 @@ ROUTES = ("/update_weights_from_disk", "/weights_checker", "/pause_generation", 
 IN_STREAMS = st.builds(Fault, st.sampled_from(KINDS), st.integers(0, 8))
 IN_ORDERS = st.builds(Fault, st.sampled_from(ORDER_FAULTS), st.just(0), st.sampled_from(ROUTES))
 FAULTS = st.builds(operator.add, st.lists(IN_STREAMS, max_size=3), st.lists(IN_ORDERS, max_size=1))  # two cost a delay
-ASKED = st.fixed_dictionaries(
-    {
-        "n": st.integers(1, 3),
-        "seed": st.integers(0, 5),
-        "tokens": st.integers(1, 20),
-        "temperature": st.sampled_from([0.0, 0.8, 2.0]),
-    }
+TEMPERATURES = st.sampled_from([0.0, 0.8, 2.0])
+ASKED = st.builds(
+    dict, n=st.integers(1, 3), seed=st.integers(0, 5), tokens=st.integers(1, 20), temperature=TEMPERATURES
 )
 
 
