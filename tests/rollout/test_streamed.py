@@ -72,7 +72,7 @@ def test_it_generates_the_likeliest_tokens(resident):
     prompts = prompts_of((5, 11, 3), seed=1)
     texts = finish(streamed(resident).generate(prompts, 4))
     for prompt, text in zip(prompts, texts, strict=True):
-        assert text == full_logits(deep(), prompt_of(prompt), text).argmax(-1).tolist() and len(text) == 4
+        assert list(text) == full_logits(deep(), prompt_of(prompt), text).argmax(-1).tolist() and len(text) == 4
     stop = texts[0][1]
     stopped = finish(streamed(resident).generate(prompts[:1], 4, (stop,)))
     assert stopped == [texts[0][: texts[0].index(stop) + 1]]
