@@ -472,11 +472,7 @@ def test_groups_are_cut_as_one_after_the_other_would_be(items, longest, response
     found = sized_pieces(items, longest, share, responses)
     assert found.pieces == want == pieces_of(items, longest, share, responses)
     assert found.tokens.tolist() == [tokens_of(items, piece) for piece in want]
-    assert [found.pieces[i] for i in found.order.tolist()] == sorted(want)
-
-
-def test_no_group_has_no_piece():
-    assert pieces_of([], 8, True) == []
+    assert [found.pieces[i] for i in found.order.tolist()] == sorted(want) and pieces_of([], longest, share) == []
 
 
 @given(items_strategy, st.sampled_from([52, 64, 200]), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.booleans())
