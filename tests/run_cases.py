@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import av
 import jax
@@ -166,7 +167,7 @@ class DiesAt(Callback):
         self._step = step
         setattr(self, hook, self._die)
 
-    def _die(self, trainer: object, step: int = 0, *_: object) -> None:
+    def _die(self, trainer: Any, step: int = 0, *_: object) -> None:
         if step == self._step:
             raise Died
 

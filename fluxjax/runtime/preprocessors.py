@@ -124,6 +124,12 @@ class Preprocessors:
         with self._changed:
             return {process.name: process.address for process in self._all}
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process ids of those that run, by place."""
+        running = ((process.name, process.running) for process in self._all)
+        return {name: process.pid for name, process in running if process is not None}
+
     def tell(self, listener: Listener) -> None:
         """Tells this listener of the current addresses, and from now on of new addresses and of failure."""
         with self._changed:

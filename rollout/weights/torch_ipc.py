@@ -50,7 +50,8 @@ def _bytes_of(array: weakref.ref[jax.Array], entry: TensorName, layer: int, dtyp
     if value is None or value.is_deleted():
         return None
     flat = _flat(value, layer, entry, dtype)
-    return jax.device_put(flat, min(flat.devices(), key=lambda device: device.id))  # of a sharded one, all parts
+    first = min(flat.sharding.device_set, key=lambda device: device.id)
+    return jax.device_put(flat, first)  # of a sharded one, all parts
 
 
 @functools.partial(jax.jit, static_argnames=("entry", "dtype"))

@@ -1,5 +1,7 @@
 """The chunked vocabulary equals the naive form, in values and gradients, without its memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,7 @@ def value_and_grads(function, hidden, head):
     return function(hidden, head), jax.jit(jax.grad(scalar, (0, 1)))(hidden, head)
 
 
-def both(hidden, head, targets, temperature=1.0, allowed=None, **options):
+def both(hidden, head, targets, temperature: Any = 1.0, allowed=None, **options):
     """(values, gradients) of the chunked and of the naive form."""
     options |= {"temperature": temperature, "allowed_V": allowed}
     got = value_and_grads(lambda h, w: token_logprobs(h, w, targets, **options), hidden, head)
