@@ -13,6 +13,7 @@ SUITE = ROOT / "benchmarks" / "gpu_suite.py"
 sys.path.insert(0, str(SUITE.parent))  # not a package
 
 from gpu import record, runner  # noqa: E402
+from gpu_suite import PARTS  # noqa: E402
 
 
 def run_suite(*words: str) -> subprocess.CompletedProcess[str]:
@@ -34,12 +35,17 @@ def test_cheap_parts_run_dry_and_parts_without_seconds_are_left_out(tmp_path):
 
 
 @pytest.mark.long
-def test_kernels_and_attention_run_dry(tmp_path):
-    done = run_suite("kernels", "attention", "--dry", "--out", str(tmp_path))
+@pytest.mark.turn(1)
+@pytest.mark.timeout(900)
+def test_all_parts_run_dry(tmp_path):
+    done = run_suite("all", "--dry", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    kernels, attention = json.loads((tmp_path / "gpu_cpu.json").read_text())
-    assert kernels["outcome"]["long row"]["equal bits"] and kernels["outcome"]["many numbers"]["different"] == [0] * 4
-    assert attention["outcome"]["branches"]["kernel"] == "portable"
+    outcomes = {entry["part"]: entry["outcome"] for entry in json.loads((tmp_path / "gpu_cpu.json").read_text())}
+    assert list(outcomes) == list(PARTS) and all(outcomes.values())
+    kernels = outcomes["kernels"]
+    assert kernels["long row"]["equal bits"] and kernels["many numbers"]["different"] == [0] * 4
+    assert outcomes["attention"]["branches"]["kernel"] == "portable"
+    assert outcomes["train"]["all kept"]["tokens_per_second"] > 0 and outcomes["loop"]
 
 
 def test_unknown_parts_and_folders_without_wheels_end_in_one_line(tmp_path):
