@@ -25,8 +25,17 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")]
+ONE_GPU = ["configs/qwen2_5_vl_3b.py:one_gpu", "configs/qwen2_5_vl_3b.py:one_gpu_full"]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
-SHIPPED = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug", *REAL, *FLEET]
+SHIPPED = [
+    "configs/vlm.py",
+    "configs/vlm.py:debug",
+    "configs/text.py",
+    "configs/text.py:debug",
+    *REAL,
+    *ONE_GPU,
+    *FLEET,
+]
 
 
 @pytest.mark.parametrize("selected", SHIPPED + SIMULATED)

@@ -37,7 +37,7 @@ from sharding.target import Target, compiling_for
 from sharding.walk import Walk
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
+REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
 
 SCHEDULE = """HloModule jit_step, is_scheduled=true
 

@@ -1,9 +1,8 @@
-"""Weights of this process as PyTorch in another process of this host opens them: on a GPU by CUDA IPC, without a copy
-through the host.
+"""Weights of this process as PyTorch in another process of this host opens them: on a GPU by CUDA IPC.
 
 PyTorch can hand over memory of its own allocator only. So a bucket is memory of PyTorch's in this process, filled from
-JAX's arrays by DLPack, from device to device. Weights on a CPU go through PyTorch's shared memory: the same route, on
-any machine.
+JAX's arrays by DLPack, from device to device: no byte goes through the host. Weights on a CPU go through PyTorch's
+shared memory: the same route, on any machine.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -99,7 +99,7 @@ def test_a_run_is_refused_before_it_begins(tmp_path):
 
 def test_the_geometry_recipes_pay_for_the_answer_only():
     """`number`, their reward before, paid for the last number of a formula."""
-    for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b"):
+    for name in ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b"):
         config: Config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
         ((reward, term),) = config.data.sources["geometry3k"].rewards.items()
         assert (reward, term.arguments) == ("math", {"tolerance": 1e-3})

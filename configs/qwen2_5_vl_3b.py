@@ -1,0 +1,39 @@
+"""Qwen2.5-VL-3B learns geometry by reinforcement learning on one H100 (80 GB).
+
+    hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct
+    hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
+    python -m fluxjax.preflight --config=configs/qwen2_5_vl_3b.py:one_gpu --topology 1x1xh100
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_vl_3b.py:one_gpu
+
+`one_gpu` trains adapters (LoRA), `one_gpu_full` all weights, with Adam's moments in bfloat16 and without a reference.
+"""
+
+import pathlib
+import runpy
+
+from fluxjax.config import Config, ConfigError, DType, Strategy
+
+_QWEN = pathlib.Path(__file__).parent / "qwen2_5_vl_7b.py"  # the same run but for what is set below
+
+
+def get_config(variant: str = "") -> Config:
+    variant = variant or "one_gpu"
+    if variant not in ("one_gpu", "one_gpu_full"):
+        raise ConfigError(f"configs/qwen2_5_vl_3b.py has the variants 'one_gpu' and 'one_gpu_full', not {variant!r}")
+    config: Config = runpy.run_path(str(_QWEN))["get_config"]()
+    config.name = f"qwen2_5_vl_3b-{variant}"
+    config.model.path = "Qwen2.5-VL-3B-Instruct"
+    config.policy.engines = 1
+    config.sharding.strategy = Strategy.FSDP
+    if variant == "one_gpu":
+        config.lora.rank = 32
+        config.lora.alpha = 64.0
+        config.optim.lr = 1e-5
+    else:
+        config.rollout.kv_tokens = 163_840  # of 64 slots, that is 2,560 each: the longest wait for others to end
+        config.packing.tokens_per_row = 8192
+        config.packing.patches_per_device = 8192
+        config.optim.moments_dtype = DType.BFLOAT16
+        config.optim.beta2 = 0.99
+        config.algorithm.kl_coefficient = 0.0  # its reference would be another 14 GiB
+    return config
