@@ -5,7 +5,15 @@
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_3b.py:one_gpu --topology 1x1xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen2_5_vl_3b.py:one_gpu
 
-`one_gpu` trains adapters (LoRA), `one_gpu_full` all weights, with Adam's moments in bfloat16 and without a reference.
+`one_gpu` (the default) trains adapters (LoRA). `one_gpu_full` trains all weights: Adam's moments are in bfloat16, there
+is no reference, whose weights would take 14 GiB, rows are half as long, and the cache holds five eighths of what 64 of
+the longest samples need.
+
+Expected memory, by the pre-flight: 43 of 75 GiB that JAX may use (publish); one_gpu_full 69 (accumulate); 2.3 GiB of
+host memory while weights are loaded. Expected time, by the cost model: about a minute a step, two thirds of it decoding
+(docs/preflight.md).
+
+Never measured: no step of it has run on a GPU. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
 import pathlib
