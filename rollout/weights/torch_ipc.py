@@ -105,7 +105,7 @@ _DEVICE = 6  # its place among the arguments of `rebuild_cuda_tensor`
 
 
 class _Reduced:
-    """What pickles as a call."""
+    """Pickles as a call."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call

@@ -67,6 +67,9 @@ def test_named_templates(processor_of):
         processor_of("named_templates").tokenise_chat("what")
 
 
-def test_end_ids_and_added_tokens(processor_of):
+def test_end_ids(processor_of):
     assert processor_of("special_tokens_map").eos_ids == (317,)
+
+
+def test_added_tokens(processor_of):
     assert len(processor_of("added_tokens_decoder").encode("<answer>")) == 1
