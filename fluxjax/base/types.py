@@ -111,7 +111,7 @@ def without_rounding(values: Sequence[float]) -> list[float]:
 def has_variance(group: Group, of: str = "value") -> bool:
     """Says whether rewards differ within the group by more than rounding, or in `correct`. If their values do not, all
     advantages are 0, and the group teaches nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
-    return len(set(without_rounding([getattr(sample.reward, of) for sample in group.samples]))) > 1
+    return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
 
 
 @typing.no_type_check  # see `models.inputs.VisionInput`

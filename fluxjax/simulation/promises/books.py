@@ -43,7 +43,7 @@ class Seen:
         return Group(self.prompt, tuple(Sample(self.ended[i], self.rewards[i]) for i in sorted(self.ended)))
 
     def varied(self, by: str) -> bool:
-        return len(set(without_rounding([getattr(reward, by) for reward in self.rewards.values()]))) > 1
+        return len(set(without_rounding([float(getattr(reward, by)) for reward in self.rewards.values()]))) > 1
 
 
 class Books:
