@@ -38,8 +38,8 @@ class MathAnswer:
 
     kind: ClassVar[str] = "math"
 
-    # Of numbers with a decimal point: the difference, relative to the larger one. It must be less than one in the last
-    # place that is written, too.
+    # Two numbers with a decimal point are equal if they differ by at most this much of the larger one, and by less than
+    # one in the last place that is written.
     tolerance: float = not_negative(1e-6)
     lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
