@@ -104,7 +104,7 @@ def all_rows(tickets) -> list[Rows]:
 
 
 def check(store, refs, tickets: Sequence[Any] | None = None) -> None:
-    """What the store says, or has said, and gives is what direct decoding does."""
+    """The pixels and tickets of the store are those of direct decoding; by default, the tickets that it gives now."""
     direct, tickets = PlainStore(SETTINGS), store.look(refs) if tickets is None else tickets
     assert tickets == direct.look(refs)
     for ours, theirs in zip(store.fetch(all_rows(tickets)), direct.fetch(all_rows(tickets)), strict=True):

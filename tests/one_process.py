@@ -1,4 +1,4 @@
-"""What each process that `Processes` starts does first and last."""
+"""The first and the last steps of every process that `Processes` starts: it joins the others, and leaves them."""
 
 import json
 import sys

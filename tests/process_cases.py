@@ -26,7 +26,7 @@ def until(holds: Callable[[], object], seconds: float = 60.0, pause: float = 0.0
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; it may wait itself for whoever started it."""
+    """Says whether a process has ended, whether or not its parent has asked for its status yet."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -37,7 +37,7 @@ class Processes:
     """The processes of one run: each is `tests/WORKER SETTINGS`, with its output in files; none outlives the test."""
 
     def __init__(self, worker, folder, own, devices=1, **settings):
-        """`own` are the settings of each process beside those of all; each has so many devices."""
+        """`own` has the settings of each process, `settings` those that all share, `devices` is of each process."""
         self.folder, self.processes = folder, []
         shared = {"coordinator": f"127.0.0.1:{free_port()}", "processes": len(own)} | settings
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"  # the last one counts

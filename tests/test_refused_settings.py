@@ -154,7 +154,7 @@ def test_settings_that_cannot_work_are_named(settings, expected):
     assert "\n" not in str(caught.value)
 
 
-UNREAD = [  # (settings of which the last one is not read, what it would need)
+UNREAD = [  # (settings, the last of which is ignored; what it would need to be read)
     ("policy.name=tail_batching composer.curriculum=True", "policy.name adaptive_async, not tail_batching"),
     ("policy.name=april composer.order=stalest", "policy.name adaptive_async, not april"),
     ("april.oversample=2", "policy.name april, not synchronous"),

@@ -36,7 +36,7 @@ def steps(run: Run) -> list[list[tuple]]:
 
 
 def plain(count: int = 4) -> list[list[tuple]]:
-    """What so many steps are trained on without a stream trainer."""
+    """The data that `count` steps are trained on without a stream trainer."""
     run = Run(steps=count, prompts_per_step=6, group_size=4)
     run.go()
     return steps(run)

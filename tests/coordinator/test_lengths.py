@@ -29,7 +29,7 @@ def _flat(workload) -> list[int]:
 
 
 def correlations(predictor: LengthPredictor, train, held_out) -> tuple[float, ...]:
-    """Of what is predicted for held-out responses with their lengths, and of the means of their sources."""
+    """Correlations with the true lengths of held-out responses: of the predictions, and of the means of each source."""
     predicted = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths]
     return tuple(rank_correlation(said, _flat(held_out)) for said in (predicted, source_means(train, held_out)))
 

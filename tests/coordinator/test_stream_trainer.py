@@ -56,8 +56,8 @@ def watched(run: PolicyWorld, kind: type[Instruction]) -> list:
 class TestScaleDown:
     @pytest.mark.parametrize(("first", "last"), [(0.2, 0.5), (0.4, 0.45), (0.7, 0.9)])
     def test_milestones(self, first: float, last: float) -> None:
-        """Half of the engines, at most once a round, when between so many of its responses have ended; by default in
-        each, between 20 and 50 %."""
+        """Half of the engines are lent, at most once a round, while the share of its responses that have ended is
+        between `first` and `last`. With the defaults, 20 and 50 %, every round lends them."""
         assert (SETTINGS.first, SETTINGS.last) == (0.2, 0.5)
         run = world(streaming(first=first, last=last))
         lends = watched(run, Lend)

@@ -45,7 +45,7 @@ def test_what_is_written_is_read_bit_for_bit(saved):
 
 
 def with_up_projection(size):
-    """Leaves so many columns of one tensor."""
+    """Cuts one tensor to its first columns, this many."""
 
     def change(folder):
         tensors = load_file(folder / ADAPTER)

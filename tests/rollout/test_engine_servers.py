@@ -36,7 +36,7 @@ def settings() -> Config:
 
 @contextlib.contextmanager
 def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: Any) -> Iterator[SharedPool]:
-    """A fleet of the engines of so many processes; here, all of them are in this one."""
+    """A fleet of the engines of several processes, one for each of `fetches`. Here, all of them run in this process."""
     with contextlib.ExitStack() as stack:
         parts = settings(), model(KIND), processor(KIND), len(fetches)
         whose: dict[str, Any] = {"host": "127.0.0.1", "token": TOKEN, "failed": pytest.fail}

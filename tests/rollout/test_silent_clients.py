@@ -162,7 +162,7 @@ class Application:
         return Response()
 
     def answered(self, *pieces: bytes, says_length: bool, token: str = "secret") -> int:
-        """Of the answer to a request with this body."""
+        """The status of the answer to a request with this body."""
         headers = [(b"authorization", f"Bearer {token}".encode())]
         headers += [(b"content-length", str(sum(map(len, pieces))).encode())] if says_length else []
         waiting = list(pieces)
