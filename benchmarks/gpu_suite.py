@@ -5,10 +5,11 @@
     python benchmarks/gpu_suite.py all --seconds 540         no part begins that would not end in time
     python benchmarks/gpu_suite.py all --dry                 on a CPU, at tiny shapes: whether every part runs
 
-A part is a process of its own, `benchmarks/gpu/PART.py`, with a time limit of its own. A part that fails or is stopped
-never stops the next. Its result (card, versions, prediction, figures) is appended to `gpu_CARD.json` in `--out` when it
-ends; a part that was stopped keeps the figures that it had printed. Compiled programs and the results of autotuning go
-to `cache` in the same folder, which the next run takes; what parts print goes to `logs`.
+A part is a process of its own, `benchmarks/gpu/PART.py`, with a time limit of its own; some parts are the script of
+another under other flags of XLA. A part that fails or is stopped never stops the next. Its result (card, versions,
+prediction, figures) is appended to `gpu_CARD.json` in `--out` when it ends; a part that was stopped keeps the figures
+that it had printed. Compiled programs and the results of autotuning go to `cache` in the same folder, which the next
+run takes; what parts print goes to `logs`.
 
 Without network, `--wheels DIR` installs wheels for this run only; `scripts/gpu_wheels.sh DIR` downloads them.
 
@@ -29,6 +30,8 @@ from collections.abc import Sequence
 from gpu import record, runner
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+QUICK_TUNING = "--xla_gpu_blas_max_algorithms=16"  # of each matrix product, not all: compiling is quicker
+COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Part:
     limit: float  # seconds
     expected: float  # seconds
     prediction: str
+    script: str = ""  # where it is not of the part's own name
+    flags: tuple[str, ...] = (QUICK_TUNING,)  # of XLA
 
 
 PARTS = {
@@ -75,6 +80,21 @@ PARTS = {
     "loop": Part(
         240, 200, "20-40 s of compiling, then 0.15-0.35 s a step, GPU busy < 15 %; log-probabilities differ by < 1e-4"
     ),
+    "rounds": Part(150, 90, "rounds of 64 tokens take 25 % less a token than rounds of 4, at 8 prompts"),
+    "rounds_graphs": Part(
+        150,
+        90,
+        "with command buffers, 20 % less a token than without, at 8 prompts",
+        "rounds",
+        (QUICK_TUNING, COMMAND_BUFFERS),
+    ),
+    "paged": Part(
+        90,
+        40,
+        "64 x 4096: Pallas' kernel 2.5-3 times as fast as gathering and attending; one row of 32k among 63 of 1k: "
+        "the engine's attention takes at least 10 times what 64 of 1k take",
+    ),
+    "train_tuned": Part(240, 150, "with all algorithms tried, 3-8 % less a step than `train`", "train", ()),
 }
 
 
@@ -110,7 +130,9 @@ def _run(names: Sequence[str], options: argparse.Namespace, folder: pathlib.Path
             results.leave_out(name, left)
             continue
         print(f"{name}: at most {min(part.limit, left):.0f} s", file=sys.stderr, flush=True)
-        ended = runner.run(name, min(part.limit, left), environment, folder / "logs", dry=options.dry)
+        flagged = environment if options.dry else runner.with_flags(environment, part.flags)
+        logs = folder / "logs"
+        ended = runner.run(name, min(part.limit, left), flagged, logs, dry=options.dry, script=part.script)
         results.add(name, ended, card=card, dry=options.dry, versions=versions, prediction=part.prediction)
     print(results.table())
     return int(results.failed)
@@ -118,7 +140,7 @@ def _run(names: Sequence[str], options: argparse.Namespace, folder: pathlib.Path
 
 def _parser() -> argparse.ArgumentParser:
     parts = "\n".join(
-        textwrap.fill(f"{name:10} {part.expected:.0f} s. {part.prediction}", 110, subsequent_indent=" " * 11)
+        textwrap.fill(f"{name:13} {part.expected:.0f} s. {part.prediction}", 110, subsequent_indent=" " * 14)
         for name, part in PARTS.items()
     )
     parser = argparse.ArgumentParser(

@@ -27,7 +27,7 @@ def test_cheap_parts_run_dry_and_parts_without_seconds_are_left_out(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     entries = {entry["part"]: entry for entry in json.loads((tmp_path / "gpu_cpu.json").read_text())}
     assert list(entries) == ["machine", "head"]  # 200 seconds are expected of the loop
-    assert "loop       left out" in done.stdout
+    assert "loop          left out" in done.stdout
     machine = entries["machine"]
     assert machine["card"] == "cpu" and machine["dry"] and machine["versions"]["jax"] and "error" not in machine
     assert machine["prediction"] and machine["seconds"] > 0 and machine["outcome"]["product"]["tflops"] > 0
@@ -46,6 +46,8 @@ def test_all_parts_run_dry(tmp_path):
     assert kernels["long row"]["equal bits"] and kernels["many numbers"]["different"] == [0] * 4
     assert outcomes["attention"]["branches"]["kernel"] == "portable"
     assert outcomes["train"]["all kept"]["tokens_per_second"] > 0 and outcomes["loop"]
+    assert outcomes["rounds_graphs"]["ms_per_token"]["rounds of 64"]["ms"] > 0
+    assert all("difference" in form for form in outcomes["paged"]["one long row"].values())
 
 
 def test_unknown_parts_and_folders_without_wheels_end_in_one_line(tmp_path):

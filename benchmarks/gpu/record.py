@@ -66,12 +66,12 @@ class Results:
         unfinished.write_text(json.dumps(self._entries, indent=1) + "\n")
         os.replace(unfinished, self._path)
         state = f"FAILED: {ended.error.splitlines()[-1]}" if ended.error else "ended well"
-        self._lines += [f"{name:10} {ended.seconds:6.1f} s  {state}", f"  predicted: {about['prediction']}"]
+        self._lines += [f"{name:13} {ended.seconds:6.1f} s  {state}", f"  predicted: {about['prediction']}"]
         self._lines += [f"  {line}" for line in _flat("", ended.figures or {})]
 
     def leave_out(self, name: str, left: float) -> None:
         """Notes in the table only that a part did not begin."""
-        self._lines.append(f"{name:10} left out: {left:.0f} s were left")
+        self._lines.append(f"{name:13} left out: {left:.0f} s were left")
 
     def table(self) -> str:
         """Returns the lines for a reader about the parts of this run."""

@@ -11,13 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 PARTS = pathlib.Path(__file__).resolve().parent
 ROOT = PARTS.parent.parent
-XLA_FLAGS = (
-    "--xla_gpu_blas_max_algorithms=16",
-)  # autotuning tries 16 algorithms of each matrix product, not all: compiling is quicker
 TRY_FLAGS = "import jax; jax.devices()"  # a process whose XLA does not know a flag is aborted
 
 
@@ -44,31 +42,40 @@ def install(wheels: pathlib.Path, packages: pathlib.Path) -> pathlib.Path:
 
 
 def environment(folder: pathlib.Path, packages: pathlib.Path | None, *, dry: bool) -> dict[str, str]:
-    """The environment of a part. JAX keeps compiled programs and the results of autotuning in `folder/cache`."""
+    """The environment of all parts. JAX keeps compiled programs and the results of autotuning in `folder/cache`."""
     path = [str(place) for place in (packages, ROOT, os.environ.get("PYTHONPATH")) if place]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
     if dry:
         return found | {"JAX_PLATFORMS": "cpu"}
     found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     found["JAX_COMPILATION_CACHE_DIR"] = str((folder / "cache").resolve())
-    for flag in XLA_FLAGS:
-        flags = f"{found.get('XLA_FLAGS', '')} {flag}".strip()
-        attempt = found | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        if subprocess.run([sys.executable, "-c", TRY_FLAGS], env=attempt, capture_output=True).returncode:
-            print(f"left out, for this XLA does not know it: {flag}", file=sys.stderr)
-        else:
-            found["XLA_FLAGS"] = flags
     return found
 
 
-def run(name: str, limit: float, environment: dict[str, str], logs: pathlib.Path, *, dry: bool) -> Ended:
-    """Runs a part for at most `limit` seconds. What it prints is in `logs` then."""
+def with_flags(environment: dict[str, str], flags: Sequence[str]) -> dict[str, str]:
+    """The environment with those of some XLA flags that the installed XLA knows."""
+    found = dict(environment)
+    for flag in flags:
+        together = f"{found.get('XLA_FLAGS', '')} {flag}".strip()
+        attempt = found | {"XLA_FLAGS": together, "JAX_PLATFORMS": "cpu"}
+        if subprocess.run([sys.executable, "-c", TRY_FLAGS], env=attempt, capture_output=True).returncode:
+            print(f"left out, for this XLA does not know it: {flag}", file=sys.stderr)
+        else:
+            found["XLA_FLAGS"] = together
+    return found
+
+
+def run(
+    name: str, limit: float, environment: dict[str, str], logs: pathlib.Path, *, dry: bool, script: str = ""
+) -> Ended:
+    """Runs a part for at most `limit` seconds: the script of its own name, unless another is given. What it prints is
+    in `logs` then."""
     logs.mkdir(parents=True, exist_ok=True)
     out, err = logs / f"{name}.out", logs / f"{name}.err"
-    script = PARTS / f"{name}.py"
-    if not script.exists():
-        return Ended(0.0, None, f"{script.relative_to(ROOT)} does not exist")
-    command = [sys.executable, str(script), *(["--dry"] if dry else [])]
+    path = PARTS / f"{script or name}.py"
+    if not path.exists():
+        return Ended(0.0, None, f"{path.relative_to(ROOT)} does not exist")
+    command = [sys.executable, str(path), *(["--dry"] if dry else [])]
     started = time.monotonic()
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(

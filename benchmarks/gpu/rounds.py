@@ -1,0 +1,81 @@
+"""Compares rounds of 4, 16 and 64 tokens: the embedded engine, 8 prompts of 512 tokens that get 256 new ones.
+
+The more tokens a round has, the fewer times the device waits for the host, and the longer a prompt waits for a sample
+that has ended. The model is that of the part `engine`; `gpu_suite.py` runs this part a second time with command buffers
+(CUDA graphs) for loops and conditions. Each engine compiles in a first turn; then the engines take turns, and medians
+are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+import part
+
+if TYPE_CHECKING:
+    from rollout.jax_engine import JaxEngine
+
+STEPS, TURNS = (4, 16, 64), 3
+
+
+def measure(figures: part.Figures, dry: bool) -> None:
+    if dry:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    from gpu import random_qwen
+
+    from fluxjax.base.process import use_compile_cache
+    from rollout.jax_engine import JaxEngine
+
+    use_compile_cache()
+    samples, prompt, new = (2, 16, 13) if dry else (8, 512, 256)
+    figures.add(device=jax.devices()[0].device_kind, samples=samples, prompt_tokens=prompt, new_tokens=new)
+    model = random_qwen.drawn(random_qwen.sizes(dry), "bfloat16")
+    engines: dict[int, JaxEngine] = {}
+    for steps in STEPS:
+        engine = JaxEngine(
+            model,
+            slots=samples,
+            max_sequence_tokens=prompt + new,
+            compute_dtype="bfloat16",
+            steps_per_sync=steps,
+        )
+        name = f"rounds of {steps}, first turn"
+        figures.attempt(name, functools.partial(_first, engines, engine, steps, samples, prompt, new))
+    figures.attempt("ms_per_token", functools.partial(_compared, engines, samples, prompt, new))
+
+
+def _first(engines: dict[int, JaxEngine], engine: JaxEngine, steps: int, *sizes: int) -> dict[str, float]:
+    """The seconds of a turn that compiles. The engine is one of `engines` if it ends well."""
+    seconds = _decoding_seconds(engine, *sizes)
+    engines[steps] = engine
+    return part.rounded({"decoding_seconds": seconds})
+
+
+def _compared(engines: dict[int, JaxEngine], samples: int, prompt: int, new: int) -> dict[str, Any]:
+    """Milliseconds a token from the first token on: the medians, and the ratios to rounds of 4 tokens."""
+    taken: dict[int, list[float]] = {steps: [] for steps in engines}
+    for _ in range(TURNS):
+        for steps, engine in engines.items():
+            taken[steps].append(1e3 * _decoding_seconds(engine, samples, prompt, new) / (new - 1))
+    medians = {steps: statistics.median(times) for steps, times in taken.items()}
+    first = medians[min(medians)]
+    return {f"rounds of {n}": part.rounded({"ms": ms, "ratio": ms / first}) for n, ms in medians.items()}
+
+
+def _decoding_seconds(engine: JaxEngine, samples: int, prompt: int, new: int) -> float:
+    """The seconds from the first token of all samples until all are complete."""
+    from gpu import engine_turns
+
+    vocabulary = engine._limits.vocabulary
+    first, complete = asyncio.run(engine_turns.generate(engine, vocabulary, samples, prompt, new))
+    return complete - first
+
+
+if __name__ == "__main__":
+    sys.exit(part.main(measure, __doc__))
