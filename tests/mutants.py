@@ -40,7 +40,7 @@ DRAW = pathlib.Path(__file__).parent / "mutmut_draw.py"
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     mutant: Mutant
-    killer: str  # the test that failed; empty: none did
+    killer: str  # the test that failed, and why; empty: none did
 
 
 def mutated(mutant: Mutant, root: pathlib.Path) -> str:
@@ -75,7 +75,12 @@ class Worker:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.tree = copy(folder)
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FEWER_PASSES, "MUTANTS_ROOT": str(ROOT)}
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FEWER_PASSES,
+            "MUTANTS_ROOT": str(ROOT),
+            "COLUMNS": "300",
+        }
         environment.pop("PYTHONPATH", None)
         command = [sys.executable, pathlib.Path(__file__).parent / "warm_pytest.py"]
         self.process = subprocess.Popen(
@@ -85,7 +90,7 @@ class Worker:
     def tests(self, tests: Sequence[str]) -> tuple[int, str]:
         """Their status and output."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        arguments = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--assert=plain", *tests]
+        arguments = ["-x", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider", "--assert=plain", *tests]
         question = {"tree": str(self.tree), "arguments": arguments, "seconds": 60 * MINUTES}
         print(json.dumps(question), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
@@ -107,7 +112,7 @@ class Worker:
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if status and not failed:
             failed = [f"status {status}: {output[-300:].strip()}"]
-        return Outcome(mutant, failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else "")
+        return Outcome(mutant, failed[0].removeprefix("FAILED ")[:300] if failed else "")
 
     def close(self) -> None:
         assert self.process.stdin is not None
