@@ -31,6 +31,7 @@ def config_of(path: object) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_an_export_of_a_checkpoint_is_the_checkpoint(folder, tmp_path) -> None:
     """Exported as the trainer exports at the end of a run: bounds of the run are kept, and every field of the files."""
     model, processor = build_model(config_of(folder), {})

@@ -91,6 +91,7 @@ def test_what_is_not_trained_may_be_anything():
 # --- the model -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     groups, prepared, _ = near_policy()

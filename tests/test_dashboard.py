@@ -73,6 +73,7 @@ def exported(tmp_path_factory) -> Iterator[str]:
         "fluxjax_data_waited 0.25",
     ],
 )
+@pytest.mark.slow
 def test_a_run_exports_each_server_process_and_preprocessor(exported, line):
     assert f"\n{line}\n" in exported
 

@@ -81,6 +81,7 @@ def fitted(data, tmp_path_factory):
         yield trainer, recorder
 
 
+@pytest.mark.slow
 def test_hooks_are_called_in_order(fitted):
     _, recorder = fitted
     first = [("start", -1), ("evaluation", 0), ("step", 1), ("step", 2), ("evaluation", 2), ("checkpoint", 2)]
@@ -155,6 +156,7 @@ def test_evaluate_says_what_the_summary_says(fitted):
     assert trainer.evaluate() == {"reverse": summary(trainer.run_dir)["accuracy"]["reverse"]["end"]}
 
 
+@pytest.mark.slow
 def test_the_command_says_so_too_and_changes_nothing(fitted, capsys):
     folder = fitted[0].run_dir
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
@@ -197,6 +199,7 @@ def test_save_and_load(fitted, data, tmp_path):
         fresh.load_checkpoint()
 
 
+@pytest.mark.slow
 def test_going_back_to_an_older_checkpoint(data, tmp_path):
     """Fit from an older checkpoint makes the same steps again, and what came after it is gone."""
     config = tiny(tmp_path / "run", data, warm_start__steps=0)
@@ -235,6 +238,7 @@ def test_stopped_again_and_again(config):
         assert evaluated == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_own_prompts_inside_a_running_loop(config):
     """As in a notebook: prompts from memory, and a loop that is running already. They are used wherever the checkpoint
     came from; draws go on counting."""

@@ -111,6 +111,7 @@ def test_a_run_judged_by_a_rollout_server(checkpoint: pathlib.Path, tmp_path: pa
     assert values[1] < values[0] and len({value for *_, value in values[0]}) > 2
 
 
+@pytest.mark.slow
 def test_a_judge_that_dies_in_the_middle(tmp_path: pathlib.Path) -> None:
     """All that it can't judge any more is a scored 0; `test_misbehaving_rewards` has runs that end for it."""
     with listening(str(ROOT / "tests" / "rewards" / "judge_server.py"), "0") as (address, process):

@@ -189,6 +189,7 @@ def alone(folder, number, port, **settings) -> list[str]:
     return [sys.executable, "-m", "fluxjax.train", *command]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_process_that_does_not_come_is_waited_for_so_long(commands, missing, tmp_path):
     """Also where JAX would wait for longer, and end with a stack trace."""

@@ -112,6 +112,7 @@ def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> N
         assert sum(record.get(f"rewards/failed/{way}", 0) for record in records) > 0, way
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_fails_too_often_stops_with_a_checkpoint(tmp_path: pathlib.Path) -> None:
     config = configuration(tmp_path, "synchronous", misbehaving("raises"), steps=50, rollout__prompts_per_step=20)
     with FluxTrainer(config) as trainer, pytest.raises(RunGivenUp) as caught:
@@ -125,6 +126,7 @@ def test_a_run_whose_reward_fails_too_often_stops_with_a_checkpoint(tmp_path: pa
     assert result.summary.complete and result.summary.resumed_from == [config.steps - 1] != [0]
 
 
+@pytest.mark.slow
 def test_a_mixture_by_object_changes_its_weights_and_is_resumed(tmp_path: pathlib.Path) -> None:
     """Responses that wait for a slow reward when the run is stopped are scored when it goes on."""
     config = configuration(tmp_path, "adaptive_async", misbehaving("slow"), rollout__prompts_per_step=4)

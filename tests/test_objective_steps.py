@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 # --- ratios of responses ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gspo_has_the_ratios_of_whole_responses():
     step = trained("gspo")[0]
     groups, _, own = near_policy()
@@ -39,6 +40,7 @@ def test_gspo_has_the_ratios_of_whole_responses():
     assert 0 < step.metrics["clip_fraction"] < 1
 
 
+@pytest.mark.slow
 def test_gspo_scores_the_policy_again_before_each_optimizer_step():
     assert trained("gspo twice")[0].metrics["ratio"] != pytest.approx(trained("gspo")[0].metrics["ratio"], abs=1e-4)
     ratios = []
@@ -80,6 +82,7 @@ def test_kl_in_the_reward(minibatches):
     assert composition.of_responses(in_loss) == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_reference_is_renewed():
     told = []
     cfg = AlgorithmConfig.of("grpo", kl_coefficient=0.1, reference_every=2)

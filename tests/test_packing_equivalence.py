@@ -167,6 +167,7 @@ def fill_reference(composition, references):
     return with_reference(composition, composition.scattered(np.concatenate([references[k] for k in composition.keys])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "share"),
     [(LossAggregation.TOKEN_MEAN, True), (LossAggregation.SEQUENCE_MEAN, False), (LossAggregation.CONSTANT, True)],

@@ -358,7 +358,7 @@ SIZES = {  # of a text model
 
 
 @pytest.mark.long
-@pytest.mark.turn(2)
+@pytest.mark.turn(1)
 def test_a_run_is_checked_and_one_that_does_not_fit_is_told_how(tmp_path):
     environment = cuda_environment("pjrt", "jax-triton") | {"PYTHONPATH": str(ROOT)}  # the command finds them itself
     del environment["JAX_PLATFORMS"]

@@ -315,6 +315,7 @@ def test_what_is_not_waited_for_is_not_compiled(monkeypatch):
     assert [future.cancelled() for future in before._ahead.values()].count(False) == 1
 
 
+@pytest.mark.slow
 def test_programs_of_the_warm_start_serve_none_of_rl(tmp_path):
     """They are of another loss: what RL asks for first is compiled at once, not beside a larger new one."""
     own = letters(tmp_path) | {"steps": 2, "warm_start__steps": 3, "sharding__compile_ahead": 2}

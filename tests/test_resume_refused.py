@@ -68,6 +68,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_data_is_refused_before_anything_is_written(other, data, run_dir, tmp_path, capsys):
     records = [json.loads(line) for line in pathlib.Path(str(data[TRAIN])).read_text().splitlines()]

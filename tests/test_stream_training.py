@@ -81,6 +81,7 @@ def difference(one: PolicyTrainer, other: PolicyTrainer) -> float:
 PORTIONS = [([2, 5], (1,)), ([0], (1,)), ([6], (1,)), ([3], ())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "aggregation",
     [pytest.param(a, marks=() if a is LossAggregation.TOKEN_MEAN else pytest.mark.long) for a in LossAggregation],
@@ -103,6 +104,7 @@ def test_equals_the_step_at_once(aggregation: LossAggregation) -> None:
     assert one.version == other.version == VERSION + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("idle", "portions"),
     [
@@ -137,6 +139,7 @@ class OwnAlgorithm(grpo.GRPO):
     idle_without_advantage = RLAlgorithm.idle_without_advantage
 
 
+@pytest.mark.slow
 def test_reference_and_sequence_weights() -> None:
     """KL to a reference, and importance weights of whole responses, are computed where the portion is."""
     config = config_for(LossAggregation.SEQUENCE_MEAN)

@@ -1,9 +1,9 @@
 """Three turns share what takes long and seldom shows anything: three landings in a row see all of it.
 
 `FLUXJAX_TURN` is 0, 1 or 2; `.ci/run` takes the number of commits modulo three. A property test draws a third of its
-examples then, others in each turn. Of each file's tests that are marked `long`, every third runs. A test with the
-marker `turn` runs in the turns that it names, long or not: so cases of a product of options are dealt out, mostly.
-Without the variable, all run.
+examples then, others in each turn. Of each file's tests that are marked `slow` or `long`, every third runs. A test with
+the marker `turn` runs in the turns that it names, whatever it takes: so cases of a product of options are dealt out,
+mostly. Without the variable, all run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def by_turns(cases: Iterable[Any], first: int = 0) -> list[Any]:
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Returns the tests that are to run, and those of other turns.
 
-    Files begin with different turns, since many have one long test or two.
+    Files begin with different turns, since many have one slow test or two.
     """
     seen: Counter[str] = Counter()
     due, later = [], []
@@ -53,7 +53,7 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
         turns: tuple[int, ...] = (0, 1, 2)
         if marker := item.get_closest_marker("turn"):
             turns = marker.args
-        elif item.get_closest_marker("long"):
+        elif item.get_closest_marker("slow") or item.get_closest_marker("long"):
             file = item.location[0]
             turns = ((zlib.crc32(file.encode()) + seen[file]) % 3,)
             seen[file] += 1

@@ -82,6 +82,7 @@ def test_processes_prepare_the_same_prompts_and_a_state_does_not_know_their_numb
     threads.close()
 
 
+@pytest.mark.slow
 def test_signals_that_ask_the_run_to_stop_are_left_to_the_run(paths):
     """Slurm sends SIGTERM to every process of a job, a terminal Ctrl-C; the run may draw on up to its next boundary."""
     with contextlib.closing(build(paths, workers=1)) as preparer:
@@ -118,6 +119,7 @@ def test_a_process_that_is_killed_is_an_error_that_says_so(paths):
             draw(preparer, 100)  # more than it had prepared
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_named(paths, tmp_path):
     file = tmp_path / "broken.parquet"
     content = bytearray(paths["table"].read_bytes())

@@ -318,6 +318,7 @@ def test_the_host_holds_two_tensors_at_most(tmp_path) -> None:
     assert int(loaded.stdout) < 2.4 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loaded", "drawn"])
 def test_no_device_holds_more_than_its_share_and_one_layer(how, tmp_path, monkeypatch, held_by) -> None:
     config = qwen2_config(num_layers=6, vocab_size=256, hidden_size=64, head_dim=16, intermediate_size=256)

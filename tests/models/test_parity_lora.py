@@ -43,6 +43,7 @@ def peft() -> Any:
         return pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[parity]'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "targets"), [("vl", LORA.targets), ("text", ("o_proj", "up_proj"))])
 def test_peft_computes_the_same(kind, targets, peft, tmp_path):
     pair = build_text(tmp_path / "base") if kind == "text" else build_vl(tmp_path / "base")

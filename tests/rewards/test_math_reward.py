@@ -156,6 +156,7 @@ def test_an_answer_that_needs_too_much_memory_is_wrong():
         assert not reward._pool.load().killed
 
 
+@pytest.mark.slow
 async def test_others_go_on_beside_one_that_hangs():
     reward = MathAnswer(workers=2, seconds=300.0)
     stuck = asyncio.create_task(reward.score(algebra(PATHOLOGICAL["tower of powers"])))
@@ -168,6 +169,7 @@ async def test_others_go_on_beside_one_that_hangs():
         await stuck
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(math_reward.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs math_verify: install the extra, pip install 'fluxjax\[math\]'"):

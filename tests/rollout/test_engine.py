@@ -200,6 +200,7 @@ def test_7_continuation_equals_no_interruption():
     assert 0 < serving.stats().tokens_prefilled <= 2 * len(prompt) + sum(map(len, still_open))
 
 
+@pytest.mark.slow
 async def test_9_refusals():
     async def refuse(match, serving=None, **how):
         with pytest.raises(EngineError, match=match):

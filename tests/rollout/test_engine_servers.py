@@ -113,6 +113,7 @@ def test_a_way_of_weights_that_does_not_reach_another_host_is_refused(pool: Shar
         SharedPool(config, model(KIND), pool._own, ["http://192.0.2.1:1"], tmp_path, TOKEN)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first")
 async def test_both_are_up_and_have_generated(pool: SharedPool) -> None:
     await until(lambda: all(status.up for status in pool.servers()))

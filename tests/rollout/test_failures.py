@@ -61,6 +61,7 @@ def too_bright(prompt):
     return dataclasses.replace(prompt, vision=vision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2])
 async def test_17_a_picture_that_overflows_costs_its_own_request_only(place):
     picture = media_prompt(2, ("image", (1, 4, 8)), 3, seed=3)
@@ -121,6 +122,7 @@ class NoRoom(Walk):
         return super().loop(layers, carry, step, xs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("walk", "big"),
     [
@@ -155,6 +157,7 @@ def failing_while(serving, kind, doomed):
     return turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "decode"])
 async def test_17_what_fails_together_and_works_alone_costs_nobody(expected, kind):
     """As when there is memory for some requests, but not for all at once."""
@@ -167,6 +170,7 @@ async def test_17_what_fails_together_and_works_alone_costs_nobody(expected, kin
     assert_idle(serving)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "decode"])
 async def test_17_several_culprits_are_lost_and_nobody_else(expected, kind):
     serving = engine(build(TEXT), slots=6)

@@ -72,6 +72,7 @@ def refused(capsys, folder, *flags) -> str:
     return refused_flags(main, ["--model", str(folder), *flags], "", capsys)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_plain_way(vl, picture, capsys):
     got = answer(capsys, vl, "--prompt", "what <image>?", "--image", picture, "--max-tokens", "12")
     assert set(got) == {"prompt_ids", "output_ids", "logprobs", "text"}
@@ -151,6 +152,7 @@ def test_what_is_not_applied_is_named(text, capsys, tmp_path):
     assert "not applied: repetition_penalty=1.1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pixel_bounds_and_system_message(vl, picture, capsys):
     ask = ("--prompt", "a", "--image", picture, "--max-tokens", "1")
     plain, small = (answer(capsys, vl, *ask, *more)["prompt_ids"] for more in ((), ("--max-pixels", "64")))

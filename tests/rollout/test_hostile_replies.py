@@ -96,6 +96,7 @@ def fault_of(kind: str) -> Fault:
 SOME = ("status 503", "another id", "tokens that change", "cut", "closed", "early stop", "few versions", "twice")
 
 
+@pytest.mark.slow
 async def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEngine) -> None:
     """One of two servers never answers as it should: everything is right, from the other one."""
     with fleet_over(pair, dataclasses.replace(OPTIONS, patience=30.0)) as engines:
@@ -149,6 +150,7 @@ async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) ->
         assert pair.proxies[0].calls["/generate"]
 
 
+@pytest.mark.slow
 async def test_weights_that_a_server_does_not_take_come_later(pair: Servers, here: JaxEngine) -> None:
     """Each order of an update reads its reply by itself; the other faults show whatever the order is."""
     update, check, pause = "/update_weights_from_disk", "/weights_checker", "/pause_generation"
@@ -179,6 +181,7 @@ async def test_weights_that_did_not_arrive_end_the_run(pair: Servers, here: JaxE
             await collect(engines[0].generate(asked()), 2)
 
 
+@pytest.mark.slow
 async def test_an_older_version_is_served_again(pair: Servers, here: JaxEngine) -> None:
     """A run that goes back to an older checkpoint evaluates, and goes on, with its version."""
     with fleet_over(pair) as engines:

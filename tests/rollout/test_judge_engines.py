@@ -106,6 +106,7 @@ async def test_an_engine_and_a_server_give_the_same_grades(folder: pathlib.Path)
         assert caught.value.failing is Failing.RAISED
 
 
+@pytest.mark.slow
 async def test_an_answer_that_the_server_aborts_is_asked_for_again(folder: pathlib.Path) -> None:
     """As a server does whose weights change."""
     async with serving(folder, longest=ROOM) as served:

@@ -47,6 +47,7 @@ def test_22_a_group_needs_little_more_than_its_prompt():
     assert_empty(serving)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_tokens", [64, pytest.param(96, marks=pytest.mark.long)])
 def test_23_a_small_pool_gives_everybody_the_same_tokens(expected, kv_tokens):
     small = engine(build(TEXT), kv_tokens=kv_tokens)
@@ -56,6 +57,7 @@ def test_23_a_small_pool_gives_everybody_the_same_tokens(expected, kv_tokens):
     assert_empty(small)
 
 
+@pytest.mark.slow
 def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch):
     model = build(TEXT)
     prefixes = ((), (3, 4, 5), tuple(range(2, 22)))
@@ -76,6 +78,7 @@ def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch):
         assert_empty(serving)
 
 
+@pytest.mark.slow
 def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
     model = build(VL)
     prompt = media_prompt(2, ("image", (1, 4, 8)), 40, seed=1)
@@ -93,6 +96,7 @@ def test_22_a_view_by_layers_is_the_view(monkeypatch, expected):
     assert_equal(run(engine(build(TEXT), steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
 
 
+@pytest.mark.slow
 async def test_23_streams_that_are_dropped_leave_no_pages():
     serving, rng = engine(build(TEXT), slots=6, kv_tokens=128), np.random.default_rng(0)
     for turn in range(12):

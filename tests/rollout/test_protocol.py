@@ -93,6 +93,7 @@ def gap(whole: Decoder, prompt: ModelInput, answer: Answer, prefix: tuple[int, .
     return float(np.abs(np.asarray(answer.logprobs) - expected[len(prefix) :]).max(initial=0.0))
 
 
+@pytest.mark.slow
 @every_model
 async def test_rule_1_greedy_tokens_are_those_of_the_model(engine: Subject) -> None:
     whole, _ = await engine.serve()
@@ -189,6 +190,7 @@ async def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject)
             assert set(answer.versions) == {version} == {engine.engine.stats().version}
 
 
+@pytest.mark.slow
 async def test_rule_8_tokens_know_their_weights_across_an_update(engine: Subject) -> None:
     old, before = await engine.serve(3)
     names = ["long text", "mixed"]
@@ -254,6 +256,7 @@ async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
     assert gap(model(engine.kind), prompt, answer) < GAP
 
 
+@pytest.mark.slow
 async def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
     """By their shape, their time, and whether they are images or frames."""
     prepare = processor(engine.kind).prepare

@@ -39,6 +39,7 @@ from rollout.serve_requests import ServedMedia
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_replies_are_those_of_the_engine(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         for name in PROMPTS:
@@ -137,6 +138,7 @@ async def test_events_add_up_to_the_reply(checkpoints):
             assert "index" not in events[-1] and events[-1]["output_ids"] == replies[0]["output_ids"]
 
 
+@pytest.mark.slow
 async def test_a_body_without_extras_ends_at_the_end_token_and_differs_between_samples(checkpoints):
     async with serving(checkpoints["text"]) as served:
         ids = served.processor.encode("abc")

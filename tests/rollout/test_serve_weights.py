@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 from serve_cases import Served, SlowEngine, checksum, checksums, last, on_disk, refused, serving, single
 
@@ -70,6 +71,7 @@ async def updated(served: Served, folder: pathlib.Path, number: int) -> None:
 # --- buckets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_buckets_take_effect_together_at_the_end(checkpoints):
     async with serving(checkpoints["vl"], SlowEngine) as served:
         (before,) = await served.in_process(served.request(max_new_tokens=40))
@@ -224,6 +226,7 @@ async def test_updates_wait_for_each_other(checkpoints):
         assert held == on_disk(checkpoints["vl" if number == "3" else "other"])
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_with_nested_names_is_served_under_those_that_are_sent(checkpoints, tmp_path) -> None:
     """`model.language_model.*`, as transformers writes them now; a fleet sends the older names, which SGLang reads."""
     flat = models.load(checkpoints["vl"])

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 NAMES = ("images", "video", "mixed")
 
 
+@pytest.mark.slow
 async def test_a_server_with_a_fetch_takes_tickets(checkpoints: dict[str, pathlib.Path]) -> None:
     """A batch has them once; a later one has their key alone."""
     there = Elsewhere()
@@ -96,6 +97,7 @@ async def test_a_fleet_sends_tickets_or_what_they_stand_for(
     assert len(used.calls) == len(NAMES) and not unused.calls
 
 
+@pytest.mark.slow
 async def test_what_one_server_can_not_fetch_another_may(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
     broken, good = Elsewhere(_refuse), Elsewhere()
     asked = {name: good.shadow(prompts(KIND)[name], name) for name in NAMES}
@@ -104,6 +106,7 @@ async def test_what_one_server_can_not_fetch_another_may(tmp_path: pathlib.Path,
     assert broken.calls, "it was tried there first"
 
 
+@pytest.mark.slow
 async def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, expected: dict[str, object]) -> None:
     def some(rows: Sequence[Rows]) -> None:
         if "video" in rows[0].ticket:

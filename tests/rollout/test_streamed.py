@@ -49,6 +49,7 @@ def prompts_of(lengths, seed=0):
 ANSWERS = ((3,), (7, 5, 1), (9, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [0, 2, LAYERS])
 def test_scores_are_those_of_the_resident_model(resident):
     prompts = prompts_of((9, 1, 14))
@@ -78,6 +79,7 @@ def test_it_generates_the_likeliest_tokens(resident):
     assert stopped == [texts[0][: texts[0].index(stop) + 1]]
 
 
+@pytest.mark.slow
 def test_small_batches_change_nothing():
     prompts = prompts_of((20, 3))
     alone = StreamedModel(deep(), resident=1, batch_tokens=1)

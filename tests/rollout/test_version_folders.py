@@ -233,6 +233,7 @@ def test_a_full_shared_folder_leaves_the_versions_that_are_there(root: pathlib.P
 # --- what a host has of it ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_host_gets_the_same_bits_from_wherever_it_begins(root: pathlib.Path, dtype: str) -> None:
     trainer, local = trainer_of(root, dtype), root / "local"

@@ -77,6 +77,7 @@ def test_buckets_have_all_in_order_and_are_as_full_as_they_may(sizes: list[int],
         assert size + following[0].nbytes > room
 
 
+@pytest.mark.slow
 async def test_buckets_bring_a_version_also_after_one_that_broke_off(
     checkpoints: dict[str, pathlib.Path], memory: SharedFolders
 ) -> None:
