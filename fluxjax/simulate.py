@@ -3,11 +3,9 @@
     python -m fluxjax.simulate --config=configs/simulation.py:14b --config.policy.name=tail_batching
     python -m fluxjax.simulate --config.simulation.gpus=64 --config.steps=20 --gantt gantt.png
     python -m fluxjax.simulate --config=configs/simulation.py:1024 --json
-    python -m fluxjax.simulate --config=configs/simulation.py:faults --seeds 1000
 
-Prints a summary, or with --json one JSON line. --gantt FILE draws the last steps. --seeds N runs N random small
-clusters instead, under every policy, with random faults, and checks that nothing is lost (--first-seed, --jobs).
-What the seconds are made of, and how far to trust them, is in docs/simulation.md.
+Prints a summary, or with --json one JSON line. --gantt FILE draws the last steps. docs/simulation.md says what the
+seconds are made of, and how far to trust them.
 """
 
 import argparse
@@ -23,25 +21,15 @@ DEFAULT_CONFIG = "configs/simulation.py"
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0; 1 if a history went wrong or the run cannot go on; 2 for wrong arguments; 130 after Ctrl-C."""
+    """Returns 0; 1 if the run cannot go on; 2 for wrong arguments; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage="python -m fluxjax.simulate --help")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gantt", type=pathlib.Path)
-    parser.add_argument("--seeds", type=int, default=0)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
     options, rest = parser.parse_known_args(argv)
     config = parse(rest, __doc__ or "", SimulateConfig, DEFAULT_CONFIG)
     if options.gantt and not options.gantt.absolute().parent.is_dir():
         print(f"error: --gantt {options.gantt}: there is no folder {options.gantt.parent}", file=sys.stderr)
         return 2
-    if min(options.seeds, options.first_seed, options.jobs - 1) < 0:
-        print("error: --seeds and --first-seed must not be negative, --jobs must be at least 1", file=sys.stderr)
-        return 2
-    if options.seeds:
-        from .simulation.histories import check_many
-
-        return check_many(range(options.first_seed, options.first_seed + options.seeds), options.jobs, options.json)
     return _simulate(config, options.gantt, options.json)
 
 

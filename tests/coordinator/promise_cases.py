@@ -4,11 +4,11 @@ import random
 from typing import Any, Self
 
 from policy_cases import PolicyWorld
+from promises import Promises, make_promises
 
 from fluxjax.config import Config, Order, Policy
 from fluxjax.coordinator.factory import make_policy, make_schedules
 from fluxjax.coordinator.messages import Event
-from fluxjax.simulation.promises import Promises, make_promises
 
 SCHEDULES = {
     "temperature": ("linear(1.2, 0.8)", "success(1.3, 0.7)", "phases(1.0@0, 0.5@0.5)"),

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 from coordinator_cases import World, response, world_at
+from promises.books import Books
 
 from fluxjax.base.types import Group
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, messages
 from fluxjax.coordinator.messages import Event, Generate, Handlers, Instruction, MessageLog, Tick, Train, Trained
 from fluxjax.runtime.runtime import Runtime
-from fluxjax.simulation.promises.books import Books
 from fluxjax.simulation.virtual_cluster import Cluster
 
 HANDLERS = {

@@ -1,6 +1,6 @@
-"""What each policy promises (`fluxjax.simulation.promises`), on random histories and worked out by hand.
+"""What each policy promises (`tests/promises/`), on random histories and worked out by hand.
 
-More seeds: `python tests/coordinator/test_promises.py 1000` in the root of the repository, with it on PYTHONPATH.
+More seeds, in the root of the repository: `PYTHONPATH=.:tests python tests/coordinator/test_promises.py 1000`.
 """
 
 import math
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from promise_cases import PromisedWorld, configuration, history
+from promises.adaptive_async_promises import AdaptiveAsyncPromises
+from promises.rounds_promises import TailBatchingPromises
 
 from fluxjax.base.types import Prompt
 from fluxjax.config import AdaptiveAsyncConfig, Config, Policy, TailBatchingConfig
@@ -15,8 +17,6 @@ from fluxjax.coordinator import AdaptiveAsync, TailBatching, messages
 from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, Skip, Train
 from fluxjax.coordinator.policies.adaptive_async import staleness
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
-from fluxjax.simulation.promises.adaptive_async_promises import AdaptiveAsyncPromises
-from fluxjax.simulation.promises.rounds_promises import TailBatchingPromises
 
 SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
 every_policy = pytest.mark.parametrize("policy", list(Policy), ids=lambda policy: policy.value)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from by_hand import roll_out, setup_of, workload
 from conftest import ROOT
+from histories import History, scenario
 
 from fluxjax import simulate
 from fluxjax.base.types import Response
@@ -17,7 +18,6 @@ from fluxjax.config import cli
 from fluxjax.coordinator import messages
 from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
 from fluxjax.coordinator.policies.rounds import Rounds
-from fluxjax.simulation.histories import History, scenario
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
 from fluxjax.simulation.simulated_run import summary as summarise
@@ -166,13 +166,13 @@ def test_a_run_that_can_not_go_on_says_so(crash_every, monkeypatch):
 
 
 def histories(first: int, count: int) -> dict:
-    command = [sys.executable, "-m", "fluxjax.simulate", "--json", f"--first-seed={first}", f"--seeds={count}"]
+    command = [sys.executable, "-m", "tests.histories", "--json", f"--first-seed={first}", f"--seeds={count}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return json.loads(done.stdout)
 
 
 class TestFaultHistories:
-    """What must hold, whatever goes wrong: `fluxjax.simulation.histories`."""
+    """What must hold, whatever goes wrong: `tests/histories.py`."""
 
     @pytest.mark.long
     def test_nothing_goes_wrong(self):
@@ -220,10 +220,6 @@ class TestCommand:
         result = json.loads(capsys.readouterr().out)
         assert result["steps"] == 2 and result["prompts"]["trained"] == 16
 
-    def test_seeds(self, capsys):
-        assert simulate.main(["--seeds", "3", "--first-seed", "7", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["histories"] == 3
-
     def test_planner_that_may_halve_too_far(self, capsys):
         with pytest.raises(SystemExit):
             simulate.main(["--config=configs/simulation.py:32b", "--config.parallelism.enabled=True"])
@@ -244,7 +240,6 @@ class TestCommand:
             ("--config.schedules.tail_prompts=nonsense", "schedules.tail_prompts"),
             ("--config=configs/vlm.py", "must return a fluxjax.simulation.options.SimulateConfig"),
             ("--config=configs/simulation.py:8b", "not '8b'"),
-            ("--seeds=-1", "--seeds"),
         ],
     )
     def test_mistakes_end_in_one_line(self, argument, expected, capsys):

@@ -1,10 +1,10 @@
 """Fault histories keep what their policies promise; in this process, so that a mutant is found at its first failure."""
 
 import pytest
+from histories import History, check, scenario
 
 from fluxjax.config import Policy
 from fluxjax.coordinator.messages import Skip
-from fluxjax.simulation.histories import History, check, scenario
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """The promises of each policy, checked on the trace of a run: `base.Promises` says how."""
 
-from ...config import Config, Policy
-from ...coordinator.machine import Settings
+from fluxjax.config import Config, Policy
+from fluxjax.coordinator.machine import Settings
+
 from .adaptive_async_promises import AdaptiveAsyncPromises
 from .base import Promises
 from .rounds_promises import AprilPromises, SynchronousPromises, TailBatchingPromises

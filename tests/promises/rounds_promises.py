@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from ...config import Config, StreamTrainerConfig
-from ...coordinator.factory import make_parallelism
-from ...coordinator.ledger import PromptStage
-from ...coordinator.machine import Settings
-from ...coordinator.messages import (
+from fluxjax.config import Config, StreamTrainerConfig
+from fluxjax.coordinator.factory import make_parallelism
+from fluxjax.coordinator.ledger import PromptStage
+from fluxjax.coordinator.machine import Settings
+from fluxjax.coordinator.messages import (
     Accumulate,
     DrawPrompts,
     Event,
@@ -22,7 +22,8 @@ from ...coordinator.messages import (
     Train,
     Trained,
 )
-from ...coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+
 from .base import Promises
 from .books import UNDER_WAY, Seen
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ...base.types import Group
-from ...config import Config
-from ...coordinator.factory import make_schedules
-from ...coordinator.ledger import PromptStage
-from ...coordinator.machine import Settings
-from ...coordinator.messages import (
+from fluxjax.base.types import Group
+from fluxjax.config import Config
+from fluxjax.coordinator.factory import make_schedules
+from fluxjax.coordinator.ledger import PromptStage
+from fluxjax.coordinator.machine import Settings
+from fluxjax.coordinator.messages import (
     Abort,
     DrawPrompts,
     Evaluate,
@@ -23,7 +23,8 @@ from ...coordinator.messages import (
     Train,
     Trained,
 )
-from ...coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+
 from .books import UNDER_WAY, Books, Seen
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from ...config import Config
-from ...config.schedules import Pid
-from ...coordinator.ledger import PromptStage
-from ...coordinator.machine import Settings
-from ...coordinator.messages import (
+from fluxjax.config import Config
+from fluxjax.config.schedules import Pid
+from fluxjax.coordinator.ledger import PromptStage
+from fluxjax.coordinator.machine import Settings
+from fluxjax.coordinator.messages import (
     DrawPrompts,
     Evaluate,
     Event,
@@ -18,7 +18,8 @@ from ...coordinator.messages import (
     Train,
     Trained,
 )
-from ...coordinator.selection import compose
+from fluxjax.coordinator.selection import compose
+
 from .base import Promises
 from .books import UNDER_WAY, Seen
 

@@ -1,11 +1,17 @@
 """Fault histories: every policy on small random clusters on which everything goes wrong, checked for what must hold.
 
-A seed is a history; `python -m fluxjax.simulate --first-seed SEED --seeds 1` shows it again.
+    python -m tests.histories --seeds 10000 --jobs 2
+    python -m tests.histories --seeds 1 --first-seed SEED     # a seed is a history: this shows it again
+
+A history must lose nothing, and its policy must keep its promises (`promises/`). Prints what went wrong and a summary,
+with --json as one JSON line; the status is 1 if anything went wrong.
 """
 
+import argparse
 import concurrent.futures
 import dataclasses
 import json
+import pathlib
 import random
 import sys
 import time
@@ -14,13 +20,17 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..base.types import Group
-from ..config import Order, Policy
-from ..coordinator import EngineLost
-from ..coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
-from .options import Model, Rewards, SimulateConfig
-from .promises import make_promises
-from .simulated_run import make_cluster
+from fluxjax.base.types import Group
+from fluxjax.config import Order, Policy
+from fluxjax.coordinator import EngineLost
+from fluxjax.coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
+from fluxjax.simulation.options import Model, Rewards, SimulateConfig
+from fluxjax.simulation.simulated_run import make_cluster
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))  # pytest does the same for tests
+
+from promises import make_promises
 
 CHUNK = 50  # histories that a process is given at once
 
@@ -199,3 +209,17 @@ def check_many(seeds: range, jobs: int = 1, as_json: bool = False) -> int:
     }
     print(json.dumps(result) if as_json else "\n".join(f"{name}: {value}" for name, value in result.items()))
     return 1 if failed else 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1000, help="number of histories")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    return check_many(range(options.first_seed, options.first_seed + options.seeds), options.jobs, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -8,10 +8,10 @@ fault in the ledger must not hide itself.
 import dataclasses
 from typing import Final
 
-from ...base.types import Group, Prompt, Response, Reward, Sample, without_rounding
-from ...coordinator import messages
-from ...coordinator.ledger import ABORTED, PromptStage
-from ...coordinator.messages import Handlers
+from fluxjax.base.types import Group, Prompt, Response, Reward, Sample, without_rounding
+from fluxjax.coordinator import messages
+from fluxjax.coordinator.ledger import ABORTED, PromptStage
+from fluxjax.coordinator.messages import Handlers
 
 UNDER_WAY = (PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE, PromptStage.LOST)
 
