@@ -22,9 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 import numpy as np
 
-from benchmarks.planner_baselines import flexrl, greedy
+from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
-from sharding.planner import Limits, bucketing, flex_ulysses, spread_vision, ulysses
+from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 
 MIXES = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"

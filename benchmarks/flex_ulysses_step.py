@@ -32,7 +32,8 @@ import numpy as np
 from common import ROOT, Pair, WorkerError, spread
 
 from benchmarks.plan_text import text_of
-from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
+from benchmarks.planner_baselines import bucketing
+from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay, size_cost
 from sharding.spread.shapes import ShapeBook

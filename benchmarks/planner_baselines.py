@@ -1,4 +1,4 @@
-"""The planners that FlexUlysses is compared with, beside those of `sharding.planner`: FlexRL's own, and longest first.
+"""The planners that FlexUlysses is compared with, beside fixed-degree `ulysses`: FlexRL's, verl's, and longest first.
 
 All planners are called alike, and are in `PLANNERS` by name. `balance_bound` is what none of them can beat.
 """
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sharding.planner import Limits, bucketing, flex_ulysses, ulysses
+from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.limits import Placement, Problem, planner, pose
-from sharding.planner.partition import longest_first
+from sharding.planner.partition import karmarkar_karp, longest_first
 from sharding.planner.plan import ShardPlan
 
 CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
@@ -29,6 +29,14 @@ def balance_bound(
 def greedy(problem: Problem) -> Placement:
     """Shards nothing: longest (by work) first to the device with the least."""
     return [1] * len(problem.lengths_I), longest_first(problem.work_I, problem.num_devices)
+
+
+@planner
+def bucketing(problem: Problem) -> Placement:
+    """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
+    stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
+    tokens = problem.lengths_I.astype(float)
+    return [1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, problem.num_devices)
 
 
 @planner

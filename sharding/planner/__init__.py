@@ -6,7 +6,7 @@
 All planners of sequences are called alike. `plan.ShardPlan` is what they return.
 """
 
-from .baselines import bucketing, ulysses
+from .fixed_degree import ulysses
 from .flex import flex_ulysses
 from .limits import Limits
 from .vision_units import VisionPlan, spread_vision
@@ -14,7 +14,6 @@ from .vision_units import VisionPlan, spread_vision
 __all__ = [
     "Limits",
     "VisionPlan",
-    "bucketing",
     "flex_ulysses",
     "spread_vision",
     "ulysses",

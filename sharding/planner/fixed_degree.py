@@ -1,7 +1,7 @@
-"""The planners that give all sequences one degree."""
+"""The planner that gives all sequences one degree."""
 
 from .limits import Placement, Problem, planner
-from .partition import karmarkar_karp, longest_first
+from .partition import longest_first
 from .plan import PlanError
 
 
@@ -15,11 +15,3 @@ def ulysses(problem: Problem, degree: int = 8) -> Placement:
         raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
     groups = longest_first(problem.work_I, problem.num_devices // degree)
     return [degree] * len(groups), [degree * group for group in groups]
-
-
-@planner
-def bucketing(problem: Problem) -> Placement:
-    """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
-    stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
-    tokens = problem.lengths_I.astype(float)
-    return [1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, problem.num_devices)

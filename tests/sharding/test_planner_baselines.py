@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
-from benchmarks.planner_baselines import flexrl, greedy
-from sharding.planner import Limits, bucketing, ulysses
+from benchmarks.planner_baselines import bucketing, flexrl, greedy
+from sharding.planner import Limits, ulysses
 from sharding.planner.partition import longest_first
 from sharding.planner.plan import PlanError
 
