@@ -54,7 +54,7 @@ from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
+from rollout.weights.routes import Buckets, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders, pull
 
 SIZES = {  # hidden, intermediate, layers, heads, KV heads; a vocabulary of some dozens of characters
@@ -221,8 +221,6 @@ class Measured:
             return SharedMemory()
         if name == "bucket":
             return Buckets(BUCKET)
-        if name == "group":
-            return ProcessGroup(self._options.sglang, BUCKET, "127.0.0.1", "gloo")
         folders = VersionFolders(self._shared, delta=name == "orbax with delta")
         return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
 
@@ -249,7 +247,7 @@ class Measured:
     async def routes(self) -> dict[str, Any]:
         """Measures for each route the seconds until the server is proven to have a version, the part of them in which
         it can't generate, and the bytes that travel."""
-        names = ["shm", "bucket", "orbax", "orbax with delta", *(["group"] if self._name == "sglang" else [])]
+        names = ["shm", "bucket", "orbax", "orbax with delta"]
         total: dict[str, list[float]] = {name: [] for name in names}
         paused: dict[str, list[float]] = {name: [] for name in names}
         carried: dict[str, int] = {}

@@ -16,8 +16,6 @@ from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
-from models.weight_file import StoredTensor
-
 from .engine import EngineError, FinishReason
 from .wire import Json
 
@@ -86,7 +84,7 @@ class ServerClient:
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens an update by `update_from_tensors` or `update_from_group`; the server is to be paused before. Of an
+        """Opens an update by `update_from_tensors`; the server is to be paused before. Of an
         update that is not ended, parts may be there already: the server must not generate."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
@@ -96,29 +94,8 @@ class ServerClient:
         encoded = await asyncio.to_thread(_encoded, body)
         await self._order("/update_weights_from_tensor", encoded, seconds=UPDATE)
 
-    async def update_from_group(self, group: str, tensors: Sequence[StoredTensor], version: int | None) -> None:
-        """Has the server take part in the broadcast of a flattened bucket."""
-        body = {
-            "names": [tensor.name for tensor in tensors],
-            "dtypes": [tensor.dtype.name for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            **_tail(version),
-        }
-        await self._order("/update_weights_from_distributed", body, seconds=UPDATE)
-
     async def end_weight_update(self) -> None:
         await self._order("/end_weight_update", {}, seconds=UPDATE)
-
-    async def join_group(self, group: str, address: str, port: int, size: int, backend: str) -> None:
-        """Has the server's ranks join a process group of PyTorch as 1, 2, ...; returns when all have."""
-        body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size,
-                "group_name": group, "backend": backend}  # fmt: skip
-        await self._order("/init_weights_update_group", body, seconds=UPDATE)
-
-    async def leave_group(self, group: str) -> None:
-        await self._order("/destroy_weights_update_group", {"group_name": group})
 
     async def pull_weights(self, local: str, source: str, version: int) -> str:
         """Has the host make a checkpoint folder of a version (`weights.version_folders`). Returns the folder."""

@@ -45,7 +45,6 @@ from .scheduling import ReplayConfig as ReplayConfig
 from .scheduling import ReplayOrder as ReplayOrder
 from .scheduling import SampledBy as SampledBy
 from .servers import RolloutEngine, ServersConfig
-from .weight_sync import Backend as Backend
 from .weight_sync import Route as Route
 from .weight_sync import WeightsConfig
 

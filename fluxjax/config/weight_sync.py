@@ -14,12 +14,6 @@ class Route(enum.Enum):
     IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on one
     BUCKET = "bucket"  # over HTTP
     ORBAX = "orbax"  # files, whole or deltas, on a file system that hosts share
-    GROUP = "group"  # a process group of PyTorch
-
-
-class Backend(enum.Enum):
-    GLOO = "gloo"  # CPUs
-    NCCL = "nccl"  # GPUs; never run
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,10 +25,7 @@ class WeightsConfig:
     local: str = "/dev/shm/fluxjax-pulled"  # orbax: where each of those hosts has a copy for its servers
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
     delta: bool = True  # orbax: send what changed instead of all, where that is smaller
-    bucket_mib: int = positive(256)  # bucket, group, ipc: sent at once
-    python: str = ""  # group: an interpreter that has PyTorch; empty: servers.python
-    backend: Backend = Backend.GLOO  # group
-    address: str = "127.0.0.1"  # group: of this host, as servers reach it
+    bucket_mib: int = positive(256)  # bucket, ipc: sent at once
 
     def chosen(self, servers: ServersConfig) -> Route:
         """The route that is not auto any more."""
@@ -53,15 +44,8 @@ class WeightsConfig:
                 f"{name}, which is for servers of this host; servers.addresses has others: set it to bucket, or to "
                 "orbax with weights.folder"
             )
-        if route in (Route.GROUP, Route.IPC) and engine is RolloutEngine.SERVE:
+        if route is Route.IPC and engine is RolloutEngine.SERVE:
             raise ConfigError(f"{name}, which needs servers with PyTorch; rollout.serve takes shm, bucket or orbax")
-        if route is Route.GROUP and not self.python and not servers.python:
-            raise ConfigError(f"{name}, which needs PyTorch; set weights.python to an interpreter that has it")
-        if route is Route.GROUP and remote and on_this_host(f"http://{self.address}"):
-            raise ConfigError(
-                f"{name}, but weights.address is {self.address}, where servers on other hosts can't reach this one; "
-                "set it to an address of this host"
-            )
         if route is Route.ORBAX and not self.folder:
             raise ConfigError(f"{name}; set weights.folder to a folder that the hosts of servers see, too")
         if self.agents and len(self.agents) != len(servers.addresses):

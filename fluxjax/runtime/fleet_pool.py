@@ -28,7 +28,7 @@ from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders, served
-from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, ProcessGroup, SharedMemory, SyncRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device
 from sharding.target import Target
@@ -251,15 +251,11 @@ def _check_reachable(config: Config, address: str) -> None:
 
 def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
     weights, servers = config.weights, config.servers
-    route, size, python = weights.chosen(servers), weights.bucket_mib << 20, weights.python or servers.python
-    if route is Route.GROUP and shutil.which(python) is None:
-        raise ConfigError(f"weights.python: there is no program {python}; it must be an interpreter that has PyTorch")
+    route, size = weights.chosen(servers), weights.bucket_mib << 20
     if route is Route.SHM:
         return SharedMemory()
     if route is Route.BUCKET:
         return Buckets(size)
-    if route is Route.GROUP:
-        return ProcessGroup(python, size, weights.address, weights.backend.value)
     if route is Route.IPC:
         if importlib.util.find_spec("torch") is None:
             raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch beside JAX: pip install torch")

@@ -10,7 +10,7 @@ import base64
 import contextlib
 import pathlib
 import shutil
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safetensors import safe_open
@@ -19,16 +19,12 @@ from models.config import AnyConfig
 from models.hf import SINGLE
 from models.weight_file import StoredTensor
 
-from ..engine import EngineError
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
 from .delta import as_bytes
 from .published import Published
 from .torch_bucket import bucket_of, write_bucket
 from .torch_ipc import Bytes, SharedBucket, device_tensors
-from .torch_sender import TorchSender
 from .version_folders import VersionFolders, contents, pull, pulled
-
-LEAVE = 5.0  # seconds to leave a group
 
 
 class SyncRoute:
@@ -90,66 +86,6 @@ class Buckets(SyncRoute):
     ) -> None:
         data = await asyncio.to_thread(_packed, published.folder, part)
         await client.update_from_tensors([data] * ranks, version)
-
-
-class ProcessGroup(Buckets):
-    """`group`: a process with PyTorch, one for each life of a server, and the server join a process group, gloo or nccl
-    (`backend`), and the process broadcasts the buckets.
-
-    JAX has no part in PyTorch's groups, and its buffers are not PyTorch's: the process reads the version from shared
-    memory. `address` is this host's, as servers reach it. Each server has a group of its own, so that one that dies
-    holds up no other. With nccl, it has never been run, for want of a GPU."""
-
-    def __init__(self, python: str, size: int, address: str, backend: str) -> None:
-        super().__init__(size)
-        self._python, self._address, self._backend = python, address, backend
-        self._senders: dict[ServerClient, TorchSender] = {}
-
-    async def stage(self, client: ServerClient, published: Published) -> None:
-        if client not in self._senders:
-            sender = TorchSender(self._python)
-            try:
-                await sender.ready()
-                await self._join(client, sender)
-            except BaseException:
-                sender.kill()
-                raise
-            self._senders[client] = sender
-
-    async def _join(self, client: ServerClient, sender: TorchSender) -> None:
-        members = 1 + await client.ranks()
-        port = await sender.listen(self._address)
-        await _both(
-            sender.join(sender.group, self._backend, members),
-            client.join_group(sender.group, self._address, port, members, self._backend),
-        )
-
-    async def deliver(self, client: ServerClient, published: Published) -> None:
-        try:
-            await super().deliver(client, published)
-        except BaseException:  # an order may be under way; the next update has a process of its own
-            await self.forget(client)
-            raise
-
-    async def _send(
-        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
-    ) -> None:
-        if (sender := self._senders.get(client)) is None:  # its life has ended meanwhile
-            raise ServerError(f"{client.address}: the process that sends weights to it has ended")
-        await _both(
-            sender.broadcast(published.folder, [tensor.name for tensor in part]),
-            client.update_from_group(sender.group, part, version),
-        )
-
-    async def forget(self, client: ServerClient) -> None:
-        if (sender := self._senders.pop(client, None)) is not None:
-            sender.kill()
-            with contextlib.suppress(EngineError, TimeoutError):  # the server may be dead
-                await asyncio.wait_for(client.leave_group(sender.group), LEAVE)
-
-    def close(self) -> None:
-        for sender in self._senders.values():
-            sender.kill()
 
 
 class CudaIpc(Buckets):
@@ -258,14 +194,3 @@ def _packed(folder: pathlib.Path, part: Sequence[StoredTensor]) -> str:
     with safe_open(folder / SINGLE, framework="numpy") as tensors:
         data = write_bucket([(tensor.name, tensors.get_tensor(tensor.name)) for tensor in part])
     return base64.b64encode(data).decode()
-
-
-async def _both(ours: Coroutine[Any, Any, None], theirs: Coroutine[Any, Any, None]) -> None:
-    """Runs both sides of a transfer: where one fails, the other would wait for ever, and is cancelled."""
-    tasks = [asyncio.ensure_future(ours), asyncio.ensure_future(theirs)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -36,7 +36,7 @@ from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import SharedFolders, served
-from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, ProcessGroup, SyncRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -219,8 +219,6 @@ def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> SyncR
     """A route of the weights on this host but shared memory; buckets are small, so that there are many."""
     if way == "bucket":
         return Buckets(1 << 18)
-    if way == "group":
-        return ProcessGroup(sglang_python(), 1 << 18, "127.0.0.1", "gloo")
     if way == "ipc":
         return CudaIpc(served(config), 1 << 18)
     folders = VersionFolders(folder / "shared")

@@ -1,18 +1,16 @@
-"""The routes of new weights as a fleet uses them: buckets, agents of hosts, processes with PyTorch; and broken ones."""
+"""The routes of new weights as a fleet uses them: buckets and agents of hosts; and broken ones."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import pathlib
 import signal
-import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -27,11 +25,9 @@ from models.weight_file import StoredTensor
 from rollout.engine import EngineError
 from rollout.sglang import Refused, ServerClient
 from rollout.weights import published as published_module
-from rollout.weights import torch_sender
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
 from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute, buckets
-from rollout.weights.torch_sender import SenderError, TorchSender
 from rollout.weights.version_folders import VersionFolders
 
 TOKEN = "secret"
@@ -195,84 +191,3 @@ async def test_a_trainer_pulls_for_servers_of_its_own_host(
             await route.stage(client, dataclasses.replace(published, version=9))
         route.close()
     assert not list(local.iterdir()) and not list((tmp_path / "shared").iterdir())
-
-
-# --- processes with PyTorch -----------------------------------------------------------------------
-
-
-def script(folder: pathlib.Path, *lines: str) -> str:
-    """A program that stands in for an interpreter."""
-    file = folder / "python"
-    file.write_text("\n".join(("#!/bin/sh", *lines, "")))
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-    return str(file)
-
-
-READY = """echo '{"torch": "0"}'"""
-NOTHING = pathlib.Path("/no/such"), ["a"]
-
-
-@contextlib.asynccontextmanager
-async def sender_of(python: str) -> AsyncIterator[TorchSender]:
-    sender = TorchSender(python)
-    try:
-        await sender.ready()
-        yield sender
-    finally:
-        sender.kill()
-        sender.kill()  # it may be called again
-
-
-@pytest.mark.parametrize(
-    ("lines", "complaint"),
-    [
-        (["echo no module named torch >&2", "exit 1"], r"ended \(start\): no module named torch"),
-        (["echo hello"], "start: answers b'hello"),
-        ([READY, "read order", "echo out of memory >&2"], r"ended \(broadcast\): out of memory"),
-        ([READY, "read order", """echo '{"error": "no tensor a"}'""", "sleep 100"], "broadcast: no tensor a"),
-        ([READY, "exec <&-", "sleep 1"], "broadcast"),
-    ],
-)
-async def test_a_process_that_cannot_send_is_told_with_its_words(
-    tmp_path: pathlib.Path, lines: list[str], complaint: str
-) -> None:
-    with pytest.raises(SenderError, match=complaint):
-        async with sender_of(script(tmp_path, *lines)) as sender:
-            await sender.broadcast(*NOTHING)
-
-
-async def test_an_interpreter_that_is_not_there_is_named() -> None:
-    with pytest.raises(SenderError, match="/no/such/python"):
-        async with sender_of("/no/such/python"):
-            pass
-
-
-async def test_a_process_that_hangs_is_ended(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_sender, "ORDER", 0.2)
-    monkeypatch.setattr(TorchSender._order, "__defaults__", (0.2,))
-    with pytest.raises(SenderError, match=r"broadcast: no answer for 0\.2 s"):
-        async with sender_of(script(tmp_path, READY, "exec sleep 100")) as sender:
-            await sender.broadcast(*NOTHING)
-
-
-@pytest.mark.parametrize("way", ["kill", "signal"])
-async def test_a_process_that_is_killed_in_an_order_is_an_error_of_the_order(tmp_path: pathlib.Path, way: str) -> None:
-    async with sender_of(script(tmp_path, READY, "exec sleep 100")) as sender:
-        order = asyncio.ensure_future(sender.broadcast(*NOTHING))
-        await asyncio.sleep(0.3)
-        assert not order.done()
-        sender.kill() if way == "kill" else sender._process.kill()
-        with pytest.raises(SenderError, match="broadcast"):
-            await order
-        with pytest.raises(SenderError, match="broadcast"):
-            await sender.broadcast(*NOTHING)
-
-
-@pytest.mark.slow
-async def test_a_process_with_pytorch_takes_orders(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("torch", reason="parity lane: needs torch")
-    async with sender_of(sys.executable) as sender:
-        assert 0 < await sender.listen("127.0.0.1") < 65536
-        for _ in range(2):  # what fails does not end it
-            with pytest.raises(SenderError, match="broadcast: AssertionError"):
-                await sender.broadcast(tmp_path, ["a"])
