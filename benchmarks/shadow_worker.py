@@ -25,7 +25,7 @@ from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, Media, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
-from fluxjax.config import Config, Loader, SourceConfig, Strategy
+from fluxjax.config import Config, SourceConfig, Strategy
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.materializer import Materializer
@@ -61,7 +61,6 @@ class TrainerProcess:
             os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
         config = self.config = Config()
         config.data.sources = {"clips": SourceConfig(path=world.manifest)}
-        config.data.loader = Loader.CENTRAL if world.loader == "central" else Loader.SHADOW
         config.data.workers, config.data.steps_ahead = world.workers, world.steps_ahead
         config.rollout.prompts_per_step, config.rollout.max_new_tokens = world.prompts, LONGEST
         config.rollout.max_sequence_tokens = 1 << 14

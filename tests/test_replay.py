@@ -21,7 +21,7 @@ from run_cases import (
     summary,
     trained,
 )
-from shadow_run_cases import media
+from shadow_run_cases import media, without_store
 from step_cases import VERSION, flat, near_policy, trainer_of
 from test_algorithms import group
 
@@ -224,7 +224,8 @@ def test_media_are_read_again(processes, commands, tmp_path):
     run, config = tmp_path / "run", "configs/vlm.py"
     own = {"steps": 5, "warm_start__steps": 2, "evaluation__every": 0, "replay__share": 0.5, "replay__times": 2}
     own |= media(tmp_path) | {"sharding__devices": processes, "data__max_decoded_pixels": 2**22, "model__num_layers": 1}
-    trained(tmp_path / "central", config, flags(**own, data__loader="central"))
+    with without_store():
+        trained(tmp_path / "central", config, flags(**own))
     arguments = flags(**own, data__preprocessors=1, data__cache_gib=1e-5, data__index=tmp_path / "index")
     with pytest.raises(Died):
         trained(run, config, arguments, DiesAt("on_step", 4))

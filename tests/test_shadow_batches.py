@@ -1,4 +1,4 @@
-"""Batches under `data.loader=shadow` are those of `central`, bit for bit: real files, stores, orders, no model."""
+"""Batches of shadows are, bit for bit, those of whole prompts that keep their pixels: real files, real stores."""
 
 import contextlib
 import functools
@@ -59,7 +59,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(paths, tmp_path_factory):
-    """Makes what a process has: a preparer of its own over all sources; with a store of its own, or central."""
+    """Makes what a process has: a preparer over all sources, with a store of its own, or (`central`) with none."""
     with contextlib.ExitStack() as opened:
 
         def make(strategy: str, seed: int, shadow: bool) -> types.SimpleNamespace:

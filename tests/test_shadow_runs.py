@@ -1,4 +1,4 @@
-"""Whole runs under `data.loader=shadow` end as under `central`, bit for bit, however preprocessors fare meanwhile.
+"""Whole runs whose pixels stay near the devices end as those that decode whole prompts, however preprocessors fare.
 
 Real kills of preprocessors and of a run that has some, good and bad media. Parameters, optimizer state, every logged
 number that is not a time, every dumped sample and the summary are compared.
@@ -26,7 +26,7 @@ from run_cases import (
     trained,
     without_times,
 )
-from shadow_run_cases import Killer, addresses, descendants, media
+from shadow_run_cases import Killer, addresses, descendants, media, without_store
 from turns import by_turns
 
 from fluxjax.config.cli import load
@@ -62,7 +62,8 @@ def index(tmp_path_factory):
 def central(sources, tmp_path_factory):
     """It has it all: bad media, which it skips, pictures and clips."""
     run_dir = tmp_path_factory.mktemp("central") / "run"
-    trained(run_dir, VLM, flags(**sources, **OWN, data__loader="central"))
+    with without_store():
+        trained(run_dir, VLM, flags(**sources, **OWN))
     result = summary(run_dir)
     assert result["complete"] and result["samples_trained"] == STEPS * 16
     assert len(result["samples_skipped"]) >= 3, result["samples_skipped"]
@@ -144,7 +145,8 @@ def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sour
         "evaluation__every": 0,
     }
     own |= {"sharding__deterministic": True} if strategy == "odc" else {}
-    trained(tmp_path / "central", VLM, flags(**sources, **OWN | own, data__loader="central"))
+    with without_store():
+        trained(tmp_path / "central", VLM, flags(**sources, **OWN | own))
     steps = [record for record in read(tmp_path / "central" / "metrics.jsonl") if record["phase"] == "rl"]
     assert all(step["grad_norm"] > 0 for step in steps) and len(steps) == 3
     run_dir = tmp_path / "run"
@@ -233,10 +235,9 @@ def test_too_many_bad_media_end_the_run(capsys, sources, index, tmp_path):
     """From the 100th prompt on, they are judged: here in the third step."""
     own = OWN | {"warm_start__steps": 0, "data__max_skipped": 0.05, "evaluation__every": 0}
     own |= {"rollout__prompts_per_step": 40, "rollout__group_size": 2, "rollout__max_new_tokens": 1}
-    loaders = {"central": {}, "shadow": {"data__index": index}}
-    central, shadow = (
-        refused(capsys, [f"--config.run_dir={tmp_path / name}", *flags(**sources, **own, data__loader=name, **more)])
-        for name, more in loaders.items()
-    )
+    settings = flags(**sources, **own, data__index=index)
+    with without_store():
+        central = refused(capsys, [f"--config.run_dir={tmp_path / 'central'}", *settings])
+    shadow = refused(capsys, [f"--config.run_dir={tmp_path / 'shadow'}", *settings])
     assert len(central) == 1 and "more than data.max_skipped = 0.05 of them; by reason: {" in central[0]
     assert central == shadow

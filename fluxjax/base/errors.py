@@ -21,9 +21,6 @@ class RecordError(ValueError):
         self.reason = reason
         self.detail = detail
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
-        return type(self), (self.id, self.reason, self.detail)
-
 
 def said(error: BaseException) -> str:
     """Returns the type and the text of anybody's error, also of one whose text can't be had."""

@@ -18,8 +18,6 @@ from .algorithms import KlEstimator as KlEstimator
 from .algorithms import LossAggregation as LossAggregation
 from .bounds import bounded, check_fields, not_negative, positive, within
 from .data import DataConfig
-from .data import DataMode as DataMode
-from .data import Loader as Loader
 from .data import SourceConfig as SourceConfig
 from .rewards import RewardKindConfig as RewardKindConfig
 from .rewards import RewardsConfig

@@ -26,10 +26,8 @@ from ml_collections import config_flags
 from . import (
     Config,
     ConfigError,
-    DataMode,
     Importance,
     ImportanceConfig,
-    Loader,
     ModelConfig,
     Policy,
     RewardTerm,
@@ -134,14 +132,9 @@ _OF_TOKENS += [f"algorithm.importance.{name}" for name, _ in flatten(ImportanceC
 _STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
 _TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ModelConfig.of_any]
 _SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
-_STORED = _of("data", "cache_gib", "spill_gib", "spill", "ahead", "index", "decode_seconds", "decode_memory_gib")
 NEEDS = (
     Need(_OF_TOKENS, _ALGORITHM, "another", _policy_gradient),
     _no_algorithms(("dpo", "distillation"), "algorithm.entropy_coefficient"),
-    _when(
-        "data.loader", (Loader.SHADOW,), *_of("data", "mode", "preprocessors", "lease_seconds", "near_gib"), *_STORED
-    ),
-    _when("data.mode", (DataMode.FLIGHT,), *_of("data", "preprocessors", "lease_seconds", "near_gib")),
     _above(0, "data.preprocessors", *_of("data", "lease_seconds", "near_gib")),
     Need(_of("data", "decode_seconds", "decode_memory_gib"), "data.workers", "above 0", _decoding_processes),
     _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),

@@ -1,21 +1,10 @@
 """The settings of prompts: their sources, how media are preprocessed, and where."""
 
 import dataclasses
-import enum
 
 from ..base.errors import ConfigError
 from .bounds import not_negative, positive, within
 from .rewards import RewardTerm, term_weights
-
-
-class Loader(enum.Enum):
-    SHADOW = "shadow"  # metadata travel, pixels go where they are needed
-    CENTRAL = "central"  # the run's own process decodes whole prompts: the baseline
-
-
-class DataMode(enum.Enum):
-    FLIGHT = "flight"  # preprocessors hand out slices over Arrow Flight
-    URI = "uri"  # references travel, and who needs a slice decodes it: all hosts see the files under the same names
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,8 +53,6 @@ class DataConfig:
     max_skipped: float = within(0.5, "(0, 1]")  # share of the prompts drawn that may be unusable, from the 100th on
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
-    loader: Loader = Loader.SHADOW
-    mode: DataMode = DataMode.FLIGHT  # of preprocessors
     preprocessors: int = not_negative(0)  # processes that each trainer process starts on its host; 0: it decodes itself
     # Processes that decode: of a preprocessor (0: one a core), or of a run without any (0: its threads). Where a file
     # is decoded in a process, that process is killed at the bounds below. A script that trains with workers needs

@@ -33,20 +33,10 @@ _CREATE = "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, value BLOB 
 
 
 class IndexFile:
-    """The file in a folder; read and written from any thread. One that is pickled is opened anew."""
+    """The file in a folder; read and written from any thread."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self._open()
-
-    def __getstate__(self) -> pathlib.Path:
-        return self.folder
-
-    def __setstate__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self._open()
-
-    def _open(self) -> None:
         self._lock = threading.Lock()
         self._number = 0  # of the file: one that is damaged is followed by the next
         self._connection: sqlite3.Connection | None = None

@@ -69,7 +69,7 @@ def _medium(kind: str, pairs: int, rows: int, columns: int, seconds: float) -> M
 
 class MediaIndex:
     """The index in a folder, by default in the user's cache. Read and written from any thread, by any number of
-    processes; a process that gets it pickled opens it for itself."""
+    processes."""
 
     def __init__(self, folder: str | os.PathLike[str] = "") -> None:
         self._file = IndexFile(pathlib.Path(folder).expanduser() if folder else cache_folder() / "media")

@@ -16,7 +16,7 @@ def ref_of(media: Media) -> MediaRef:
     """The reference of a medium, in the version that its file has now. Raises MediaError for a file that is missing,
     and for a medium that is in no file."""
     if media.data is not None:
-        raise MediaError(media.name, "is in no file, which data.loader=shadow needs; data.loader=central does not")
+        raise MediaError(media.name, "is in no file")
     path = local(media.path)
     return MediaRef(media.kind.value, path, media.stamp or current_stamp(path), media.cell)
 

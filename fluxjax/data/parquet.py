@@ -46,7 +46,9 @@ class ParquetSource:
             self._stamps = [version_of(shard) for shard in self.paths]
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {why(error)}") from error
-        self._open_files()
+        self._files = [_open(shard) for shard in self.paths]
+        self._cache: collections.OrderedDict[int, pa.Table] = collections.OrderedDict()
+        self._lock = threading.Lock()
         schema = self._files[0].schema_arrow
         empty = [column.name for column in schema if column.type == pa.null()]
         self.fields = resolve(schema.names, fields or Fields(), self.paths[0], empty)
@@ -78,19 +80,6 @@ class ParquetSource:
         with contextlib.suppress(pa.ArrowException, OSError):  # damage there does no harm
             rows = next(self._files[shard].iter_batches(_FIRST_ROWS, row_groups=[group], columns=unused))
             tell_unused(rows.to_pydict(), name, bool(self._media), self.paths[shard])
-
-    def _open_files(self) -> None:
-        self._files = [_open(shard) for shard in self.paths]
-        self._cache: collections.OrderedDict[int, pa.Table] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, object]:
-        """The state to pickle, without what each process opens for itself."""
-        return {name: value for name, value in vars(self).items() if name not in ("_files", "_cache", "_lock")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._open_files()
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import logging
-import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import grain
 import jax
 import numpy as np
-from absl import flags
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError
@@ -146,22 +143,8 @@ def _refused_undecoded(
     return None
 
 
-def _begin_worker(index: int, count: int) -> None:
-    """Runs first in a worker process, which ends with the run; Ctrl-C and SIGTERM are left to the run."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends it to every process of a job
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True, name="end-with-parent").start()
-
-
 class Preparer:
-    """The prompt source of the runtime: draws in order, prepares in threads or processes, some steps' worth ahead.
+    """The prompt source of the runtime: draws in order, prepares in threads, some steps' worth ahead.
 
     `state_dict` describes what has been handed out, not what was read ahead. Prompts that cannot be used come
     back with a reason, in place: whoever needs more draws again. One draw at a time.
@@ -177,8 +160,8 @@ class Preparer:
         proxy: ProxyMedia | None = None,
     ) -> None:
         """Keeps `ahead` prompts prepared beyond those that were drawn, by default those of `data.steps_ahead` steps.
-        Media are decoded by the store of `proxy`, which hears of what comes; None: here, and whole prompts keep their
-        pixels."""
+        Media are decoded by the store of `proxy`, which hears which prompts come next; without it, whole prompts are
+        decoded here and keep their pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
@@ -190,15 +173,12 @@ class Preparer:
             proxy=proxy,
         )
         self._chat_template, self._proxy = config.data.chat_template, proxy
-        self._workers = config.data.workers if proxy is None else 0  # else they are the store's
         self._threads = min(8, max(2, os.cpu_count() or 1)) if proxy is None else proxy.store.concurrency
         self._step = ahead or config.rollout.prompts_per_step
         self._ahead = ahead or config.data.steps_ahead * self._step
         self._next_index = 0  # the draw after the last one that was handed out
-        # Both begin with the first draw; the second one where there are processes.
-        self._reading: ReadAhead[Result] | None = None
-        self._iterator: grain.DatasetIterator[Result] | None = None
-        self._lock = threading.Lock()  # of these two: an abandoned draw may still be reading
+        self._reading: ReadAhead[Result] | None = None  # begins with the first draw
+        self._lock = threading.Lock()  # of `_reading`: an abandoned draw may still be reading
         self._handed: collections.deque[PreparedPrompt] = collections.deque()  # not yet passed by
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
@@ -209,7 +189,7 @@ class Preparer:
         """Returns the next `count` draws: those prepared, and those skipped, with reasons.
 
         Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when more
-        than `data.max_skipped` of all were, when a file cannot be read, and when a worker process has ended.
+        than `data.max_skipped` of all were, and when a file cannot be read.
         """
         items = self._taken_at_once(count)
         if items is None:
@@ -237,8 +217,8 @@ class Preparer:
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
         """Prepares prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
-        with contextlib.closing(self._iterate(grain.MapDataset.source(list(prompts)))) as iterator:
-            return self._sort(list(iterator))
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as threads:
+            return self._sort(list(threads.map(self._prepare, prompts)))
 
     def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
         """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
@@ -277,11 +257,8 @@ class Preparer:
         self.skipped = collections.Counter(state["skipped"])
 
     def close(self) -> None:
-        """Ends threads and processes; a later draw starts them again."""
+        """Ends the threads; a later draw starts them again."""
         with self._lock:
-            if self._iterator is not None:
-                self._iterator.close()
-                self._iterator = None
             if self._reading is not None:
                 self._pass_by(self._reading.close(), keep=0)
                 self._reading = None
@@ -299,18 +276,9 @@ class Preparer:
     def _take(self, count: int) -> list[Result]:
         """Reads the next `count` items. Blocks."""
         with self._lock:
-            if not self._workers:
-                if self._reading is None:
-                    self._reading = self._read_ahead()
-                return self._reading.take(count)
-            if self._iterator is None:
-                self._iterator = self._iterate(self.loader.order[self._next_index :], self._workers)
-            try:
-                return [next(self._iterator) for _ in range(count)]
-            except RuntimeError as error:
-                if "terminated unexpectedly" not in str(error):  # Grain's words; other errors are a source's own
-                    raise
-                raise DataError(f"data.workers={self._workers}: {error} Fewer, or 0, need less memory.") from error
+            if self._reading is None:
+                self._reading = self._read_ahead()
+            return self._reading.take(count)
 
     def _read_ahead(self) -> ReadAhead[Result]:
         order = self.loader.order
@@ -334,17 +302,6 @@ class Preparer:
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))
         while len(self._handed) > keep:
             self._proxy.pass_by(self._handed.popleft().inputs)
-
-    def _iterate(self, dataset: grain.MapDataset[Drawn], workers: int = 0) -> grain.DatasetIterator[Result]:
-        prepared = dataset.map(self._prepare)
-        if not workers:
-            threads = self._threads
-            return iter(prepared.to_iter_dataset(grain.ReadOptions(threads, max(threads, self._ahead))))
-        buffer = max(1, self._ahead // workers // 2)  # of a process; Grain keeps as many again on this side
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own, which only absl's `app.run` would parse
-        processes = grain.MultiprocessingOptions(workers, buffer)
-        return iter(prepared.to_iter_dataset(grain.ReadOptions(0, 0)).mp_prefetch(processes, _begin_worker))
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
         """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""

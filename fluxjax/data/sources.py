@@ -24,8 +24,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 @runtime_checkable
 class Source(Protocol):
-    """Holds a fixed number of prompts, read one at a time in any order, from any thread. A source that can be pickled
-    can be read by worker processes (`data.workers`)."""
+    """Holds a fixed number of prompts, read one at a time in any order, from any thread."""
 
     def __len__(self) -> int: ...
 

@@ -14,7 +14,7 @@ from models.shadow import Fetch
 
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.timeline import Span
-from ..config import Config, DataMode, Loader
+from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
 from ..data.materializer import Materializer, Tree
 from ..data.media_index import MediaIndex
@@ -31,8 +31,7 @@ from ..runtime.preprocessors import Preprocessors
 
 
 class Pixels:
-    """The media store and the materializer of one process. Where `data.loader` is central, and for text-only models, it
-    has neither: prompts have their pixels.
+    """The media store and the materializer of one process. For text-only models it has neither.
 
     The processes of a run create it at the same time, because they tell each other the addresses of their
     preprocessors.
@@ -59,9 +58,9 @@ class Pixels:
         self._first_batch: float | None = None  # seconds later its pixels were there, until somebody was told
         self._open = contextlib.ExitStack()
         data = config.data
-        if data.loader is Loader.CENTRAL or not processor.vision:
+        if not processor.vision:
             return
-        if data.preprocessors and data.mode is DataMode.FLIGHT:
+        if data.preprocessors:
             self.store = self._preprocessed(config, processor, gang, run_dir, token)
         else:
             self.store = self._open.enter_context(

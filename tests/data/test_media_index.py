@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def test_what_is_noted_is_known_to_the_next_run(tmp_path):
     index.note(ref(), facts=Facts(40, 24), settings="s", verdict=MEDIUM)
     index.note(ref(1), facts=Facts(40, 24, 9, 1.5, counted=False), settings="s", verdict=MediaError("x", "is cut off"))
     index.note(ref(1), settings="t", verdict=Medium("video", (2, 4, 6), 0.7))
-    again = pickle.loads(pickle.dumps(MediaIndex(tmp_path)))
+    again = MediaIndex(tmp_path)
     for known in (index, again):
         assert known.facts(ref()) == Facts(40, 24) and known.verdict(ref(), "s") == MEDIUM
         assert known.verdict(ref(), "t") is None, "of other settings"

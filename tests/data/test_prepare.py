@@ -65,7 +65,7 @@ def proxies(request, tmp_path):
 PROXY: list[Any] = []  # and the stack that closes what `build` makes
 
 
-def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, ahead=8, workers=0):
+def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, ahead=8):
     """A preparer with its processor, over manifests."""
     sources = {name: open_source(path, name) for name, path in path_by_name.items()}
     processor = processor or tiny.build(
@@ -75,7 +75,7 @@ def build(path_by_name, *, processor=None, tokens=64, patches=256, vision=True, 
     )
     config = Config()
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 16, tokens + 16
-    config.packing.patches_per_device, config.data.workers = patches, workers
+    config.packing.patches_per_device = patches
     loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), 0)
     proxy, stack = PROXY
     preparer = Preparer(processor, loader, config, ahead=ahead, proxy=proxy(processor, config))
