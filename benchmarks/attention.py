@@ -104,7 +104,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     """The figures of one case."""
     import jax
 
-    from sharding.cost.tables import TABLE3_MS
+    from benchmarks.cost_fit import TABLE3_MS
 
     runs, kernel = ours(case, "bfloat16" if jax.default_backend() == "gpu" else "float32")
     figures: dict[str, Any] = {"name": case.name, "heads": f"{case.heads}/{case.kv_heads}", "kernel": kernel}

@@ -32,8 +32,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT
 
+from benchmarks.cost_fit import published
 from benchmarks.planner_baselines import PLANNERS, balance_bound
-from sharding.cost import CostModel
 from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 
@@ -115,7 +115,7 @@ def _many(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
     known = dataclasses.replace(limits, max_degree=min(limits.max_degree, 16))  # the published model has 28 heads
     seconds = {
         "seconds_4096_on_1024": _milliseconds(lengths, 1024, limits, options.repeats) / 1e3,
-        "seconds_4096_on_1024_by_cost": _milliseconds(lengths, 1024, known, 1, CostModel.published()) / 1e3,
+        "seconds_4096_on_1024_by_cost": _milliseconds(lengths, 1024, known, 1, published()) / 1e3,
     }
     return {name: round(value, 3) for name, value in seconds.items()}
 

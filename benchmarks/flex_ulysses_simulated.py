@@ -2,7 +2,7 @@
 
     python benchmarks/flex_ulysses_simulated.py                       ../shared/data/lengths/flexrl_mixes.json
     python benchmarks/flex_ulysses_simulated.py FILE --cluster=h200   other mixes; links of the other cluster
-    python benchmarks/flex_ulysses_simulated.py --cost=cost.json      a file of python -m sharding.calibrate
+    python benchmarks/flex_ulysses_simulated.py --cost=cost.json      a file of python benchmarks/calibrate.py
 
 Prints one JSON line. Nothing here is measured: plans are those of `sharding.planner`, seconds those of `sharding.cost`,
 fitted to FlexRL's micro-benchmarks. What it leaves out: weight gathering, gradient reduction, the optimizer, loading.
@@ -22,6 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 import numpy as np
 
+from benchmarks.cost_fit import published
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
 from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
@@ -81,7 +82,7 @@ PAPER_CASES = {
 def simulate(mixes: Sequence[Case], cost: CostModel | None = None) -> dict[str, Any]:
     """Simulates all methods on the cases of `flexrl_mixes.json`, and returns medians over the cases of one name, beside
     FlexRL's figures. All keys say `simulated`, but for `paper`."""
-    cost = cost or CostModel.published("h800")
+    cost = cost or published("h800")
     cases: dict[str, list[Case]] = {}
     for case in mixes:
         cases.setdefault(case["name"], []).append(case)
@@ -277,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cost", help="a cost model's file instead of the published measurements")
     options = parser.parse_args(argv)
     try:
-        cost = CostModel.load(options.cost) if options.cost else CostModel.published(options.cluster)
+        cost = CostModel.load(options.cost) if options.cost else published(options.cluster)
         result = simulate(read_mixes(options.mixes), cost)
     except (CostError, PlanError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,28 +1,22 @@
-"""Measures how fast an engine prefills and decodes, by tensor-parallel degree, batch and length; kept as a file.
+"""The speed at which an engine prefills and decodes, by tensor-parallel degree, batch and length, as a file says it.
 
-The file is JSON: `{"version": 1, "device": "cpu", "devices": 4, "model": {"num_layers": 2, ...}, "points": [{"degree":
-1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}, ...]}`, rates in tokens a second of one engine.
+`python benchmarks/engine_profile.py` writes the file, which is JSON: `{"version": 1, "device": "cpu", "devices": 4,
+"model": {"num_layers": 2}, "points": [{"degree": 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}]}`, with
+more sizes of the model and more points; rates are in tokens a second of one engine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import statistics
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from models.config import JsonObject, TextConfig
-from models.inputs import ModelInput
-from sharding.mesh import Device
-
-from .engine import Engine, GenerateRequest, SamplingParams, TokenChunk
 
 VERSION = 1
 
@@ -110,62 +104,3 @@ def _point(read: JsonObject) -> Point:
     if not min(dataclasses.astuple(point)) > 0:
         raise ValueError(f"{point} must be positive throughout")
     return point
-
-
-async def measure(
-    engine: Engine,
-    devices: Sequence[Device],
-    *,
-    degrees: Sequence[int],
-    batches: Sequence[int],
-    lengths: Sequence[int],
-    new_tokens: int = 16,
-    repeats: int = 5,
-    vocabulary: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Point, ...]:
-    """Measures an engine that nobody else uses, on the first 1, 2, 4, ... of `devices`, and leaves it on the last.
-
-    Each point is tried once for compilation, then `repeats` times in turn with all others, so that a busy machine
-    spoils no point alone. The engine needs slots for the largest batch and room for the largest length and
-    `new_tokens` (at least 2). `progress` hears of samples done and in all. Raises EngineError as the engine does.
-    """
-    cases = [(degree, batch, length) for degree in degrees for batch in batches for length in lengths]
-    seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {case: [] for case in cases}
-    for turn in range(repeats + 1):
-        for number, case in enumerate(cases):
-            degree, batch, length = case
-            await engine.set_parallelism(devices[:degree])
-            measured = await _once(engine, batch, length, new_tokens, vocabulary)
-            if turn:
-                seconds[case].append(measured)
-            progress(turn * len(cases) + number + 1, (repeats + 1) * len(cases))
-    points = []
-    for degree, batch, length in cases:
-        prefill, decode = (statistics.median(phase) for phase in zip(*seconds[degree, batch, length], strict=True))
-        points.append(Point(degree, batch, length, batch * length / prefill, batch * (new_tokens - 1) / decode))
-    return tuple(points)
-
-
-async def _once(engine: Engine, batch: int, length: int, new_tokens: int, vocabulary: int) -> tuple[float, float]:
-    """Seconds until all samples have their first token, and from there to the end."""
-    rng = np.random.default_rng(0)
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
-    first = [0.0] * batch
-
-    async def read(number: int, stream: AsyncIterator[TokenChunk]) -> None:
-        async for _ in stream:
-            first[number] = first[number] or time.perf_counter()
-
-    await engine.pause()
-    streams = []
-    for number in range(batch):
-        ids = rng.integers(0, vocabulary, length).astype(np.int32)
-        prompt = ModelInput(ids, positions, np.full(length, -1, np.int32), length)
-        sampling = SamplingParams(max_new_tokens=new_tokens)
-        streams.append(engine.generate(GenerateRequest(f"profile.{number:06d}", prompt, sampling, seed=number)))
-    begin = time.perf_counter()
-    await engine.resume()
-    await asyncio.gather(*(read(number, stream) for number, stream in enumerate(streams)))
-    end, started = time.perf_counter(), max(first)
-    return started - begin, max(end - started, 1e-9)

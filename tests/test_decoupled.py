@@ -13,12 +13,12 @@ from learner_cases import random_groups
 from packing_cases import MODEL, TEXT, compose, make_config, make_groups, owners, works
 from turns import third_of
 
+from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import plan_metrics, unpack
 from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import Balance, ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits
-from sharding.cost import QWEN2_5_VL_7B, CostModel
 from sharding.planner.packing import SCHEDULERS
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
@@ -329,9 +329,9 @@ def test_work_counts_attention_linear_layers_and_media(tmp_path):
     with_media = estimate(config, text, vision)(tokens, squares, patches)
     assert with_media == pytest.approx(flops + 40 * sizes.vision_flops())
 
-    CostModel.published().save(tmp_path / "h800.json")
+    save(published(), tmp_path / "h800.json")
     config.sharding.calibration = str(tmp_path / "h800.json")
-    cost = CostModel.published().of(sizes)
+    cost = published().of(sizes)
     wanted = cost.attention_seconds(100) + cost.linear_seconds(100) + cost.vision_seconds(40)
     assert estimate(config, text, vision)(tokens, squares, patches) == pytest.approx(float(wanted))
 

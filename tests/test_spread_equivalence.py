@@ -11,12 +11,12 @@ from learner_cases import alone, alone_of, assert_equal, learner, outcome, rando
 from packing_cases import MODEL, compose, make_config, make_groups, owners
 from turns import by_turns
 
+from benchmarks.cost_fit import published, save
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Balance, ConfigError, Strategy, cli
 from fluxjax.learner.learner import Learner
-from sharding.cost import CostModel
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
@@ -136,9 +136,9 @@ def test_a_calibration_decides_what_is_spread(tmp_path):
     config = spread_config()
     config.sharding.alpha = 8.0  # memory forces nothing
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
-    cost = CostModel.published()
+    cost = published()
     within = dataclasses.replace(cost.within, per_byte=1e9 * cost.within.per_byte)
-    dataclasses.replace(cost, within=within).save(tmp_path / "slow.json")
+    save(dataclasses.replace(cost, within=within), tmp_path / "slow.json")
     config.sharding.calibration = str(tmp_path / "slow.json")
     dear = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     degrees = [max(one.layout.plan.degrees) for step in (free, dear) for one in step.microbatches]

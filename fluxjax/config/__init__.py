@@ -200,7 +200,7 @@ class ShardingConfig:
     tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
     max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
     compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
-    calibration: str = ""  # file of `python -m sharding.calibrate`; empty: flex_ulysses counts length**2, odc FLOPs
+    calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
     balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
     deterministic: bool = False  # odc: gradients add up in an order fixed by the plan, bitwise; else as they arrive

@@ -96,7 +96,7 @@ class ParallelismConfig:
     max_degree: int = power_of_two(8)  # devices of a host
     rise: float = within(1.05, "[1, inf)")  # the degree doubles above so many times the preemptions of the step before
     calm: int = within(4, "[1, inf)")  # steps without preemption after which it halves
-    profile: str = ""  # file of `python -m fluxjax.profile`, which then says the degree at the start; empty: none
+    profile: str = ""  # file of `python benchmarks/engine_profile.py`, which says the first degree; empty: none
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,8 +1,7 @@
 """The seconds that a plan takes: attention, all-to-alls, projections and MLPs, vision tower. numpy only.
 
-All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise. The
-default is fitted to published measurements (`CostModel.published`), `python -m sharding.calibrate` writes one that is
-fitted to the machine it runs on (`CostModel.load`).
+All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise.
+`python benchmarks/calibrate.py` writes the file of the machine it runs on, which `CostModel.load` reads.
 """
 
 from __future__ import annotations
@@ -10,16 +9,57 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..planner.plan import Round, ShardPlan
-from . import tables
-from .fit import AttentionFit, CostError, Link, Number, fit_attention, fit_link, goodness, link_bytes
-from .tables import ModelSizes
+from .sizes import ModelSizes
 
-Runs = Mapping[tuple[int, int], float]
+Number = int | float | np.integer | np.floating | np.ndarray
+
+
+class CostError(ValueError):
+    """A time that cannot be told, measured values that cannot be fitted, or a file that is no cost model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionFit:
+    """Seconds of one forward attention launch: `per_square * sum L^2 + per_token * sum L` for each channel (a query
+    head's components; heads times head size), plus `per_launch`."""
+
+    per_square: float
+    per_token: float
+    per_launch: float
+
+    def seconds(self, squares: Number, tokens: Number, channels: Number) -> Number:
+        """The seconds without the launch. `squares` is the sum of squared lengths."""
+        return channels * (self.per_square * squares + self.per_token * tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`.
+
+    `sent` are the bytes that a device sends over this link, `flying` those that are under way in its whole group at
+    once: what makes long sequences slower than in proportion.
+    """
+
+    alpha: float
+    per_byte: float
+    congestion: float
+
+    def seconds(self, sent: Number, flying: Number) -> Number:
+        return self.alpha + sent * (self.per_byte + self.congestion * flying)
+
+
+def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tuple[Number, Number]:
+    """Returns (sent, flying) of both all-to-alls of an attention over `tokens` tokens: the bytes that a device sends to
+    the others of its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and
+    the bytes that all devices of the group send to each other."""
+    total = model.wire_bytes(degree) * tokens
+    receivers = degree - node if degree > node else degree - 1
+    return total * receivers / degree**2, total * (degree - 1) / degree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,92 +86,23 @@ class CostModel:
     backward_linear: float = 2.0
     fits: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
 
-    # --- where it comes from ------------------------------------------------------------------------
-
     @staticmethod
-    def published(cluster: str = "h800", model: ModelSizes | str = tables.QWEN2_5_VL_7B) -> CostModel:
-        """Fits FlexRL's tables for 8-GPU nodes of `h800` or `h200`; attention was measured on H800 only, whose compute
-        is the H200's. Raises CostError for another cluster or model name."""
-        if cluster not in tables.TABLE5_MS:
-            raise CostError(f"no published measurements of {cluster!r}; there are {', '.join(tables.TABLE5_MS)}")
-        linear, vision = tables.LINEAR_UTILISATION, tables.VISION_UTILISATION
-        return CostModel.fitted(
-            f"FlexRL Tables 3, 4 and 5 ({cluster.upper()}); linear terms: {linear:.0%} and {vision:.0%} (vision) of "
-            f"{tables.PEAK_FLOPS / 1e12:.0f} TFLOP/s, assumed",
-            attention=({key: ms / 1e3 for key, ms in tables.TABLE3_MS.items()}, tables.TABLE3_MODEL),
-            all_to_all=({key: ms / 1e3 for key, ms in tables.TABLE5_MS[cluster].items()}, tables.TABLE5_MODEL),
-            node=tables.NODE,
-            most_alpha=tables.ALPHA_WITHIN,
-            flops=(linear * tables.PEAK_FLOPS, vision * tables.PEAK_FLOPS),
-        ).of(model)
-
-    @staticmethod
-    def fitted(
-        source: str,
-        *,
-        attention: tuple[Runs, ModelSizes],
-        all_to_all: tuple[Runs, ModelSizes],
-        node: int,
-        flops: tuple[float, float],
-        most_alpha: float | None = None,
-    ) -> CostModel:
-        """Fits measured seconds of one layer of a model each: `attention` as `{(sequences, tokens of each): s}`,
-        `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds what starting costs within a node. `flops`
-        are FLOP/s achieved in linear work and in the vision tower. Raises CostError."""
-        runs, sizes = all_to_all
-        inner, outer = ({key: s for key, s in runs.items() if (key[0] > node) == beyond} for beyond in (False, True))
-        if not inner:
-            raise CostError(f"no all-to-all was measured within a node of {node} devices")
-        across = fit_link(outer, sizes, node) if outer else None
-        base = CostModel(
-            source=source,
-            model=attention[1],
-            attention=fit_attention(*attention),
-            within=fit_link(inner, sizes, node, most_alpha),
-            across=across,
-            node=node,
-            linear_flops=float(flops[0]),
-            vision_flops=float(flops[1]),
-        )
-        spent = [base.launch_seconds([length] * count) for count, length in attention[0]]
-        fits = {"attention": goodness(list(attention[0].values()), spent)}
-
-        def judge(name: str, fitted: CostModel, some: Runs) -> None:
-            guess = [fitted.of(sizes).all_to_all_seconds(tokens, degree) for degree, tokens in some]
-            fits[name] = goodness(list(some.values()), guess)
-
-        judge("within_node", base, inner)
-        if outer:
-            judge("across_nodes", base, outer)
-            judge("all_to_all", base, runs)
-        if most_alpha is not None:
-            free = dataclasses.replace(base, within=fit_link(inner, sizes, node))
-            judge("within_node_if_alpha_were_free", free, inner)
-        return dataclasses.replace(base, fits=fits)
-
-    @staticmethod
-    def load(path: str | pathlib.Path, model: ModelSizes | str | None = None) -> CostModel:
-        """Reads the file of `save`, for its own model or another. Raises CostError, with the path, for a file that is
+    def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> CostModel:
+        """Reads a file, for its own model or another. Raises CostError, with the path, for a file that is
         missing or is something else."""
         try:
             loaded = CostModel.from_json(pathlib.Path(path).read_text())
         except OSError as error:
             raise CostError(
-                f"no cost model at {path}: {error.strerror}; `python -m sharding.calibrate --out {path}` measures one"
+                f"no cost model at {path}: {error.strerror}; `python benchmarks/calibrate.py --out {path}` measures one"
             ) from error
         except (CostError, UnicodeDecodeError) as error:
             raise CostError(f"{path}: {error}") from error
         return loaded.of(model) if model else loaded
 
-    def save(self, path: str | pathlib.Path) -> None:
-        pathlib.Path(path).write_text(self.to_json() + "\n")
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
     @staticmethod
     def from_json(text: str) -> CostModel:
-        """Reads what `to_json` wrote. Raises CostError for anything else."""
+        """Reads the text of a file. Raises CostError for anything else."""
         try:
             raw = json.loads(text)
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
@@ -143,9 +114,9 @@ class CostModel:
         except (AttributeError, KeyError, TypeError, ZeroDivisionError, json.JSONDecodeError) as error:
             raise CostError(f"this is no cost model: {type(error).__name__} {error}") from error
 
-    def of(self, model: ModelSizes | str) -> CostModel:
+    def of(self, model: ModelSizes) -> CostModel:
         """Returns the same hardware with another model: FLOPs and bytes in proportion."""
-        return dataclasses.replace(self, model=named(model))
+        return dataclasses.replace(self, model=model)
 
     # --- seconds of a forward pass ------------------------------------------------------------------
 
@@ -269,12 +240,3 @@ class CostModel:
 def _sums(turn: Round, values: np.ndarray) -> np.ndarray:
     """Sums the values of each group's sequences: `[groups]`."""
     return np.array([values[list(members)].sum() if members else 0.0 for members in turn.groups])
-
-
-def named(model: ModelSizes | str) -> ModelSizes:
-    """Returns the sizes of a model by its name. Raises CostError for a name that is not in `tables.MODELS`."""
-    if isinstance(model, ModelSizes):
-        return model
-    if model not in tables.MODELS:
-        raise CostError(f"no sizes of a model {model!r}; there are {', '.join(tables.MODELS)}, or give ModelSizes")
-    return tables.MODELS[model]

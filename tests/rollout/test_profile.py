@@ -8,7 +8,8 @@ import jax
 import pytest
 from rollout_cases import TEXT, VOCAB, build, engine
 
-from rollout.throughput import Point, Profile, ProfileError, measure, sizes
+from benchmarks.engine_profile import measure
+from rollout.throughput import Point, Profile, ProfileError, sizes
 
 
 def profile(*points):

@@ -1,4 +1,4 @@
-"""`python -m sharding.calibrate`: help at once, clear refusals, and a file that can be planned with."""
+"""`python benchmarks/calibrate.py`: help at once, clear refusals, and a file that can be planned with."""
 
 import os
 import subprocess
@@ -7,19 +7,20 @@ import sys
 import pytest
 from conftest import ROOT
 
-from sharding.cost import QWEN2_5_VL_7B, CostModel
+from benchmarks.cost_fit import QWEN2_5_VL_7B
+from sharding.cost import CostModel
 from sharding.planner.plan import ShardPlan, rounds
 
 
 def run(*arguments: str, flags: str = "") -> subprocess.CompletedProcess[str]:
     env = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "COLUMNS": "120"}
-    command = [sys.executable, "-m", "sharding.calibrate", *arguments]
+    command = [sys.executable, "benchmarks/calibrate.py", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_help_loads_nothing_heavy():
     code = (
-        "import sys, sharding.calibrate as c\n"
+        "import sys, benchmarks.calibrate as c\n"
         "try: c.main(['--help'])\n"
         "except SystemExit: print([m for m in ('jax', 'numpy', 'rich') if m in sys.modules], file=sys.stderr)"
     )

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
-from sharding.cost import QWEN2_5_VL_7B, AttentionFit, CostError, CostModel, Link, ModelSizes, tables
-from sharding.cost.fit import fit_attention, fit_link, non_negative
+from benchmarks import cost_fit as tables
+from benchmarks.cost_fit import QWEN2_5_VL_7B, fit_attention, fit_link, fitted, non_negative, published, save
+from sharding.cost import AttentionFit, CostError, CostModel, Link, ModelSizes
 from sharding.planner.plan import PlanError, Round, ShardPlan, rounds
 
-H800, H200 = CostModel.published("h800"), CostModel.published("h200")
+H800, H200 = published("h800"), CostModel.published("h200")
 CLUSTERS = {"h800": H800, "h200": H200}
 
 # One head of size 1, one layer; attention takes length^2 seconds, an all-to-all half of its tokens in each direction.
@@ -110,11 +111,11 @@ def test_what_cannot_be_fitted_is_said():
         fit_attention({(1, 128): 1.0, (1, 256): float("nan")}, UNIT)
     with pytest.raises(CostError, match="within a node"):
         runs = {(1, 128): 1.0, (1, 256): 2.0}
-        CostModel.fitted("", attention=(runs, UNIT), all_to_all=({}, UNIT), node=8, flops=(1.0, 1.0))
+        fitted("", attention=(runs, UNIT), all_to_all=({}, UNIT), node=8, flops=(1.0, 1.0))
     with pytest.raises(CostError, match="h200, h800"):
-        CostModel.published("a100")
+        published("a100")
     with pytest.raises(CostError, match=QWEN2_5_VL_7B.name):
-        CostModel.published(model="gpt")
+        published(model="gpt")
 
 
 # --- laws -------------------------------------------------------------------------------------------
@@ -262,15 +263,15 @@ def test_a_width_that_was_never_measured_is_refused():
 
 def test_json_round_trip(tmp_path):
     for model in (H800, TOY):
-        model.save(tmp_path / "cost.json")
+        save(model, tmp_path / "cost.json")
         assert CostModel.load(tmp_path / "cost.json") == model
-    assert CostModel.load(tmp_path / "cost.json", "qwen2.5-vl-7b").model is QWEN2_5_VL_7B
+    assert CostModel.load(tmp_path / "cost.json", QWEN2_5_VL_7B).model is QWEN2_5_VL_7B
 
 
 def test_files_that_are_no_cost_model(tmp_path):
-    with pytest.raises(CostError, match=r"no cost model at .*sharding\.calibrate"):
+    with pytest.raises(CostError, match=r"no cost model at .*calibrate\.py"):
         CostModel.load(tmp_path / "absent.json")
-    raw = json.loads(H800.to_json())
+    raw = dataclasses.asdict(H800)
     broken = ["", "[]", "3", json.dumps(raw | {"surplus": 1}), json.dumps(raw | {"linear_flops": 0})]
     for text in [*broken, json.dumps({key: raw[key] for key in raw if key != "within"})]:
         (tmp_path / "bad.json").write_text(text)

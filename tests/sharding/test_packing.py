@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
+from benchmarks.cost_fit import published
 from benchmarks.packing_baselines import bubble_rate, verl_native
-from sharding.cost import CostModel
 from sharding.planner import Limits
 from sharding.planner.packing import (
     SCHEDULERS,
@@ -206,7 +206,7 @@ def test_two_levels_are_balanced_only_together() -> None:
 
 
 def test_work_follows_the_cost() -> None:
-    cost: Any = CostModel.published()  # its numbers are numpy's
+    cost: Any = published()  # its numbers are numpy's
     lengths = [9000, 4000, 1000]
     made = lb_mini(lengths, 2, cost=cost)
     assert made.work == tuple(float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths)

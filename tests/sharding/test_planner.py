@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from turns import third_of
 
+from benchmarks.plan_picture import draw
 from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, flexrl, greedy
 from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.draw import draw
 from sharding.planner.limits import least_load, row_tokens
 from sharding.planner.plan import PlanError, ShardPlan, rounds
 

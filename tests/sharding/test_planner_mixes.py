@@ -7,8 +7,8 @@ import plan_cases
 import pytest
 from plan_bounds import least_balance, least_traffic
 
+from benchmarks.cost_fit import published
 from benchmarks.planner_baselines import flexrl
-from sharding.cost import CostModel
 from sharding.planner import Limits, flex_ulysses
 from sharding.planner.limits import pose
 from sharding.planner.placement import score
@@ -60,7 +60,7 @@ def test_never_slower_than_the_papers_own_algorithm(seed: int) -> None:
     goes with the tokens, may then be uneven by alpha."""
     case = plan_cases.drawn(SYNTHETIC, seed)
     limits = Limits(max_degree=min(case.cap, 16))
-    cost = CostModel.published()
+    cost = published()
     papers = cost.step_seconds(flexrl(case.lengths, case.num_devices, limits))
     linear = sum(cost.linear_seconds(n) for n in case.lengths)
     share = linear / (linear + sum(cost.attention_seconds(n) for n in case.lengths))

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 from fluxjax.simulation.hardware import QWEN2_5_7B, Hardware
-from sharding.cost.tables import ModelSizes
+from sharding.cost import ModelSizes
 
 BEFORE = -1  # the version of what had begun before a sample was submitted
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .plan import ShardPlan
+from sharding.planner.plan import ShardPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Measures what the cost model needs on the machine it runs on, and writes it for the planner.
 
-    python -m sharding.calibrate                        all devices that JAX sees; without an accelerator, 8 of the CPU
-    python -m sharding.calibrate --devices=2 --quick    two of them, a rough look
+    python benchmarks/calibrate.py                        all devices of JAX; without an accelerator, 8 of the CPU
+    python benchmarks/calibrate.py --devices=2 --quick    two of them, a rough look
 
 Measured are the project's attention over packed sequences (forward, and backward for its factor), both all-to-alls of
 an attention at each degree, and matrix products of the widths of the language model and of the vision tower. The forms
@@ -18,9 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+
 if TYPE_CHECKING:
-    from .cost import CostModel
-    from .cost.measure import Rows
+    from benchmarks.measured_costs import Rows
+    from sharding.cost import CostModel
 
 CPU_DEVICES = 8  # forced where there is no accelerator
 FORCE = "xla_force_host_platform_device_count"
@@ -37,15 +39,15 @@ def main(argv: Sequence[str]) -> int:
     if FORCE not in os.environ.get("XLA_FLAGS", ""):  # before JAX starts; accelerators do not mind
         flags = f"{os.environ.get('XLA_FLAGS', '')} --{FORCE}={options.devices or CPU_DEVICES}"
         os.environ["XLA_FLAGS"] = flags.strip()
-    from .cost import CostError
-    from .cost.measure import calibrate
-    from .cost.model import named
-    from .mesh import MeshError
+    from benchmarks.cost_fit import named, save
+    from benchmarks.measured_costs import calibrate
+    from sharding.cost import CostError
+    from sharding.mesh import MeshError
 
     try:
         model = named(options.model)
         cost, rows = calibrate(options.devices, quick=options.quick, repeats=options.repeats)
-        cost.of(model).save(out)
+        save(cost.of(model), out)
     except (CostError, MeshError) as error:
         return _fail(str(error))
     except OSError as error:
@@ -84,7 +86,7 @@ def _fail(message: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sharding.calibrate",
+        prog="python benchmarks/calibrate.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

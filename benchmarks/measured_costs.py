@@ -15,11 +15,10 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..kernels.tiles import Tiles, tile_attention, tile_list
-from ..mesh import group_axes, make_mesh, replica_size
-from .fit import CostError
-from .model import CostModel
-from .tables import ModelSizes
+from benchmarks.cost_fit import fitted as fitted_model
+from sharding.cost import CostError, CostModel, ModelSizes
+from sharding.kernels.tiles import Tiles, tile_attention, tile_list
+from sharding.mesh import group_axes, make_mesh, replica_size
 
 Rows = list[tuple[str, float, float]]  # what was measured, seconds measured, seconds fitted
 
@@ -73,7 +72,7 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
         f"measured on {mesh.size} x {mesh.devices.flat[0].device_kind}{shared}: {load.dtype}, {load.sizes.heads}/"
         f"{load.sizes.kv_heads} heads of {load.sizes.head_size}, least of {load.repeats}, JAX {jax.__version__}"
     )
-    cost = CostModel.fitted(
+    cost = fitted_model(
         source,
         attention=(forward, load.sizes),
         all_to_all=(exchange, load.sizes),
