@@ -1,8 +1,8 @@
 """The speed at which an engine prefills and decodes, by tensor-parallel degree, batch and length, as a file says it.
 
 `python benchmarks/engine_profile.py` writes the file, which is JSON: `{"version": 1, "device": "cpu", "devices": 4,
-"model": {"num_layers": 2}, "points": [{"degree": 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}]}`, with
-more sizes of the model and more points; rates are in tokens a second of one engine.
+"model": {"num_layers": 2}, "points": [{"degree": 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}]}`,
+with more sizes of the model and more points; rates are in tokens a second of one engine.
 """
 
 from __future__ import annotations
