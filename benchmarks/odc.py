@@ -32,9 +32,8 @@ import numpy as np
 from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
-from benchmarks.packing_baselines import bubble_rate
+from benchmarks.packing_baselines import SCHEDULERS, MicrobatchSchedule, bubble_rate, makespan
 from sharding.planner import Limits
-from sharding.planner.packing import SCHEDULERS, MicrobatchSchedule, makespan
 
 # Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
 MODEL = {

@@ -28,10 +28,9 @@ import numpy as np
 from lengths import KNOWN, Lengths, mean_of
 from odc_published import GOLDEN, GOLDEN_MEASURED, MINIBATCHES, published
 
-from benchmarks.packing_baselines import verl_native
+from benchmarks.packing_baselines import MicrobatchSchedule, lb_micro, lb_mini, local_sort, makespan, verl_native
 from sharding.cost import ModelSizes
 from sharding.planner import Limits
-from sharding.planner.packing import MicrobatchSchedule, lb_micro, lb_mini, local_sort, makespan
 from sharding.planner.plan import PlanError
 
 SEQUENCES = 6400  # of each setting

@@ -25,6 +25,7 @@ from common import Channel, peak_rss_mib
 from ulysses_worker import batch_of, local_rows, loss, row_dims, text_model
 
 import models
+from benchmarks.packing_baselines import MicrobatchSchedule
 from fluxjax.algorithms import sft
 from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
@@ -38,7 +39,6 @@ from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
 from sharding.odc import Odc
-from sharding.planner.packing import MicrobatchSchedule
 from sharding.planner.plan import ShardPlan, rounds
 
 

@@ -1,22 +1,192 @@
-"""The scheduler of verl that those of `sharding.planner.packing` are compared with, and how long devices wait."""
+"""Schedulers say which sequences each device computes in which microbatch, so that devices wait little for each other.
+
+    schedule = lb_mini(lengths, num_devices=8, limits=Limits(tokens_per_device=65536))
+    print(makespan(schedule, barrier="minibatch"))
+
+Under collective FSDP all devices meet at every layer of every microbatch, so that microbatches must be equally many
+and equally long; under ODC they meet once a minibatch (ODC paper, sections 3 and 4). The schedulers are those of its
+section 5.1 and appendix C, pure functions that are called alike and stand in `SCHEDULERS` by name; numpy only. Nothing
+is sharded: a sequence is computed by one device. `lb_mini` is that of `sharding.planner.packing`; the others, and
+verl's own, are what it is compared with.
+"""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sharding.planner.limits import Problem
-from sharding.planner.packing import (
-    Cost,
-    MicrobatchSchedule,
-    Minibatch,
-    local_sort,
-    makespan,
-    scheduler,
-    shares_of,
-    together,
-)
+from sharding.planner import packing
+from sharding.planner.limits import Limits, Problem, SequenceCost, pose
+from sharding.planner.packing import as_many_each, fewest, packed, shares_of
 from sharding.planner.partition import karmarkar_karp
 from sharding.planner.plan import PlanError
+
+Lengths = Sequence[int] | np.ndarray
+Cost = SequenceCost | Callable[[int], float] | None
+Work = Sequence[float] | Sequence[int] | np.ndarray
+Microbatches = tuple[tuple[int, ...], ...]  # the sequences of each microbatch of one device, in order of execution
+Minibatch = list[list[list[int]]]  # the same of each device, while they are made
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchSchedule:
+    """Device `d` computes the sequences `microbatches[d][m]` in its `m`-th microbatch.
+
+    An empty microbatch is one in which a device only takes part in the collectives of the others. Devices may have
+    different numbers of microbatches. `work` is the compute of each sequence, in any unit, and adds up over a
+    microbatch. `budget` is the most tokens of a microbatch, 0 for no bound. `starts` are the indices, the same on all
+    devices, of the first microbatch of each minibatch. Raises PlanError unless every sequence is there exactly once
+    and every microbatch within the budget.
+    """
+
+    lengths: tuple[int, ...]
+    work: tuple[float, ...]
+    microbatches: tuple[Microbatches, ...]
+    budget: int = 0
+    starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not self.microbatches or len(self.work) != len(self.lengths):
+            raise PlanError("a schedule needs at least one device, and work and length of every sequence")
+        seen = sorted(i for microbatches in self.microbatches for members in microbatches for i in members)
+        if seen != list(range(len(self.lengths))):
+            raise PlanError("each sequence must stand in exactly one microbatch")
+        if self.starts[:1] != (0,) or list(self.starts) != sorted(set(self.starts)):
+            raise PlanError(f"starts of minibatches must be 0 and then increase, not {self.starts}")
+        for device, microbatches in enumerate(self.microbatches):
+            for number, members in enumerate(microbatches):
+                tokens = sum(self.lengths[i] for i in members)
+                if self.budget and tokens > self.budget:
+                    raise PlanError(
+                        f"microbatch {number} of device {device} has {tokens} tokens, the budget is {self.budget}"
+                    )
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.microbatches)
+
+    def counts(self) -> np.ndarray:
+        """`[devices]` int: microbatches of each device."""
+        return np.array([len(microbatches) for microbatches in self.microbatches], int)
+
+    def loads(self) -> np.ndarray:
+        """`[devices, microbatches]`: the work of each, 0 where a device has no such microbatch."""
+        table = np.zeros((self.num_devices, int(self.counts().max(initial=0))))
+        for device, microbatches in enumerate(self.microbatches):
+            table[device, : len(microbatches)] = [sum(self.work[i] for i in members) for members in microbatches]
+        return table
+
+
+def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float:
+    """The time until all devices are done, in the unit of `schedule.work`: at a barrier, all wait for the slowest."""
+    if barrier not in ("microbatch", "minibatch"):
+        raise PlanError(f"barrier must be microbatch or minibatch, not {barrier!r}")
+    loads = schedule.loads()
+    if barrier == "minibatch":
+        ends = [*schedule.starts[1:], loads.shape[1]]
+        pairs = zip(schedule.starts, ends, strict=True)
+        loads = np.stack([loads[:, start:end].sum(axis=1) for start, end in pairs], axis=1)
+    return float(loads.max(axis=0, initial=0.0).sum())
+
+
+def scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchSchedule]:
+    """Makes a scheduler out of `deal(problem, **options)`, which returns minibatches; all but the last one have as many
+    microbatches on all devices.
+
+    `limits.tokens_per_device` is the most tokens of a microbatch, 0 for no bound; nothing else in `limits` that is
+    about sharding counts. `work` is the compute of each sequence; without it, `cost`: a function of the length, or a
+    cost model with `attention_seconds` and `linear_seconds`; without both, `24576 * length + length**2`, which is
+    verl's. Raises PlanError, with sequence and field, for whatever no schedule can hold.
+    """
+
+    def schedule(
+        lengths: Lengths,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Work | None = None,
+        cost: Cost = None,
+        **options: int,
+    ) -> MicrobatchSchedule:
+        problem = _pose(lengths, num_devices, limits or Limits(), work, cost)
+        lengths_I, room = problem.lengths_I, problem.limits.tokens_per_device
+        if room and lengths_I.max(initial=0) > room:
+            worst = int(lengths_I.argmax())
+            raise PlanError(
+                f"sequence {worst} has {lengths_I[worst]} tokens, but a microbatch holds limits.tokens_per_device "
+                f"{room}: raise it, shorten the sequence, or use a strategy that spreads sequences over devices"
+            )
+        minibatches = deal(problem, **options)
+        starts = np.cumsum([0] + [len(minibatch[0]) for minibatch in minibatches[:-1]])
+        devices = zip(*minibatches, strict=True)
+        rows = [[tuple(members) for microbatches in device for members in microbatches] for device in devices]
+        return MicrobatchSchedule(
+            lengths=tuple(lengths_I.tolist()),
+            work=tuple(problem.work_I.tolist()),
+            microbatches=tuple(map(tuple, rows)),
+            budget=room,
+            starts=tuple(starts.tolist()),
+        )
+
+    schedule.__name__, schedule.__doc__ = deal.__name__, deal.__doc__
+    return schedule
+
+
+def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Cost) -> Problem:
+    """The problem of dealing sequences that nothing shards, each checked as by the planners."""
+    free = dataclasses.replace(limits, max_degree=1, tokens_per_device=0)
+    lengths_I = pose(lengths, num_devices, free).lengths_I
+    if work is None and cost is None:
+        work = 24576.0 * lengths_I + lengths_I.astype(float) ** 2
+    elif work is None and callable(cost):
+        work = np.array([cost(n) for n in lengths_I.tolist()], float)
+    problem = pose(lengths_I, num_devices, free, work, None if callable(cost) else cost)
+    return dataclasses.replace(problem, limits=limits)  # of which the tokens of a device bound a microbatch alone
+
+
+@scheduler
+def local_sort(problem: Problem) -> list[Minibatch]:
+    """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
+    (Section 5.1.)"""
+    lengths_I, count = problem.lengths_I, problem.num_devices
+    shares = [range(device, len(lengths_I), count) for device in range(count)]
+    alone = [[[i] for i in sorted(share, key=lambda i: (-lengths_I[i], i))] for share in shares]
+    most = max(map(len, alone))
+    return [[microbatches + [[]] * (most - len(microbatches)) for microbatches in alone]]
+
+
+@scheduler
+def lb_micro(problem: Problem) -> list[Minibatch]:
+    """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
+
+    Karmarkar-Karp with exchanges deals the sequences to devices, as many to each up to one. Karmarkar-Karp deals those
+    of each device to its microbatches, of which there are ever more until every one of every device fits. The `m`-th
+    heaviest microbatches run together, which is the best order. The appendix does not tell of exchanges, but without
+    them devices are far less even than Tables 4 and 6 say (`docs/log.md`).
+    """
+    return [together(problem, shares_of(as_many_each(problem.work_I, problem.num_devices), problem.num_devices))]
+
+
+@scheduler
+def lb_mini(problem: Problem) -> list[Minibatch]:
+    """Devices even over the whole minibatch, as `sharding.planner.packing` deals sequences to them."""
+    room = problem.limits.tokens_per_device
+    return [packing.lb_mini(problem.lengths_I, problem.work_I, problem.num_devices, room)]
+
+
+SCHEDULERS = {packer.__name__: packer for packer in (local_sort, lb_micro, lb_mini)}
+
+
+def together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
+    """The smallest equal number of microbatches in which Karmarkar-Karp by work makes those of all devices fit."""
+    lengths_I, work_I, room = problem.lengths_I, problem.work_I, problem.limits.tokens_per_device
+    count = max(fewest(lengths_I, share, room) for share in shares)
+    while True:
+        tried = [packed(lengths_I, work_I, share, count, room, by=(work_I,)) for share in shares]
+        fit = [microbatches for microbatches in tried if microbatches is not None]
+        if len(fit) == len(tried):
+            return fit
+        count += 1
 
 
 @scheduler

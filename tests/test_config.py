@@ -268,22 +268,6 @@ def test_every_comment_of_a_field_is_shown_by_the_help():
         assert not re.findall(r"^    \)  #.*", source, re.MULTILINE)
 
 
-@pytest.mark.parametrize("value", ["verl_native", "VERL_NATIVE"])
-def test_the_scheduler_of_verl_is_called_lb_micro(tmp_path, value):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from fluxjax.config import Balance, Config\n\n\ndef get_config(variant=''):\n"
-        "    return Config(sharding=Balance.VERL_NATIVE)\n"
-    )
-    for attempt in (
-        lambda: cli.load(["--config.sharding.strategy=odc", f"--config.sharding.balance={value}"]),
-        lambda: cli.load([f"--config={file}"]),
-        lambda: from_json({"sharding": {"balance": value}}),
-    ):
-        with pytest.raises(ConfigError, match="set lb_micro: verl_native is the same"):
-            attempt()
-
-
 def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.load([]).name == "vlm"

@@ -17,9 +17,8 @@ from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import plan_metrics, unpack
 from fluxjax.batch.work import estimate, model_sizes
-from fluxjax.config import Balance, ConfigError, Strategy
+from fluxjax.config import ConfigError, Strategy
 from fluxjax.data.prepare import PromptLimits
-from sharding.planner.packing import SCHEDULERS
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
@@ -29,10 +28,9 @@ ROOM, PATCHES = 80, 96  # of a device
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 
 
-def odc(tokens_per_row=ROOM // 2, rows=2, patches=PATCHES, share=True, balance=Balance.LB_MINI, degree=0):
+def odc(tokens_per_row=ROOM // 2, rows=2, patches=PATCHES, share=True, degree=0):
     config = make_config(tokens_per_row, rows, patches, share)
     config.sharding.strategy = Strategy.ODC
-    config.sharding.balance = balance
     config.sharding.max_degree = degree
     return config
 
@@ -65,7 +63,6 @@ options = {
     "seed": st.integers(0, 99),
     "devices_degree": st.sampled_from([(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (5, 0), (6, 0), (8, 2), (8, 4)]),
     "share": st.booleans(),
-    "balance": st.sampled_from(sorted(balance.value for balance in Balance)),
 }
 
 
@@ -81,15 +78,15 @@ def build(case):
 )
 @settings(deadline=None, max_examples=third_of(50))
 @given(data=st.data(), **options)
-def test_every_response_is_there_once(cases, vision, data, seed, devices_degree, share, balance):
-    check(data.draw(cases), vision, seed, devices_degree, share, balance)
+def test_every_response_is_there_once(cases, vision, data, seed, devices_degree, share):
+    check(data.draw(cases), vision, seed, devices_degree, share)
 
 
 @pytest.mark.long
 @settings(deadline=None, max_examples=third_of(60))
 @given(case=long_text, **options)
-def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share, balance):
-    composition = check(case, None, seed, devices_degree, share, balance)
+def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share):
+    composition = check(case, None, seed, devices_degree, share)
     for plan in plans(composition) if composition else ():
         rows, needed = np.zeros(devices_degree[0]), np.zeros(devices_degree[0])
         for n, p, first in zip(plan.lengths, plan.degrees, plan.firsts, strict=True):
@@ -99,11 +96,11 @@ def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_
         assert needed.any() and rows.max() < needed.max() + 1  # chunks are rounded up to a token
 
 
-def check(case, vision, seed, devices_degree, share, balance):
+def check(case, vision, seed, devices_degree, share):
     """The composition of a step; None where no devices hold one of its sequences."""
     groups, prepared = make_groups(*build(case), seed, UNIQUE)
     (devices, degree), heads = devices_degree, MODEL.text.num_heads
-    config, replica = odc(share=share, balance=Balance(balance), degree=degree), devices & -devices
+    config, replica = odc(share=share, degree=degree), devices & -devices
     responses = {(s.response.draw, s.response.sample): s.response for g in groups for s in g.samples}
     responses = {key: response for key, response in responses.items() if response.token_ids}
     sizes = {key: len(prepared[key[0]].inputs) + len(response.token_ids) for key, response in responses.items()}
@@ -202,19 +199,6 @@ def check_prompts(composition, prepared, share, responses, devices):
     return owned
 
 
-@settings(deadline=None, max_examples=third_of(40))
-@given(case=short_text, seed=options["seed"], devices=st.integers(1, 6), share=options["share"])
-def test_lb_mini_is_at_least_as_even_as_lb_micro(case, seed, devices, share):
-    groups, prepared = make_groups(*build(case), seed)
-
-    def busiest(balance):
-        composition = compose(groups, prepared, odc(share=share, balance=balance), devices, text=MODEL.text)
-        return np.bincount(owners(composition), works(composition)).max()
-
-    # A hundredth is not worth further copies of prompts, so that one of the two may do without them.
-    assert busiest(Balance.LB_MINI) <= busiest(Balance.LB_MICRO) * (1 / 0.99 if share else 1) * (1 + 1e-12)
-
-
 @settings(deadline=None, max_examples=third_of(15))
 @given(case=short_vision, seed=options["seed"], devices=st.integers(1, 6), share=options["share"])
 def test_order_of_arrival_does_not_matter(case, seed, devices, share):
@@ -227,10 +211,6 @@ def test_order_of_arrival_does_not_matter(case, seed, devices, share):
     assert jax.tree.structure(first.batches) == jax.tree.structure(second.batches)
     for one, other in zip(jax.tree.leaves(first.batches), jax.tree.leaves(second.batches), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_every_schedule_can_be_chosen():
-    assert {balance.value for balance in Balance} == set(SCHEDULERS)
 
 
 def test_media_split_what_tokens_would_let_stand_together():
@@ -267,9 +247,6 @@ def test_devices_have_as_many_microbatches_as_they_need():
     composition = compose(groups, prepared, odc(), 3, text=MODEL.text)
     assert sorted(np.bincount(owners(composition)).tolist()) == [1, 1, 2]
     assert plan_metrics(composition, 3)["sharding/bubble"] < 0.05
-    sort = compose(groups, prepared, odc(balance=Balance.LOCAL_SORT), 3, text=MODEL.text)
-    assert owners(sort) == (0, 0, 1, 2)  # no empty ones to make the numbers equal
-    assert plan_metrics(sort, 3)["sharding/bubble"] > 0.5
 
 
 def test_few_shapes_over_all_devices_and_steps():

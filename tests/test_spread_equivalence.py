@@ -15,7 +15,7 @@ from benchmarks.cost_fit import published, save
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
-from fluxjax.config import Balance, ConfigError, Strategy, cli
+from fluxjax.config import ConfigError, Strategy, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan, rounds
@@ -88,12 +88,12 @@ def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("devices", "balance", "share", "hybrid"),
-    by_turns([(3, Balance.LB_MICRO, False, {}), (4, Balance.LB_MINI, True, HYBRID)], first=2),
+    ("devices", "share", "hybrid"),
+    by_turns([(3, False, {}), (4, True, HYBRID)], first=2),
 )
-def test_devices_that_compute_alone_equal_one(devices, balance, share, hybrid):
+def test_devices_that_compute_alone_equal_one(devices, share, hybrid):
     """Images, videos and text, in microbatches of very different sizes."""
-    config = spread_config(ODC, share, balance=balance, **hybrid)
+    config = spread_config(ODC, share, **hybrid)
     composition = composed(config, 7, devices, shapes=SHAPES)
     assert set(owners(composition)) == set(range(devices))
     found = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(devices))

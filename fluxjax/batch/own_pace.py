@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
-from sharding.planner import Limits
-from sharding.planner.packing import SCHEDULERS, MicrobatchSchedule, makespan
+from sharding.planner.packing import Microbatches, busiest, lb_mini
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
 
@@ -30,7 +29,7 @@ WORTH = 0.01  # of the time that a step is predicted to take: what must be saved
 
 
 class OwnPace:
-    """Deals sequences to devices by `sharding.balance`, after those that no single device holds.
+    """Deals sequences to devices by LB-Mini, after those that no single device holds.
 
     Raises ConfigError for degrees that the devices or the heads of `text` do not allow, and for a calibration that
     can't be read.
@@ -40,10 +39,6 @@ class OwnPace:
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
         self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
-        self._deal, self._limits = (
-            SCHEDULERS[config.sharding.balance.value],
-            Limits(tokens_per_device=self._room.tokens),
-        )
         self._tempered = bool(config.schedules.temperature)
         self._work_of = estimate(config, text, vision)
         self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
@@ -78,18 +73,18 @@ class OwnPace:
     def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns the microbatches that one device computes alone."""
         items = [group.item for group in groups]
-        pieces, schedule = self._schedule(items)
-        work, patches = np.array(schedule.work), self._room.patches
+        pieces, work, devices = self._deal(items)
+        patches = self._room.patches
         found: list[Part] = []
-        for device, microbatches in enumerate(schedule.microbatches):
+        for device, microbatches in enumerate(devices):
             fitting = [part for members in microbatches for part in _within(members, pieces, items, patches)]
             for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
                 chosen, load = [pieces[i] for i in members], float(work[members].sum())
                 found.append(Part(groups, chosen, _on_one_device(items, chosen), self._room, device, load))
         return found
 
-    def _schedule(self, items: Sequence[Item]) -> tuple[list[Piece], MicrobatchSchedule]:
-        """Returns the pieces, and which device computes them in which microbatch.
+    def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
+        """Returns the pieces, their work, and the microbatches of each device.
 
         Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose
         responses are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies of
@@ -99,15 +94,17 @@ class OwnPace:
         whole = pieces_of(items, room, share)
         mean = -(-sum(tokens_of(items, piece) for piece in whole) // self._num_devices)
         choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
-        best: tuple[list[Piece], MicrobatchSchedule] | None = None
+        best: tuple[list[Piece], np.ndarray, list[Microbatches]] | None = None
+        least = 0.0
         for pieces in choices:
-            tokens = [tokens_of(items, piece) for piece in pieces]
+            tokens = np.array([tokens_of(items, piece) for piece in pieces])
             squares = np.array([squares_of(items, piece) for piece in pieces])
             patches = np.array([items[piece.item].patches for piece in pieces], float)
-            work = self._work_of(np.array(tokens, float), squares, patches)
-            schedule = self._deal(tokens, self._num_devices, self._limits, work=work)
-            if best is None or makespan(schedule, "minibatch") < (1 - WORTH) * makespan(best[1], "minibatch"):
-                best = pieces, schedule
+            work = np.asarray(self._work_of(tokens.astype(float), squares, patches), float)
+            devices = lb_mini(tokens, work, self._num_devices, room)
+            longest = busiest(devices, work)
+            if best is None or longest < (1 - WORTH) * least:
+                best, least = (pieces, work, devices), longest
         assert best is not None
         return best
 

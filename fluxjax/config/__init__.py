@@ -59,14 +59,6 @@ class Strategy(enum.Enum):
         return self is not Strategy.FSDP
 
 
-class Balance(enum.Enum):
-    """Schedulers of `sharding.planner.packing`. verl's own is LB_MICRO here, where a rollout is a single minibatch."""
-
-    LB_MINI = "lb_mini"  # devices even over the whole step, with as many microbatches as each needs
-    LB_MICRO = "lb_micro"  # as many microbatches on every device, even one by one: made for collectives
-    LOCAL_SORT = "local_sort"  # an equal share in the order drawn, every sequence a microbatch, longest first
-
-
 class DType(enum.Enum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -201,7 +193,6 @@ class ShardingConfig:
     max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
     compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
-    balance: Balance = Balance.LB_MINI  # odc: how sequences are dealt to devices and microbatches
     hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
     deterministic: bool = False  # odc: gradients add up in an order fixed by the plan, bitwise; else as they arrive
     live_layers: int = within(  # odc: layers whose weights are on a device at once, at most
@@ -478,9 +469,3 @@ class Config:
                 f"replay.max_age is {self.replay.max_age}, but {name}.max_staleness is {limit}, and nothing older is "
                 "trained on; lower the one or raise the other"
             )
-
-
-def renamed(text: str) -> str:
-    """Returns the end of an error about `text`: what to set instead, where it has a choice of earlier releases."""
-    gone = "verl_native" in text.lower()
-    return "; set lb_micro: verl_native is the same where, as here, a rollout is one minibatch" if gone else ""

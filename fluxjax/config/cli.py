@@ -35,7 +35,6 @@ from . import (
     Route,
     SourceConfig,
     Strategy,
-    renamed,
 )
 from .bounds import Section, children, flatten, lies_in
 
@@ -165,7 +164,7 @@ NEEDS = (
     _above(0, _KL, *_of("algorithm", "kl_estimator", "reference", "reference_every")),
     _above(0, "lora.rank", *_of("lora", "alpha", "targets", "adapter")),
     Need(_CLIPS, "algorithm.importance.decoupled", "False (or several algorithm.minibatches or epochs)", _clipped),
-    _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "balance", "hybrid", "deterministic", "live_layers")),
+    _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "hybrid", "deterministic", "live_layers")),
     _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host")),
     _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
     _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
@@ -305,7 +304,7 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
     known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
     section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):
-        return str(error) + renamed(str(error))
+        return str(error)
     names = [field.name for field in dataclasses.fields(section)]
     near = difflib.get_close_matches(match[2], names, 1) or [_OTHER_NAMES[match[2]]] * (match[2] in _OTHER_NAMES)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
@@ -327,7 +326,7 @@ def _override(config: C, field: str, value: str) -> C:
         wanted = _KINDS.get(type(current), f"a {type(current).__name__}")
         if isinstance(current, enum.Enum):
             wanted = "one of " + ", ".join(member.value for member in type(current))
-        raise ConfigError(f"--config.{field}: {value!r} is not {wanted}{renamed(value)}") from None
+        raise ConfigError(f"--config.{field}: {value!r} is not {wanted}") from None
 
 
 def _current(config: Config, field: str) -> object:

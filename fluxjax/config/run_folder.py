@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from . import Config, renamed
+from . import Config
 from .algorithms import object_label
 from .bounds import Section, flatten, lies_in
 
@@ -136,7 +136,7 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
             try:
                 setattr(section, name, type(current)(value) if isinstance(current, enum.Enum | tuple) else value)
             except ValueError as error:
-                raise ConfigError(f"the saved configuration has {prefix}{name}: {error}{renamed(str(value))}") from None
+                raise ConfigError(f"the saved configuration has {prefix}{name}: {error}") from None
 
 
 def replace_text(file: pathlib.Path, text: str) -> None:

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from turns import third_of
 
 from benchmarks.cost_fit import published
-from benchmarks.packing_baselines import bubble_rate, verl_native
-from sharding.planner import Limits
-from sharding.planner.packing import (
+from benchmarks.packing_baselines import (
     SCHEDULERS,
     MicrobatchSchedule,
+    bubble_rate,
     lb_micro,
     lb_mini,
     local_sort,
     makespan,
+    verl_native,
 )
+from sharding.planner import Limits
 from sharding.planner.partition import karmarkar_karp, swapped
 from sharding.planner.plan import PlanError
 
