@@ -220,7 +220,7 @@ class Measured:
         if name == "shm":
             return SharedMemory()
         if name == "bucket":
-            return Buckets(BUCKET)
+            return Buckets(BUCKET, pickled=self._name == "sglang")
         folders = VersionFolders(self._shared, delta=name == "orbax with delta")
         return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
 

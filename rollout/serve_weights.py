@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
+from safetensors.numpy import load
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,7 +39,6 @@ from .serve_calls import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.published import scratch_folder, served
 from .weights.pulls import Pulls
-from .weights.torch_bucket import read_bucket
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]
@@ -105,14 +105,14 @@ class WeightRoutes:
         if self._session is None:
             raise RuntimeError("no update is open; /begin_weight_update opens one")
         given, kind = body.get("serialized_named_tensors"), body.get("load_format")
-        if not isinstance(given, list) or not given or not isinstance(given[0], str) or kind != "flattened_bucket":
-            raise BadRequest("serialized_named_tensors must be strings in base64, load_format flattened_bucket")
+        if not isinstance(given, list) or not given or not isinstance(given[0], str) or kind != "safetensors":
+            raise BadRequest("serialized_named_tensors must be strings in base64, load_format safetensors")
         try:
             data = await asyncio.to_thread(base64.b64decode, given[0], validate=True)
         except binascii.Error as error:
             raise BadRequest(f"serialized_named_tensors: {error}") from None
         version = _given_version(body)
-        self._session |= await asyncio.to_thread(read_bucket, data)
+        self._session |= await asyncio.to_thread(load, data)
         self._session_version = self._session_version if version is None else version
         return {"message": "Success"}
 

@@ -84,13 +84,16 @@ class ServerClient:
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens an update by `update_from_tensors`; the server is to be paused before. Of an
-        update that is not ended, parts may be there already: the server must not generate."""
+        """Opens an update by `update_from_tensors`; the server is to be paused before. Of an update that is
+        not ended, parts may be there already: the server must not generate."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
-    async def update_from_tensors(self, buckets: Sequence[str], version: int | None) -> None:
-        """Sends each rank a flattened bucket (`weights.torch_bucket`) in base64. The last bucket brings the version."""
-        body = {"serialized_named_tensors": list(buckets), "load_format": "flattened_bucket", **_tail(version)}
+    async def update_from_tensors(
+        self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
+    ) -> None:
+        """Sends each rank a bucket in base64, flattened (`weights.torch_bucket`) or, to our own server, of the form
+        `safetensors`. The last bucket brings the version."""
+        body = {"serialized_named_tensors": list(buckets), "load_format": form, **_tail(version)}
         encoded = await asyncio.to_thread(_encoded, body)
         await self._order("/update_weights_from_tensor", encoded, seconds=UPDATE)
 

@@ -255,7 +255,7 @@ def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: s
     if route is Route.SHM:
         return SharedMemory()
     if route is Route.BUCKET:
-        return Buckets(size)
+        return Buckets(size, pickled=config.rollout.engine is RolloutEngine.SGLANG)
     if route is Route.IPC:
         if importlib.util.find_spec("torch") is None:
             raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch beside JAX: pip install torch")

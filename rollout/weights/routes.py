@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.numpy import save
 
 from models.config import AnyConfig
 from models.hf import SINGLE
@@ -61,11 +62,11 @@ class SharedMemory(SyncRoute):
 
 
 class Buckets(SyncRoute):
-    """`bucket`: over HTTP, in flattened buckets of about `size` bytes. Needs no file that both sides see; each byte is
-    sent as 4/3 of one, to every rank. For small models."""
+    """`bucket`: over HTTP, in buckets of about `size` bytes, `pickled` as SGLang takes them, or as safetensors. Needs
+    no file that both sides see; each byte is sent as 4/3 of one, to every rank. For small models."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, *, pickled: bool = True) -> None:
+        self._size, self._pickled = size, pickled
 
     async def deliver(self, client: ServerClient, published: Published) -> None:
         parts, ranks = buckets(contents(published.folder), self._size), await client.ranks()
@@ -84,8 +85,9 @@ class Buckets(SyncRoute):
     async def _send(
         self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
     ) -> None:
-        data = await asyncio.to_thread(_packed, published.folder, part)
-        await client.update_from_tensors([data] * ranks, version)
+        data = await asyncio.to_thread(_packed, published.folder, part, self._pickled)
+        form = "flattened_bucket" if self._pickled else "safetensors"
+        await client.update_from_tensors([data] * ranks, version, form)
 
 
 class CudaIpc(Buckets):
@@ -190,7 +192,8 @@ def buckets(tensors: Sequence[StoredTensor], size: int) -> list[list[StoredTenso
     return parts
 
 
-def _packed(folder: pathlib.Path, part: Sequence[StoredTensor]) -> str:
+def _packed(folder: pathlib.Path, part: Sequence[StoredTensor], pickled: bool) -> str:
     with safe_open(folder / SINGLE, framework="numpy") as tensors:
-        data = write_bucket([(tensor.name, tensors.get_tensor(tensor.name)) for tensor in part])
+        values = {tensor.name: tensors.get_tensor(tensor.name) for tensor in part}
+    data = write_bucket([*values.items()]) if pickled else save(values)
     return base64.b64encode(data).decode()

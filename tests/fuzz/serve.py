@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from junk import ODD, spoiled, spoiled_bytes
+from safetensors.numpy import save
 from serve_cases import Served, checkpoints, serving
 
 from fuzz.draws import Failures
 from rollout import wire
-from rollout.weights.torch_bucket import write_bucket
 
 DRAWS = 40
 SECONDS = 300.0  # of one request: the first ones wait for what is compiled, perhaps on cores that are busy
@@ -39,7 +39,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "/v1/loads": {},
     "/nothing": {},
 }
-BUCKET = [("no.such", np.ones(8, np.float32)), ("b", np.zeros((2, 3), np.float16))]
+BUCKET = {"no.such": np.ones(8, np.float32), "b": np.zeros((2, 3), np.float16)}
 RAW = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{"input_ids": [1, 2]}'
 
 
@@ -121,8 +121,8 @@ async def _command(served: Served, draw: random.Random) -> None:
 async def _bucket(served: Served, draw: random.Random) -> None:
     """A damaged bucket, and the end of its update: what it may change are the weights that it names, with their own."""
     await served.post("/begin_weight_update")
-    data = spoiled_bytes(write_bucket(BUCKET), draw)
-    body = {"serialized_named_tensors": [base64.b64encode(data).decode()], "load_format": "flattened_bucket"}
+    data = spoiled_bytes(save(BUCKET), draw)
+    body = {"serialized_named_tensors": [base64.b64encode(data).decode()], "load_format": "safetensors"}
     await _sent(served, "/update_weights_from_tensor", spoiled(body, draw, 1) if draw.random() < 0.3 else body, draw)
     await _sent(served, "/end_weight_update", {}, draw)
 

@@ -218,7 +218,7 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
 def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> SyncRoute:
     """A route of the weights on this host but shared memory; buckets are small, so that there are many."""
     if way == "bucket":
-        return Buckets(1 << 18)
+        return Buckets(1 << 18, pickled=name == "sglang")
     if way == "ipc":
         return CudaIpc(served(config), 1 << 18)
     folders = VersionFolders(folder / "shared")

@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 from serve_cases import Served, SlowEngine, checksum, checksums, last, on_disk, refused, serving, single
 
 import models
@@ -23,7 +23,6 @@ from models.hf import SINGLE
 from rollout.weights import published
 from rollout.weights.delta import tensors_of
 from rollout.weights.published import SharedFolders
-from rollout.weights.torch_bucket import write_bucket
 from rollout.weights.version_folders import VersionFolders, pulled
 
 TENSORS = "/update_weights_from_tensor"
@@ -35,9 +34,9 @@ def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def bucket(tensors: dict[str, np.ndarray], version: int | None = None, **changes: Any) -> dict[str, Any]:
     """A body as a fleet sends it."""
-    data = base64.b64encode(write_bucket([*tensors.items()])).decode()
+    data = base64.b64encode(save(tensors)).decode()
     named = {} if version is None else {"weight_version": str(version)}
-    return {"serialized_named_tensors": [data], "load_format": "flattened_bucket", **named, **changes}
+    return {"serialized_named_tensors": [data], "load_format": "safetensors", **named, **changes}
 
 
 def thirds(tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -159,7 +158,7 @@ async def test_what_is_no_bucket_is_refused_and_the_update_goes_on(checkpoints):
         await refused(served, good | {"serialized_named_tensors": ["a"]}, "serialized_named_tensors", TENSORS)
         await refused(served, good | {"weight_version": "v5"}, "weight_version must be", TENSORS)
         for text in ("", base64.b64encode(b"no pickle").decode(), good["serialized_named_tensors"][0][:400]):
-            await fails(served, TENSORS, good | {"serialized_named_tensors": [text]}, "not a flattened bucket")
+            await fails(served, TENSORS, good | {"serialized_named_tensors": [text]}, "SafetensorError")
         await served.ok("/end_weight_update")  # nothing of these is there
         assert await checksums(served) == on_disk(checkpoints["vl"]) and await version(served) == "0"
         await updated(served, checkpoints["other"], 5)

@@ -78,7 +78,7 @@ async def test_buckets_bring_a_version_also_after_one_that_broke_off(
     checkpoints: dict[str, pathlib.Path], memory: SharedFolders
 ) -> None:
     params = models.split(models.load(checkpoints["text"]))[1]
-    route, sent = Buckets(2000), 0
+    route, sent = Buckets(2000, pickled=False), 0
 
     class Breaks(Buckets):
         async def _send(self, *arguments) -> None:
@@ -92,7 +92,7 @@ async def test_buckets_bring_a_version_also_after_one_that_broke_off(
         first, second = memory.write(1, params), memory.write(2, step(params))
         await brought(route, client, first)
         with pytest.raises(EngineError, match="broke off"):
-            await Breaks(2000).deliver(client, second)
+            await Breaks(2000, pickled=False).deliver(client, second)
         assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
         await brought(route, client, second)
 

@@ -17,7 +17,7 @@ from benchmarks.cost_fit import QWEN2_5_VL_7B, fit_attention, fit_link, fitted, 
 from sharding.cost import AttentionFit, CostError, CostModel, Link, ModelSizes
 from sharding.planner.plan import PlanError, Round, ShardPlan, rounds
 
-H800, H200 = published("h800"), CostModel.published("h200")
+H800, H200 = published("h800"), published("h200")
 CLUSTERS = {"h800": H800, "h200": H200}
 
 # One head of size 1, one layer; attention takes length^2 seconds, an all-to-all half of its tokens in each direction.
