@@ -98,7 +98,7 @@ class TrainerProcess:
         elif world.loader == "uri":
             self.store = LocalStore(self.processor.settings, config.data, workers=world.workers)
         if self.store is not None:
-            index = MediaIndex(pathlib.Path(world.manifest).parent / f"index-{world.loader}-{os.getpid()}")
+            index = MediaIndex()
             if isinstance(self.store, FlightStore) and world.near_gib:
                 self.near = NearPixels(self.store, int(world.near_gib * GIB))
             proxy = ProxyMedia(self.store, index, self.near, among=world.processes)

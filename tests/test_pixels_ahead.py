@@ -58,7 +58,7 @@ class Run:
             opened.callback(server.close, 0.1)
             addresses.append(server.address)
         self.store = opened.enter_context(contextlib.closing(FlightStore(addresses, self.processor.settings)))
-        index = opened.enter_context(contextlib.closing(MediaIndex(folder / "index")))
+        index = MediaIndex()
         self.near = opened.enter_context(contextlib.closing(NearPixels(self.store, near_bytes)))
         config = Config()
         config.rollout.prompts_per_step, config.data.steps_ahead = STEP, steps

@@ -226,7 +226,7 @@ def test_media_are_read_again(processes, commands, tmp_path):
     own |= media(tmp_path) | {"sharding__devices": processes, "data__max_decoded_pixels": 2**22, "model__num_layers": 1}
     with without_store():
         trained(tmp_path / "central", config, flags(**own))
-    arguments = flags(**own, data__preprocessors=1, data__cache_gib=1e-5, data__index=tmp_path / "index")
+    arguments = flags(**own, data__preprocessors=1, data__cache_gib=1e-5)
     with pytest.raises(Died):
         trained(run, config, arguments, DiesAt("on_step", 4))
     if processes == 1:

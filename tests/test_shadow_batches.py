@@ -58,7 +58,7 @@ def paths(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process(paths, tmp_path_factory):
+def process(paths):
     """Makes what a process has: a preparer over all sources, with a store of its own, or (`central`) with none."""
     with contextlib.ExitStack() as opened:
 
@@ -71,8 +71,7 @@ def process(paths, tmp_path_factory):
             if shadow:
                 store = LocalStore(processor.settings, config.data, workers=0, slice_bytes=4 * 1024)
                 opened.callback(store.close)
-                index = opened.enter_context(contextlib.closing(MediaIndex(tmp_path_factory.mktemp("index"))))
-                proxy = ProxyMedia(store, index)
+                proxy = ProxyMedia(store, MediaIndex())
             loader = PromptLoader(sources, dict.fromkeys(sources, 1.0), seed)
             return types.SimpleNamespace(store=store, prompts=Preparer(processor, loader, config, proxy=proxy))
 

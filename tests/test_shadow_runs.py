@@ -54,11 +54,6 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    return tmp_path_factory.mktemp("index")
-
-
-@pytest.fixture(scope="module")
 def central(sources, tmp_path_factory):
     """It has it all: bad media, which it skips, pictures and clips."""
     run_dir = tmp_path_factory.mktemp("central") / "run"
@@ -79,8 +74,8 @@ def shown(run_dir: pathlib.Path) -> dict[str, float]:
     return {name: value for name, value in first.items() if name.startswith("data/")}
 
 
-def shadow(sources, index, **own: object) -> list[str]:
-    return flags(**sources, **OWN, data__index=index, **own)
+def shadow(sources, **own: object) -> list[str]:
+    return flags(**sources, **OWN, **own)
 
 
 def samples(run_dir: pathlib.Path) -> list[dict]:
@@ -99,9 +94,9 @@ def assert_same(run_dir: pathlib.Path, reference: pathlib.Path) -> None:
     assert samples(run_dir) == samples(reference)
 
 
-def test_a_store_in_the_process(sources, index, central, tmp_path):
-    """Killed, it goes on with worker processes, and finds in the index what it has seen before."""
-    run_dir, store = tmp_path / "run", shadow(sources, index, data__workers=0, data__cache_gib=1e-5)
+def test_a_store_in_the_process(sources, central, tmp_path):
+    """Killed, it goes on with worker processes."""
+    run_dir, store = tmp_path / "run", shadow(sources, data__workers=0, data__cache_gib=1e-5)
     with pytest.raises(Died):
         trained(run_dir, VLM, store, DiesAt("on_step", 4))
     trained(run_dir, VLM, [*store, "--config.data.workers=1"])
@@ -110,10 +105,10 @@ def test_a_store_in_the_process(sources, index, central, tmp_path):
     assert "data/first_batch" in shown(run_dir) and shown(run_dir)["data/fetched_mb"] > 0
 
 
-def test_preprocessors_are_killed_and_then_the_run(commands, sources, index, central, tmp_path):
+def test_preprocessors_are_killed_and_then_the_run(commands, sources, central, tmp_path):
     """Nothing is lost, nothing comes twice, the order stays. Preprocessors end with the run; resumed, with room for
     some of a step and a preprocessor less, it ends like the others."""
-    run_dir, arguments = tmp_path / "run", shadow(sources, index, data__workers=1, data__cache_gib=1e-5)
+    run_dir, arguments = tmp_path / "run", shadow(sources, data__workers=1, data__cache_gib=1e-5)
     process = commands.start(run_dir, VLM, [*arguments, "--config.data.preprocessors=2"])
     with ended(process):
         killer = Killer(process, run_dir, 2, seed=1)
@@ -135,7 +130,7 @@ def test_preprocessors_are_killed_and_then_the_run(commands, sources, index, cen
 
 
 @pytest.mark.parametrize("strategy", by_turns(["fsdp", "flex_ulysses", "odc"]))
-def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, index, tmp_path):
+def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, tmp_path):
     """They end as one process with two devices does."""
     own: dict[str, object] = {
         "sharding__devices": 2,
@@ -150,7 +145,7 @@ def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sour
     steps = [record for record in read(tmp_path / "central" / "metrics.jsonl") if record["phase"] == "rl"]
     assert all(step["grad_norm"] > 0 for step in steps) and len(steps) == 3
     run_dir = tmp_path / "run"
-    own |= {"data__preprocessors": 1, "data__workers": 1, "data__index": index}
+    own |= {"data__preprocessors": 1, "data__workers": 1}
     own |= {"data__near_gib": 1e-4, "data__steps_ahead": 2}  # room for some of a step
     process = commands.start(run_dir, VLM, flags(**sources, **OWN | own), processes=2)
     with ended(process):
@@ -211,7 +206,7 @@ def test_a_file_that_changes_before_it_is_trained_on_ends_the_run(
     reward = f"changing_{processes}_{len(own)}"  # a module of its own: this process keeps it
     sources = media(folder, bad=False) | {"data__sources__digits__reward": f"{reward}:changes_the_file"}
     (tmp_path / f"{reward}.py").write_text(REWARD.format(mark=tmp_path / "mark", change=CHANGES[change]))
-    own = own | OWN | {"warm_start__steps": 0, "data__index": tmp_path / "index", "evaluation__every": 0}
+    own = own | OWN | {"warm_start__steps": 0, "evaluation__every": 0}
     settings = flags(**sources, **own | {"sharding__devices": processes, "steps": 30})
     if processes == 1:
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -231,11 +226,11 @@ def test_a_file_that_changes_before_it_is_trained_on_ends_the_run(
     assert (tmp_path / "mark").exists()
 
 
-def test_too_many_bad_media_end_the_run(capsys, sources, index, tmp_path):
+def test_too_many_bad_media_end_the_run(capsys, sources, tmp_path):
     """From the 100th prompt on, they are judged: here in the third step."""
     own = OWN | {"warm_start__steps": 0, "data__max_skipped": 0.05, "evaluation__every": 0}
     own |= {"rollout__prompts_per_step": 40, "rollout__group_size": 2, "rollout__max_new_tokens": 1}
-    settings = flags(**sources, **own, data__index=index)
+    settings = flags(**sources, **own)
     with without_store():
         central = refused(capsys, [f"--config.run_dir={tmp_path / 'central'}", *settings])
     shadow = refused(capsys, [f"--config.run_dir={tmp_path / 'shadow'}", *settings])

@@ -69,4 +69,3 @@ class DataConfig:
     near_gib: float = not_negative(0.0)
     ahead: int = positive(2)  # microbatches whose pixels are fetched before it is their turn
     lease_seconds: float = positive(120.0)  # after which a preprocessor that does not answer has lost its media
-    index: str = ""  # a folder for what is known of media files; empty: in the user's cache folder

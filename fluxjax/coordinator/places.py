@@ -14,8 +14,6 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from .saved import SavedState, State
-
 
 @dataclasses.dataclass(frozen=True)
 class Look:
@@ -225,16 +223,6 @@ class Places:
     def history(self) -> list[Transition]:
         """Returns the last transitions, oldest first."""
         return list(self._history)
-
-    def state_dict(self) -> State:
-        """Returns the wanted keys, and the place that holds each key, as JSON values."""
-        return {"wanted": list(self._wanted), "held": [[key, place] for key, place in self._held.items()]}
-
-    def load_state_dict(self, state: SavedState, now: float) -> list[Instruction]:
-        """Wants the same keys again. Places that are not there (any more) are forgotten: let them join before."""
-        for key, place in state["held"]:
-            self.hold(key, place)
-        return [instruction for key in state["wanted"] for instruction in self.wanted(key, now)]
 
     def _dispatch(self, key: str, now: float) -> list[Instruction]:
         wanted = self._wanted[key]

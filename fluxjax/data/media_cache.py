@@ -175,3 +175,7 @@ class Recent(Generic[Value]):
             self._values.move_to_end(key)
             if len(self._values) > self._limit:
                 self._values.popitem(last=False)
+
+    def drop(self, key: Hashable) -> None:
+        with self._lock:
+            self._values.pop(key, None)

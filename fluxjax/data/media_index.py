@@ -1,23 +1,15 @@
-"""The index of known media, kept between runs: their sizes, and what decoding them has shown.
+"""What this process knows of media: their sizes, and what decoding them has shown.
 
-A run that finds its media here touches none of their files. The folder tells whether a file is still the known one: its
-time of last change (ctime), which is read once, changes with each file that is added, renamed or replaced. It does not
-change where a file was written over in its place: whoever decodes that file finds out (`StaleTicket`), as with URLs,
-which have no folders to ask. So old sizes may be believed, and cost an error that names the file; `forget` makes the
-next run look again. A newer file never gives its pixels to an older ticket.
+Media that are known are not looked at again: whoever decodes a file that has changed meanwhile finds out
+(`StaleTicket`), and `forget` makes the next look one at the file. A newer file never gives its pixels to an older ticket.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import pathlib
-import time
+import threading
 from collections.abc import Sequence
 from typing import TypeAlias
-
-import msgpack
 
 from models.processing import MediaError
 from models.processing.facts import Facts
@@ -25,85 +17,52 @@ from models.processing.media import MediaSettings
 from models.processing.media_file import MediaUnavailable
 from models.processing.outline import Medium
 
-from ..base.process import cache_folder
 from ..base.types import Media
-from .index_file import Change, IndexFile
-from .locations import is_url, local, parent
+from .locations import local
+from .media_cache import Recent
 from .media_refs import ref_of
 from .tickets import MediaRef, StaleTicket, Ticket
 
 Verdict: TypeAlias = Medium | MediaError  # what decoding showed: the medium, or why it can't be used
-VERDICTS = 4  # settings whose verdicts are kept of a medium: the latest
-REASON = 160  # characters kept of an error
-SETTLED = 2.0  # seconds without a change from which on a folder's time says that there was none: clocks are coarse
-_NEVER, _ALWAYS = 0, 1  # in the place of a folder's time: it is not believed; there is nothing to ask
+KNOWN = 1 << 17  # media; those that were not asked for longest are forgotten
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _KnownMedium:
     """A medium in one version of its file."""
 
     stamp: str
-    folder: int = _NEVER  # the time of the folder's last change, ns
     facts: Facts | None = None
-    verdicts: tuple[tuple[str, Medium | str], ...] = ()  # by the digest of settings: the medium, or why there is none
-
-    def pack(self) -> bytes:
-        facts = self.facts and dataclasses.astuple(self.facts)
-        verdicts = [
-            [digest, said if isinstance(said, str) else [said.kind, *said.grid, said.seconds_per_grid]]
-            for digest, said in self.verdicts
-        ]
-        return msgpack.Packer().pack([self.stamp, self.folder, facts, verdicts])
-
-    @classmethod
-    def unpack(cls, data: bytes) -> _Entry:
-        stamp, folder, facts, verdicts = msgpack.unpackb(data)
-        media = ((digest, said if isinstance(said, str) else _medium(*said)) for digest, said in verdicts)
-        return cls(stamp, folder, facts and Facts(*facts), tuple(media))
-
-
-def _medium(kind: str, pairs: int, rows: int, columns: int, seconds: float) -> Medium:
-    return Medium(kind, (pairs, rows, columns), seconds)
+    settings: str = ""  # the digest of those by which the verdict was found
+    verdict: Verdict | None = None
 
 
 class MediaIndex:
-    """The index in a folder, by default in the user's cache. Read and written from any thread, by any number of
-    processes."""
+    """Known media, by kind, path and cell. Read and written from any thread."""
 
-    def __init__(self, folder: str | os.PathLike[str] = "") -> None:
-        self._file = IndexFile(pathlib.Path(folder).expanduser() if folder else cache_folder() / "media")
-        self._folders: dict[str, int] = {}  # times of their last change, from before any of their files was looked at
+    def __init__(self) -> None:
+        self._media = Recent[_KnownMedium](KNOWN)
+        self._lock = threading.Lock()  # of changes
 
     def ref(self, media: Media) -> MediaRef:
         """The reference of a medium: the known one, without a look at the medium's file, or else as `ref_of` makes it.
         Raises MediaError as `ref_of` does."""
         if media.stamp or media.data is not None:
             return ref_of(media)
-        path = local(media.path)
-        folder = self._folder(path)
-        key = _key(media.kind.value, path, media.cell)
-        known = self._entry(key)
-        if known is not None and known.folder == folder != _NEVER:
-            return MediaRef(media.kind.value, path, known.stamp, media.cell)
-        ref = ref_of(media)
-        if known is not None and known.stamp == ref.stamp and folder != _NEVER:
-            self.note(ref)
-        return ref
+        kind, path = media.kind.value, local(media.path)
+        known = self._media.get((kind, path, media.cell))
+        return ref_of(media) if known is None else MediaRef(kind, path, known.stamp, media.cell)
 
     def facts(self, ref: MediaRef) -> Facts | None:
         """The medium's size, if it is known."""
-        known = self._known(ref)
-        return known and known.facts
+        return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
         """The result of decoding by the settings of this digest: the medium, or why it can't be used. None: not
         known."""
         known = self._known(ref)
-        for digest, said in known.verdicts if known else ():
-            if digest == settings:
-                return MediaError(ref.name, said) if isinstance(said, str) else said
-        return None
+        said = known.verdict if known.settings == settings else None
+        return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
         """The medium, and whether decoding or counting its frames has confirmed it (else only its header says so); None
@@ -123,86 +82,33 @@ class MediaIndex:
                 raise
             return None
 
-    def note(
-        self,
-        ref: MediaRef,
-        *,
-        facts: Facts | None = None,
-        settings: str = "",
-        verdict: Medium | MediaError | None = None,
-    ) -> None:
-        """Adds facts about a medium, or a verdict by the settings of this digest."""
-        if isinstance(verdict, StaleTicket):
-            self.forget(ref)
-        else:
-            self._file.update({_key_of(ref): self._change(ref, facts, settings, verdict)})
+    def note(self, ref: MediaRef, facts: Facts) -> None:
+        """Adds facts about a medium. A header's word does not take the place of counted frames."""
+        with self._lock:
+            known = self._known(ref)
+            if known.facts is None or facts.counted or not known.facts.counted:
+                self._media.put(_key_of(ref), dataclasses.replace(known, facts=facts))
 
     def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
-        """Adds the answers of a store that was asked to look at media."""
-        changes: dict[bytes, Change] = {}
+        """Adds the answers of a store that was asked to look at media by the settings of this digest. Errors that may
+        pass (`MediaUnavailable`) are not kept."""
         for ref, said in zip(refs, found, strict=True):
-            verdict = said.medium if isinstance(said, Ticket) else said
-            stale = isinstance(verdict, StaleTicket)
-            changes[_key_of(ref)] = _forgotten if stale else self._change(ref, None, settings, verdict)
-        self._file.update(changes)
+            if isinstance(said, StaleTicket):
+                self.forget(ref)
+            elif not isinstance(said, MediaUnavailable):
+                verdict = said.medium if isinstance(said, Ticket) else said
+                with self._lock:
+                    known = dataclasses.replace(self._known(ref), settings=settings, verdict=verdict)
+                    self._media.put(_key_of(ref), known)
 
     def forget(self, ref: MediaRef) -> None:
         """Forgets a medium, whatever the version of its file, so that its file is looked at again."""
-        self._file.update({_key_of(ref): _forgotten})
+        self._media.drop(_key_of(ref))
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _change(self, ref: MediaRef, facts: Facts | None, settings: str, verdict: Verdict | None) -> Change:
-        """Returns the function that changes a medium's entry. Errors that may pass (`MediaUnavailable`) are not
-        kept."""
-        folder = self._folders.get(parent(ref.path), _NEVER) if not is_url(ref.path) else _ALWAYS
-        said = verdict.reason[:REASON] if isinstance(verdict, MediaError) else verdict
-
-        def change(data: bytes | None) -> bytes:
-            entry = _Entry(ref.stamp) if data is None else _Entry.unpack(data)
-            if entry.stamp != ref.stamp:
-                entry = _Entry(ref.stamp)
-            known, verdicts = entry.facts, entry.verdicts
-            if facts is not None and (known is None or facts.counted or not known.counted):
-                known = facts
-            if said is not None and not isinstance(verdict, MediaUnavailable):
-                of_other_settings = tuple(item for item in verdicts if item[0] != settings)
-                verdicts = ((settings, said), *of_other_settings)[:VERDICTS]
-            return _Entry(ref.stamp, folder or entry.folder, known, verdicts).pack()
-
-        return change
-
-    def _entry(self, key: bytes) -> _Entry | None:
-        data = self._file.get(key)
-        return None if data is None else _Entry.unpack(data)
-
-    def _known(self, ref: MediaRef) -> _Entry | None:
-        entry = self._entry(_key_of(ref))
-        return entry if entry is not None and entry.stamp == ref.stamp else None
-
-    def _folder(self, path: str) -> int:
-        """The time of the last change of a file's folder, as it was when this process first asked."""
-        if is_url(path):
-            return _ALWAYS
-        folder = parent(path)
-        if folder not in self._folders:
-            try:
-                changed = os.stat(folder).st_ctime_ns
-            except OSError:
-                changed = _NEVER
-            self._folders[folder] = changed if time.time_ns() - changed > SETTLED * 1e9 else _NEVER
-        return self._folders[folder]
+    def _known(self, ref: MediaRef) -> _KnownMedium:
+        known = self._media.get(_key_of(ref))
+        return known if known is not None and known.stamp == ref.stamp else _KnownMedium(ref.stamp)
 
 
-def _forgotten(_: bytes | None) -> None:
-    return None
-
-
-def _key_of(ref: MediaRef) -> bytes:
-    return _key(ref.kind, ref.path, ref.cell)
-
-
-def _key(kind: str, path: str, cell: str) -> bytes:
-    name = "\0".join((kind, path, cell)).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(name, digest_size=16).digest()
+def _key_of(ref: MediaRef) -> tuple[str, str, str]:
+    return ref.kind, ref.path, ref.cell

@@ -76,7 +76,7 @@ class ProxyMedia:
         if known is not None and (known[1] or not count):
             return known
         facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
-        self.index.note(ref, facts=facts)
+        self.index.note(ref, facts)
         try:
             return processor.settings.medium_of(ref.kind, ref.name, facts), facts.counted
         except MediaError:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from models.processing import Processor
 from models.shadow import Fetch
@@ -66,14 +65,13 @@ class Pixels:
             self.store = self._open.enter_context(
                 contextlib.closing(LocalStore(processor.settings, data, workers=data.workers))
             )
-        index = self._open.enter_context(contextlib.closing(MediaIndex(data.index)))
         near, self.fetch = None, self.store.fetch
         if isinstance(self.store, FlightStore) and data.near_gib:
             near = NearPixels(self.store, int(data.near_gib * GIB))
             self._open.callback(near.close)
             self.fetch = near.fetch
         # Process 0 draws for all, and engines of all of them take prompts in turn.
-        self.proxy = ProxyMedia(self.store, index, near, among=gang.processes)
+        self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
         self.materializer = self._open.enter_context(
             contextlib.closing(Materializer(self.fetch, data.ahead, self._fetched))
         )
@@ -127,15 +125,6 @@ class Pixels:
             for ticket, place in media:
                 if place != UNKNOWN_PLACE:
                     self.store.hint(ticket, place)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the media that are being looked at and the preprocessor that holds each medium, as JSON values."""
-        return self.store.state_dict() if isinstance(self.store, FlightStore) else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`: the media that were being looked at when it was taken are looked at again."""
-        if isinstance(self.store, FlightStore) and state:
-            self.store.load_state_dict(state)
 
     # --- what users see of it, in process 0 ------------------------------------------------------
 

@@ -316,7 +316,6 @@ class FluxTrainer:
         self.rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
         self.summary = Summary.from_state_dict(state["summary"])
         self.composer.shapes.load_state(state.get("shapes", self.composer.shapes.state()))
-        self.pixels.load_state_dict(state.get("media", {}))
         self.summary.devices = self.learner.mesh.size  # perhaps another mesh now
         self.summary.resumed_from.append(step)
         self._loaded, self._started = step, True
@@ -561,7 +560,7 @@ class FluxTrainer:
 
     def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         self._count_total()
-        parts = {"summary": self.summary.state_dict(), "media": self.pixels.state_dict()}
+        parts = {"summary": self.summary.state_dict()}
         if self.replay is not None:
             parts["replay"] = self.replay.state_dict()
         return state | parts | {"shapes": self.composer.shapes.state()}

@@ -117,15 +117,6 @@ class Dispatcher:
                 self.lose(seat, seat.link, "it has moved")
             seat.changed.notify_all()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over from `state` which place held which medium, for places that are connected within a few seconds;
-        media that were being looked at are looked at again."""
-        deadline = time.monotonic() + _GREETING
-        with self.lock:
-            while not all(seat.link for seat in self.seats.values()) and time.monotonic() < deadline:
-                self.wait()
-            self._carry_out(self.places.load_state_dict(state, time.monotonic()))
-
     def fail(self, reason: str) -> None:
         """Ends all work for this reason: every caller gets a DataError."""
         with self.lock:

@@ -149,16 +149,6 @@ class FlightStore:
         with self._lock:
             return self._places.history()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the media that are being looked at and the place that holds each medium, as JSON values."""
-        with self._lock:
-            return self._places.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over from `state` which place held which medium, for places that are there. Media that were being
-        looked at are looked at again, so that the answers are known when they are wanted."""
-        self._dispatcher.load(state)
-
     def close(self) -> None:
         """Ends threads and connections; the preprocessors stay. Callers that still wait get a DataError."""
         self._dispatcher.close()

@@ -46,17 +46,16 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, params=["central", "shadow"])
-def proxies(request, tmp_path):
+def proxies(request):
     """What `build` gives preparers: nothing, or a store that decodes for them. Everything else must be the same."""
     with contextlib.ExitStack() as stack:
 
         def proxy(processor, config):
             if request.param == "central" or not isinstance(processor, Processor):
                 return None
-            store, index = LocalStore(processor.settings, config.data, workers=0), MediaIndex(tmp_path / "index")
-            for part in (store, index):
-                stack.callback(part.close)
-            return ProxyMedia(store, index)
+            store = LocalStore(processor.settings, config.data, workers=0)
+            stack.callback(store.close)
+            return ProxyMedia(store, MediaIndex())
 
         PROXY[:] = proxy, stack
         yield
@@ -435,9 +434,8 @@ def test_a_store_that_cannot_answer_ends_the_run_and_costs_no_prompt(folders):
         def close(self): ...
 
     preparer = build({"digits": folders["digits"] / "train.jsonl"})
-    with contextlib.closing(MediaIndex(folders["digits"] / "index-of-nobody")) as index:
-        gone = Preparer(preparer.processor, preparer.loader, Config(), proxy=ProxyMedia(Gone(), index))
-        with pytest.raises(DataError, match="no preprocessor answers"):
-            draw_all(gone, [1])
-        assert not gone.skipped
-        gone.close()
+    gone = Preparer(preparer.processor, preparer.loader, Config(), proxy=ProxyMedia(Gone(), MediaIndex()))
+    with pytest.raises(DataError, match="no preprocessor answers"):
+        draw_all(gone, [1])
+    assert not gone.skipped
+    gone.close()
