@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from safetensors.numpy import load
+from safetensors import deserialize
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,7 +30,7 @@ from models.decoder import Decoder
 from models.folder import write_json
 from models.hf import SINGLE
 from models.hf_config import write_config
-from models.weight_file import StoredTensor, write_weights
+from models.weight_file import DTYPES, StoredTensor, write_weights
 from sharding.walk import Params
 from sharding.weights import map_weights
 
@@ -112,7 +112,7 @@ class WeightRoutes:
         except binascii.Error as error:
             raise BadRequest(f"serialized_named_tensors: {error}") from None
         version = _given_version(body)
-        self._session |= await asyncio.to_thread(load, data)
+        self._session |= await asyncio.to_thread(_tensors, data)
         self._session_version = self._session_version if version is None else version
         return {"message": "Success"}
 
@@ -178,6 +178,15 @@ class WeightRoutes:
     @property
     def _version(self) -> int:
         return self._engine.stats().version
+
+
+def _tensors(data: bytes) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file. Raises SafetensorError, and KeyError for a dtype that no weight has."""
+    dtypes = {name: jax.numpy.dtype(dtype) for dtype, name in DTYPES.items()}
+    return {
+        name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in deserialize(data)
+    }
 
 
 def weight_version(text: object, name: str = "weight_version") -> int:

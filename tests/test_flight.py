@@ -1,6 +1,5 @@
 """A preprocessor and a client's connection with it: real processes, real sockets, real files."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from pyarrow import flight
 from fluxjax.base.errors import DataError
 from fluxjax.data import flight_wire
 from fluxjax.data.flight_client import FlightPlace, PlaceLost, PlaceRefuses
-from fluxjax.data.flight_server import MOST_SETTINGS, FlightServer
+from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.flight_wire import batch_of, patches_of
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
 from models.processing import MediaError
@@ -58,7 +57,6 @@ def test_slices_are_those_of_direct_decoding(tmp_path):
         for ours, theirs in zip(place.fetch(rows, 30.0), direct.fetch_bytes(rows), strict=True):
             np.testing.assert_array_equal(ours, theirs)
         assert place.stats(10.0)[SETTINGS.digest] == {"decoded": 5}
-        assert place.health(10.0)["settings"] == [SETTINGS.digest]
         place.close()
         assert process.end(signal.SIGTERM) == 0, "SIGTERM is a polite end"
 
@@ -101,23 +99,17 @@ def test_errors_travel_by_kind(place, tmp_path):
 def test_settings_that_a_preprocessor_has_forgotten_are_registered_again(served, place, tmp_path):
     refs = pictures(tmp_path, 1)
     ticket = looked(place, refs)[0]  # never registered before
-    served._served.clear()
+    served._served = None
     assert looked(place, refs) == [ticket]
-    served._served.clear()
+    served._served = None
     assert len(place.fetch([Rows(str(ticket), 0, 2)], 30.0)[0]) == 2
 
 
-def test_a_preprocessor_serves_several_settings_but_not_any_number(served, place, tmp_path):
-    refs = pictures(tmp_path, 1)
-    second = FlightPlace(served.address, OTHERS)
-    small, large = looked(place, refs)[0], looked(second, refs)[0]
-    assert (small.settings, large.settings) == (SETTINGS.digest, OTHERS.digest)
-    for pixels in range(MOST_SETTINGS + 2):
-        image = dataclasses.replace(SETTINGS.image, max_pixels=60 * 60 + pixels)
-        FlightPlace(served.address, dataclasses.replace(SETTINGS, image=image)).register(30.0)
-    assert len(served._served) == MOST_SETTINGS and SETTINGS.digest not in served._served
-    assert looked(place, refs) == [small]
-    second.close()
+def test_a_preprocessor_serves_the_settings_of_one_run(served, place, tmp_path):
+    (ticket,) = looked(place, pictures(tmp_path, 1))
+    assert ticket.settings == SETTINGS.digest
+    with pytest.raises(PlaceRefuses, match="serves a run with other media settings"):
+        FlightPlace(served.address, OTHERS).register(30.0)
 
 
 def test_the_token_is_needed():

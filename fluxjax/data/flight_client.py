@@ -103,9 +103,6 @@ class FlightPlace:
         """The counts of each store, by the digest of its settings."""
         return self._ask("stats", {}, seconds)
 
-    def health(self, seconds: float) -> Mapping[str, Any]:
-        return self._ask("health", {}, seconds)
-
     def close(self) -> None:
         """Questions under way raise PlaceLost at their bound, if not before."""
         with contextlib.suppress(pa.ArrowException, OSError):

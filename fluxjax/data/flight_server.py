@@ -1,22 +1,19 @@
 """A preprocessor's side of Arrow Flight: it looks at media, and hands out the slices of them that it is asked for.
 
-FlexRL's Local Preprocessor (section 4). It serves any settings that a client registers, each by a store of its own.
+FlexRL's Local Preprocessor (section 4). It serves the media settings of one run, which its first client registers.
 Clients know a token; without one, everybody who can connect may have every file of this machine decoded that is an
 image or a video. gRPC takes a question whole before it is refused here, up to protobuf's 2 GiB.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import hmac
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -41,8 +38,6 @@ from .flight_wire import (
 )
 from .tickets import MediaRef, Ticket
 
-MOST_SETTINGS = 4  # that are served at a time: each has a cache and workers of its own
-
 
 @runtime_checkable
 class SliceStore(Protocol):
@@ -64,12 +59,11 @@ class SliceStore(Protocol):
 MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
 
 
-class _Served:
+class _Served(NamedTuple):
     """The settings that a client registered, and their store."""
 
-    def __init__(self, settings: MediaSettings, store: SliceStore) -> None:
-        self.settings, self.store = settings, store
-        self.calls = 0  # that use it now
+    settings: MediaSettings
+    store: SliceStore
 
 
 class _Token(flight.ServerMiddlewareFactory):
@@ -86,17 +80,15 @@ class _Token(flight.ServerMiddlewareFactory):
 
 
 class FlightServer(flight.FlightServerBase):
-    """Serves stores that `make_store` makes, from when it is made until `close`. Raises OSError where `host:port` can't
-    be listened on. Work of all clients runs in `threads` threads."""
+    """Serves the store that `make_store` makes, from when it is made until `close`. Raises OSError where `host:port`
+    can't be listened on. Work of all clients runs in `threads` threads."""
 
     def __init__(self, make_store: MakeStore, host: str, port: int, *, token: str = "", threads: int = 8) -> None:
         self._make_store = make_store
-        self._served: collections.OrderedDict[str, _Served] = collections.OrderedDict()  # the last one used, last
-        self._lock = threading.Lock()
-        self._making = threading.Lock()  # stores are made one by one
+        self._served: _Served | None = None
+        self._lock = threading.Lock()  # held while the store is made
         self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
-        self._began = time.monotonic()
         self.address = f"[{host}]" if ":" in host else host
         guard = {"token": _Token(token)} if token else None
         try:
@@ -106,7 +98,7 @@ class FlightServer(flight.FlightServerBase):
         self.address += f":{self.port}"
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        actions = {"settings": self._register, "look": self._look, "stats": self._stats, "health": self._health}
+        actions = {"settings": self._register, "look": self._look, "stats": self._stats}
         try:
             if action.type not in actions:
                 raise BadQuestion(f"there is no action {action.type[:100]!r}")
@@ -118,26 +110,23 @@ class FlightServer(flight.FlightServerBase):
         try:
             ranges = read_ranges(ticket.ticket)
             tickets = [_read_ticket(rows.ticket) for rows in ranges]
-            with self._using(tickets[0].settings) as served:
-                for rows, whole in zip(ranges, tickets, strict=True):
-                    _check_range(rows, whole, served.settings)
-            return flight.GeneratorStream(
-                patch_schema(served.settings.patch_bytes), self._slices(served.settings.digest, ranges)
-            )
+            served = self._of(tickets[0].settings)
+            for rows, whole in zip(ranges, tickets, strict=True):
+                _check_range(rows, whole, served.settings)
+            return flight.GeneratorStream(patch_schema(served.settings.patch_bytes), self._slices(served.store, ranges))
         except Exception as error:
             raise refusal(error) from error
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends stores and server. Calls under way have so many seconds."""
+        """Ends store and server. Calls under way have so many seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
         ending.start()
         ending.join(seconds)
         with self._lock:
-            served = list(self._served.values())
-            self._served.clear()
-        for registered in served:
-            registered.store.close()
+            served, self._served = self._served, None
+        if served is not None:
+            served.store.close()
 
     def _register(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
         if question.get("protocol") != PROTOCOL:
@@ -150,76 +139,50 @@ class FlightServer(flight.FlightServerBase):
             settings.digest  # noqa: B018  (of values that have one)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadQuestion(f"are no media settings of this release: {error}") from None
-        with self._making:
-            with self._lock:
-                known = settings.digest in self._served
-            if not known:
-                store = self._make_store(settings)
-                with self._lock:
-                    self._served[settings.digest] = _Served(settings, store)
-                    unused = self._least_used()
-                if unused is not None:
-                    unused.store.close()
+        with self._lock:
+            if self._served is None:
+                self._served = _Served(settings, self._make_store(settings))
+            elif self._served.settings.digest != settings.digest:
+                raise BadQuestion("this preprocessor serves a run with other media settings")
         yield _result({"protocol": PROTOCOL, "digest": settings.digest, "threads": self._threads})
 
-    def _least_used(self) -> _Served | None:
-        """Takes out the store that was not used for longest, where there are too many."""
-        idle = [digest for digest, served in self._served.items() if not served.calls]
-        too_many = len(self._served) > MOST_SETTINGS and len(idle) > 1
-        return self._served.pop(idle[0]) if too_many else None
-
-    @contextlib.contextmanager
-    def _using(self, digest: str) -> Iterator[_Served]:
-        """The store of these settings, which is not closed meanwhile. Raises UnknownSettings."""
-        with self._lock:
-            served = self._served.get(digest)
-            if served is None:
-                raise UnknownSettings(f"settings {digest[:64]} are not registered here")
-            self._served.move_to_end(digest)
-            served.calls += 1
-        try:
-            yield served
-        finally:
-            with self._lock:
-                served.calls -= 1
+    def _of(self, digest: str) -> _Served:
+        """The store of these settings. Raises UnknownSettings."""
+        served = self._served
+        if served is None or served.settings.digest != digest:
+            raise UnknownSettings(f"settings {digest[:64]} are not registered here")
+        return served
 
     def _look(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
         """Answers for each medium as soon as it was looked at."""
         refs = read_refs(question.get("refs"))
-        with self._using(str(question.get("settings"))) as served:
-            futures = {self._pool.submit(served.store.look, [ref]): index for index, ref in enumerate(refs)}
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    error = future.exception()
-                    outcome = future.result()[0] if error is None else error
-                    yield flight.Result(pa.py_buffer(outcome_words(futures[future], outcome)))
-            finally:  # the client may have gone away
-                for future in futures:
-                    future.cancel()
+        store = self._of(str(question.get("settings"))).store
+        futures = {self._pool.submit(store.look, [ref]): index for index, ref in enumerate(refs)}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                error = future.exception()
+                outcome = future.result()[0] if error is None else error
+                yield flight.Result(pa.py_buffer(outcome_words(futures[future], outcome)))
+        finally:  # the client may have gone away
+            for future in futures:
+                future.cancel()
 
-    def _slices(self, digest: str, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
+    def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
         """A batch for each range, in order, which shares the store's memory."""
         try:
-            with self._using(digest) as served:
-                futures = [self._pool.submit(served.store.fetch_bytes, [rows]) for rows in ranges]
-                try:
-                    for future in futures:
-                        yield batch_of(future.result()[0])
-                finally:
-                    for future in futures:
-                        future.cancel()
+            futures = [self._pool.submit(store.fetch_bytes, [rows]) for rows in ranges]
+            try:
+                for future in futures:
+                    yield batch_of(future.result()[0])
+            finally:
+                for future in futures:
+                    future.cancel()
         except Exception as error:
             raise refusal(error) from error
 
     def _stats(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
-        with self._lock:
-            served = dict(self._served)
-        yield _result({digest: dataclasses.asdict(entry.store.stats()) for digest, entry in served.items()})
-
-    def _health(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
-        with self._lock:
-            settings = list(self._served)
-        yield _result({"protocol": PROTOCOL, "settings": settings, "seconds": time.monotonic() - self._began})
+        served = self._served
+        yield _result({served.settings.digest: dataclasses.asdict(served.store.stats())} if served else {})
 
 
 def _result(answer: Mapping[str, Any]) -> flight.Result:
