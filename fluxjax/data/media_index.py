@@ -1,7 +1,8 @@
 """The media that this process knows: their sizes, and what decoding them has shown.
 
 Media that are known are not looked at again: whoever decodes a file that has changed meanwhile finds out
-(`StaleTicket`), and `forget` makes the next look one at the file. A newer file never gives its pixels to an older ticket.
+(`StaleTicket`), and `forget` makes the next look one at the file. A newer file never gives its pixels to an older
+ticket.
 """
 
 from __future__ import annotations
