@@ -138,7 +138,7 @@ def fitted(
         linear_flops=float(flops[0]),
         vision_flops=float(flops[1]),
     )
-    spent = [base.launch_seconds([length] * count) for count, length in attention[0]]
+    spent = [launch_seconds(base, [length] * count) for count, length in attention[0]]
     fits = {"attention": goodness(list(attention[0].values()), spent)}
 
     def judge(name: str, fitted: CostModel, some: Runs) -> None:
@@ -153,6 +153,12 @@ def fitted(
         free = dataclasses.replace(base, within=fit_link(inner, sizes, node))
         judge("within_node_if_alpha_were_free", free, inner)
     return dataclasses.replace(base, fits=fits)
+
+
+def launch_seconds(cost: CostModel, lengths: Sequence[int], degree: int = 1) -> float:
+    """Seconds of one launch of attention over packed sequences, otherwise like `CostModel.attention_seconds`."""
+    tokens = np.asarray(lengths, float)
+    return float(cost._attention((tokens**2).sum(), tokens.sum(), degree))
 
 
 def save(cost: CostModel, path: str | pathlib.Path) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cost_fit import fitted as fitted_model
+from benchmarks.cost_fit import launch_seconds
 from sharding.cost import CostError, CostModel, ModelSizes
 from sharding.kernels.tiles import Tiles, tile_attention, tile_list
 from sharding.mesh import group_axes, make_mesh, replica_size
@@ -81,7 +82,7 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
     )
     cost = dataclasses.replace(cost, backward_attention=max(statistics.median(backward) - 1, 0.0))
     rows: Rows = [
-        (f"attention, {count} x {length} tokens", seconds, cost.launch_seconds([length] * count))
+        (f"attention, {count} x {length} tokens", seconds, launch_seconds(cost, [length] * count))
         for (count, length), seconds in forward.items()
     ]
     for (degree, tokens), seconds in exchange.items():

@@ -1,4 +1,4 @@
-"""A shard plan as a picture: what each device computes, holds and sends. matplotlib is imported only here."""
+"""A shard plan in a line, and as a picture: what each device computes, holds and sends."""
 
 from __future__ import annotations
 
@@ -79,3 +79,16 @@ def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Fi
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(f"{len(lengths)} sequences on {plan.num_devices} devices, {len(plan.rounds)} rounds", fontsize=11)
     return figure
+
+
+def summary(plan: ShardPlan) -> str:
+    """Describes the plan in a line: sizes, balance, memory, how many sequences have which degree, what travels."""
+    degrees = np.array(plan.degrees, int)
+    kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(plan.degrees)))
+    lengths = np.array(plan.lengths, float)
+    moved = float((lengths * (1 - 1 / degrees)).sum()) / max(float(lengths.sum()), 1.0) if len(lengths) else 0.0
+    return (
+        f"{len(plan.lengths)} sequences on {plan.num_devices} devices: compute {plan.balance:.3f} and memory "
+        f"{plan.memory_ratio:.3f} of the mean, degrees {kinds or 'none'}, {moved:.0%} of tokens travel, "
+        f"{len(plan.rounds)} rounds"
+    )

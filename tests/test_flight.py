@@ -116,7 +116,7 @@ def test_the_token_is_needed():
     with processes(token="right") as (process,):
         for token in ("", "wrong", "right and more"):
             place = FlightPlace(process.address, SETTINGS, token)
-            for ask in (place.register, place.stats, place.health):
+            for ask in (place.register, place.stats):
                 with pytest.raises(PlaceRefuses, match="FLUXJAX_TOKEN must be the same"):
                     ask(10.0)
             with pytest.raises(PlaceRefuses, match="FLUXJAX_TOKEN must be the same"):

@@ -364,8 +364,7 @@ class Ledger:
         missing, because it can't be prepared any more, is skipped."""
         for name in _COUNTS:
             setattr(self, name, state[name])
-        if "dropped" in state:  # not in checkpoints of earlier releases
-            self.dropped.load_state_dict(state["dropped"])
+        self.dropped.load_state_dict(state["dropped"])
         self.skipped = [Skipped(**s) for s in state["skipped"]]
         self.epochs = {int(epoch): count for epoch, count in state["epochs"].items()}
         self.ignored = collections.Counter(state["ignored"])

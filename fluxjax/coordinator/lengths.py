@@ -157,8 +157,7 @@ class Level:
             setattr(self, name, regression[name])
         for name in _VARIANCES:
             setattr(self, name, state[name])
-        pending = regression.get("pending", [])  # not in checkpoints of earlier releases
-        self._pending = [(np.array(x, np.float64), y, weight) for x, y, weight in pending]
+        self._pending = [(np.array(x, np.float64), y, weight) for x, y, weight in regression["pending"]]
 
 
 _ARRAYS = ("gram", "moment", "weights", "covariance")

@@ -427,10 +427,9 @@ class Coordinator:
         step, full = state["evaluated"]
         self._last_evaluation = (step, full)
         self._saved = state["saved"]
-        self._snapshot = state.get("snapshot", -1)  # checkpoints of earlier releases have none
+        self._snapshot = state["snapshot"]
         self.ledger.load_state_dict(state["ledger"], prompts or {})
-        if "lengths" in state:  # checkpoints of earlier releases have none
-            self.lengths.load_state_dict(state["lengths"])
+        self.lengths.load_state_dict(state["lengths"])
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(state.get("schedules", {}).get(name, {}))
         if self.parallelism is not None and state.get("parallelism"):

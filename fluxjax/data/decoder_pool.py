@@ -12,8 +12,8 @@ from models.processing.media_file import MediaUnavailable
 from models.processing.outline import Medium
 
 from ..base.errors import DataError
-from ..base.process_pool import ProcessEnded, ProcessPool, WorkerProcess
-from .decoders import DecodeJob, Keep, Load, medium_of
+from ..base.process_pool import PoolLoad, ProcessEnded, ProcessPool, WorkerProcess
+from .decoders import DecodeJob, Keep, medium_of
 
 log = logging.getLogger("fluxjax.data")
 CLOSED = "the store of media is closed"
@@ -41,8 +41,8 @@ class DecoderPool:
             except ProcessEnded as error:
                 raise MediaUnavailable(job.name, f"decoding it ended the process ({error})") from None
 
-    def load(self) -> Load:
-        return Load(*self._pool.load())
+    def load(self) -> PoolLoad:
+        return self._pool.load()
 
     def close(self) -> None:
         """Ends the processes. Threads that wait for a process get a RuntimeError."""

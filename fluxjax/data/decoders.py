@@ -15,6 +15,7 @@ from models.processing.media import MediaSettings
 from models.processing.media_file import MediaUnavailable, Source
 from models.processing.outline import Medium
 
+from ..base.process_pool import PoolLoad
 from .media_cache import SLICE_BYTES, Slices
 
 
@@ -58,16 +59,6 @@ def medium_of(values: Sequence[Any]) -> Medium:
 Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """The jobs that decoders have at the moment, and totals of their work since they were made."""
-
-    waiting: int = 0  # jobs that no decoder has begun
-    busy: int = 0  # decoders
-    killed: int = 0  # processes that ended while they decoded, or were ended because they took too much
-    seconds: float = 0.0  # spent decoding, of all decoders together
-
-
 class Decoders(Protocol):
     """Decode one file each at a time. Thread-safe."""
 
@@ -75,7 +66,7 @@ class Decoders(Protocol):
         """Decodes in blocking, urgent jobs before others. Raises MediaError, and whatever `keep` raises."""
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> PoolLoad: ...
 
     def close(self) -> None: ...
 
@@ -102,7 +93,7 @@ class ThreadDecoders:
     def __init__(self, settings: MediaSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._load = Load()
+        self._load = PoolLoad(waiting=0, busy=0, killed=0, seconds=0.0)
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         self._count(busy=1)
@@ -118,9 +109,9 @@ class ThreadDecoders:
     def _count(self, busy: int, seconds: float = 0.0) -> None:
         with self._lock:
             now = self._load
-            self._load = dataclasses.replace(now, busy=now.busy + busy, seconds=now.seconds + seconds)
+            self._load = now._replace(busy=now.busy + busy, seconds=now.seconds + seconds)
 
-    def load(self) -> Load:
+    def load(self) -> PoolLoad:
         return self._load
 
     def close(self) -> None: ...

@@ -25,7 +25,7 @@ from sharding.planner.vision_units import surely_hold
 from ..base.errors import DataError
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
-from .loader import Drawn, Mixture, PromptLoader, SkippedPrompt, at
+from .loader import Drawn, PromptLoader, SkippedPrompt, at
 from .media_refs import source_of
 from .read_ahead import ReadAhead
 from .shadows import ProxyMedia, in_files, layout
@@ -250,8 +250,6 @@ class Preparer:
         """Continues after the draw at which `state` was taken; what was read ahead is dropped. Raises `DataError` where
         the data is not what it was."""
         self.close()
-        if "loader" in state:
-            state = _from_earlier_release(state)
         self._next_index = state["next_index"]
         self.loader.resume(state["seed"], state["mixtures"], self._next_index)
         self.skipped = collections.Counter(state["skipped"])
@@ -314,15 +312,3 @@ class Preparer:
                 log.warning("skipped prompt %s of %s: %s (%s)%s", id, source, reason, item.detail, more)
         prepared = [item for item in items if isinstance(item, PreparedPrompt)]
         return prepared, [(item.prompt, item.reason) for item in skipped]
-
-
-def _from_earlier_release(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reads the state as it was before the order of draws was Grain's."""
-    loader = state["loader"]
-    if loader["draw"] != loader["position"]:
-        raise DataError(
-            "the checkpoint is of an earlier release, and the weights of data.sources were changed during its run: "
-            "finish the run with that release"
-        )
-    mixture = Mixture(start=0, weights=loader["weights"], sizes=loader["sizes"])
-    return {"next_index": loader["draw"], "seed": loader["seed"], "mixtures": [mixture], "skipped": state["skipped"]}

@@ -127,11 +127,6 @@ class CostModel:
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
-    def launch_seconds(self, lengths: Sequence[int], degree: int = 1) -> float:
-        """Seconds of one launch over packed sequences, otherwise like `attention_seconds`."""
-        tokens = np.asarray(lengths, float)
-        return float(self._attention((tokens**2).sum(), tokens.sum(), degree))
-
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
         """Seconds of both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one
         device. Raises CostError for a group wider than a node if none was measured."""

@@ -103,18 +103,6 @@ class ShardPlan:
         """Largest over mean tokens of a device."""
         return _peak(self.memory())
 
-    def summary(self) -> str:
-        """Describes the plan in a line: sizes, balance, memory, how many sequences have which degree, what travels."""
-        degrees = np.array(self.degrees, int)
-        kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(self.degrees)))
-        lengths = np.array(self.lengths, float)
-        moved = float((lengths * (1 - 1 / degrees)).sum()) / max(float(lengths.sum()), 1.0) if len(lengths) else 0.0
-        return (
-            f"{len(self.lengths)} sequences on {self.num_devices} devices: compute {self.balance:.3f} and memory "
-            f"{self.memory_ratio:.3f} of the mean, degrees {kinds or 'none'}, {moved:.0%} of tokens travel, "
-            f"{len(self.rounds)} rounds"
-        )
-
     def over_devices(self, share: np.ndarray) -> np.ndarray:
         """`[devices]`: the sum of `share`, an amount for each sequence on each of its devices."""
         return over_devices(share, np.array(self.degrees, int), np.array(self.firsts, int), self.num_devices)

@@ -209,14 +209,6 @@ def test_whoever_mends_the_reward_begins_to_count_anew() -> None:
     assert resumed.dropped.count == resumed.dropped.in_a_row == 0, "else the next group that is dropped would end it"
 
 
-def test_checkpoints_of_earlier_releases_have_no_such_count() -> None:
-    state = Ledger().state_dict()
-    assert state.pop("dropped") == {"groups": [], "in_a_row": 0}
-    ledger = Ledger()
-    ledger.load_state_dict(state, {})
-    assert ledger.dropped.count == ledger.dropped.in_a_row == 0
-
-
 def test_a_trained_step_begins_the_count_anew() -> None:
     world = world_of("synchronous", 3, prompts_per_step=4)
     world.start()

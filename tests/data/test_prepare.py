@@ -405,20 +405,6 @@ def test_preparation_runs_in_several_threads_and_off_the_callers(folders):
     assert all(name.startswith("prepare") for name in names)
 
 
-def test_a_state_of_an_earlier_release_goes_on_where_it_was(folders):
-    paths = {name: folder / "train.jsonl" for name, folder in folders.items()}
-    straight, resumed = build(paths), build(paths)
-    whole = [p.prompt for prepared, _ in draw_all(straight, [20]) for p in prepared]
-    sizes = {name: len(source) for name, source in straight.loader.sources.items()}
-    loader = {"seed": 0, "weights": dict.fromkeys(sizes, 1.0), "sizes": sizes, "draw": 7, "position": 7}
-    loader |= {"offset": dict.fromkeys(sizes, 0), "taken": {"digits": 3, "pans": 2, "reverse": 2}}
-    resumed.load_state_dict({"loader": loader, "skipped": {"no such file": 1}})
-    assert [p.prompt for prepared, _ in draw_all(resumed, [13]) for p in prepared] == whole[7:]
-    assert resumed.state_dict() == straight.state_dict() | {"skipped": {"no such file": 1}}
-    with pytest.raises(DataError, match=r"earlier release, and the weights .* were changed during its run"):
-        resumed.load_state_dict({"loader": loader | {"position": 3}, "skipped": {}})
-
-
 def test_a_store_that_cannot_answer_ends_the_run_and_costs_no_prompt(folders):
     """That no preprocessor is there is not the fault of thousands of prompts."""
 
