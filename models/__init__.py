@@ -22,7 +22,7 @@ _HOMES = {"registry": ("abstract", "create"), "hf": ("load", "save"), "decoder":
 
 
 def __getattr__(name: str) -> object:
-    """Imports the module of one of the functions above when it is first asked for (PEP 562)."""
+    """Imports the module of a function above at its first use (PEP 562)."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f".{module}", __name__), name)

@@ -15,7 +15,7 @@ JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before 
 
 
 class ModelConfigError(ValueError):
-    """A `config.json` asks for something that is not supported. The message names the field and what is."""
+    """A `config.json` asks for something that is not supported. The message names the field and what is supported."""
 
 
 class NameLayout(enum.Enum):
@@ -38,7 +38,7 @@ def _check_numbers(section: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
-    the head size; empty means one position axis. `factor` is read by `linear` and `yarn`, what follows by `yarn`."""
+    the head size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` the later fields."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -47,10 +47,10 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: from `factor` and, where both are given, the two scales below
-    mscale: float = 0.0  # 0: not given
+    attention_factor: float | None = None  # None: from `factor`, and the two scales below if both are given
+    mscale: float = 0.0  # 0: the file gives none
     mscale_all_dim: float = 0.0
-    truncate: bool = True  # the interpolated range to whole frequencies
+    truncate: bool = True  # rounds the ends of the interpolated range to pairs of the head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchLayout:
-    """The sizes by which pixels become patches, and patches windows: what preprocessing needs of a `VisionConfig`."""
+    """The sizes of patches, merge blocks and windows: the part of a `VisionConfig` that preprocessing needs."""
 
     patch_size: int = 14  # pixels
     temporal_patch_size: int = 2  # frames
@@ -159,12 +159,12 @@ class Qwen2Config:
     """Qwen2 and Qwen2.5 text models (`Qwen2ForCausalLM`)."""
 
     text: TextConfig
-    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # the config.json that it was read from
+    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen25VLConfig:
-    """Qwen2.5-VL and what shares its architecture, like MiMo-VL (`Qwen2_5_VLForConditionalGeneration`)."""
+    """Qwen2.5-VL and models of its architecture, such as MiMo-VL (`Qwen2_5_VLForConditionalGeneration`)."""
 
     text: TextConfig
     vision: VisionConfig

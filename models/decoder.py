@@ -1,8 +1,8 @@
 """The decoder of Qwen2 and Qwen2.5 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
-Attention is handed in. Callers differ in how they walk the stack (`sharding.walk`) and in how tokens see each other
-(`attend`): training masks packed rows, decoding writes a cache and reads it. The layer knows neither. Below it is the
-forward pass over packed rows: hidden states, log-probabilities of the packed tokens, whole logits.
+The caller gives attention to each layer as a function (`attend`): training masks packed rows, decoding writes and reads
+a cache. The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the
+forward pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from .inputs import PackedTokens, VisionInput
 from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
-Aux = TypeVar("Aux")  # what attention hands back beside its output: keys and values for a cache, or None
+Aux = TypeVar("Aux")  # second result of attention: keys and values for a cache, or None
 Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Aux]]
 
 
@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
     ) -> tuple[Float[Array, "B T D"], Aux]:
-        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k; `aux` is handed back."""
+        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k; the layer returns its `aux`."""
         out, aux = self.attention(self.attention_norm(x), rotary, attend)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), aux
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """The model that a strategy or an engine walks: `Qwen2ForCausalLM`, and the base of all other architectures.
 
-    Architectures differ in `embed`. Without `mrope_section`, only row 0 of `positions_3BT` is read.
+    Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """
 
     config: AnyConfig
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         return walk.use(self.norm)(x_BTD)
 
     def head_weight(self, walk: Walk) -> Float[Array, "V D"]:
-        """The output projection: the input embedding again when tied."""
+        """The output projection; in a tied model it is the input embedding."""
         tied = self.config.text.tie_word_embeddings
         return walk.use(self.embedding if tied else self.head).table[...]
 
@@ -134,12 +134,12 @@ def split(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Params]:
 
 
 def merge(graphdef: nnx.GraphDef[Decoder], params: Params) -> Decoder:
-    """The model of a structure and its parameters; cheap inside `jax.jit`, where it belongs."""
+    """The model of a structure and its parameters; inside `jax.jit` it costs little."""
     return nnx.merge(graphdef, params)
 
 
 def shapes_only(model: Decoder) -> Decoder:
-    """The abstract model (`jax.ShapeDtypeStruct` for weights) of one that may hold weights."""
+    """The abstract model (`jax.ShapeDtypeStruct` for weights) of `model`, which may hold weights."""
     graphdef, params = split(model)
     return merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
 
@@ -158,7 +158,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    if inputs.spread is not None:  # over the groups of devices that share sequences
+    if inputs.spread is not None:  # devices share sequences
         attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     else:
         attend = packed_attention(inputs.segments_BT, inputs.branches_BT)
@@ -171,7 +171,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
 
 
 def logits(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T V"]:
-    """The next-token logits of every token, float32. They are whole in memory: for tests and small models."""
+    """The next-token logits of every token, float32, all in memory at once: for tests and small models."""
     hidden = hidden_states(model, inputs, walk)
     return jnp.einsum("BTD,VD->BTV", hidden, model.head_weight(walk), preferred_element_type=jnp.float32)
 
@@ -187,10 +187,10 @@ def logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
-    Both are float32, under `softmax(logits / temperature)`, with the token's own temperature where `inputs` has them.
+    Both are float32, under `softmax(logits / temperature)`, at each token's own temperature where `inputs` has them.
     Where a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
-    `vocab_chunk` bounds the tokens whose logits exist at once; 0 chooses. The softmax leaves `never_sampled` ids out,
-    as the engine does.
+    `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. The softmax leaves
+    out the ids `never_sampled`, as the engine does.
     """
     hidden = hidden_states(model, inputs, walk)
     predecessor = jnp.asarray(inputs.predecessor_BT)

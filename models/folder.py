@@ -1,4 +1,4 @@
-"""Checkpoint folders: their JSON files, and one line for a folder that is not there, on how a Hub id becomes one."""
+"""Checkpoint folders: reads and writes their JSON files, and explains how to get a folder that is missing."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ class CheckpointError(ValueError):
 
 
 def why_missing(path: str | os.PathLike[str]) -> str:
-    """The message for a user who gave `path`; empty where it is a folder."""
+    """The error message for a `path` that is no folder; empty where `path` is a folder."""
     if pathlib.Path(path).is_dir():
         return ""
     name = os.fspath(path)
@@ -33,7 +33,7 @@ def why_missing(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def one_line(kind: type[ValueError]) -> Iterator[None]:
-    """Raises an error of this `kind` for whatever values of other types than a checkpoint's files have end in."""
+    """Turns unexpected errors in the block, which values of wrong types in a file cause, into one of this `kind`."""
     try:
         yield
     except (kind, OSError):
@@ -43,7 +43,7 @@ def one_line(kind: type[ValueError]) -> Iterator[None]:
 
 
 def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file, unless it is `needed`. Raises CheckpointError."""
+    """The object in a JSON file; empty where the file is missing and not `needed`. Raises CheckpointError."""
     if not needed and not path.is_file():
         return {}
     try:
@@ -58,7 +58,7 @@ def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: JsonObject) -> None:
-    """Replaces the file in one step: nobody reads half of it."""
+    """Replaces the file in one step, so that nobody reads half of it."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(part, path)

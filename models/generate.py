@@ -1,7 +1,7 @@
-"""The command `python -m models.generate`, known by this name. What it does is in `rollout.generate_command`.
+"""The command `python -m models.generate`. Its code is in `rollout.generate_command`.
 
-This is the one place where a lower layer names a higher one, and import-linter knows it as such: nothing imports this
-file, so that no part of `models` comes to depend on an engine.
+No other file of a lower layer imports a higher one; import-linter has an exception for this file. Nothing imports it,
+so that no part of `models` depends on an engine.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
-Weights are read tensor by tensor, each of which goes to its devices before the next is begun: beside the finished
-parameters, the host holds two tensors at most. They are written tensor by tensor, too.
+Weights are read tensor by tensor. Each goes to its devices before the next is read, so that the host holds at most
+two tensors beside the finished parameters. Weights are written tensor by tensor, too.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def tensor_names(config: AnyConfig) -> list[TensorName]:
 
 
 class _Files:
-    """The open safetensors files of a folder; `where` has the file of each tensor."""
+    """The open safetensors files of a folder; `where` maps the name of a tensor to its file."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack, progress: Callable[[float], object]) -> None:
         self.folder, self._progress = folder, progress
@@ -79,11 +79,11 @@ class _Files:
                 raise CheckpointError(f"{folder / file}: tensor {name} is missing, but {INDEX} says that it is there")
 
     def path(self, name: str) -> pathlib.Path:
-        """The file that holds a tensor, or should: what a message about it names."""
+        """The file that holds the tensor `name`, or else the file to name in a message about it."""
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Refuses quantised tensors by name, before any is read."""
+        """Raises CheckpointError for quantised tensors, naming one, before any tensor is read."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -93,7 +93,7 @@ class _Files:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it is on disk. Raises CheckpointError where it is missing or has another shape."""
+        """A tensor as it is on disk. Raises CheckpointError where the tensor is missing or has another shape."""
         if name not in self.where:
             raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
         file = self.open[self.where[name]]
@@ -113,16 +113,16 @@ def _check_names(files: _Files, names: list[TensorName]) -> None:
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
-        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # a head that is not wanted is a tied one: `_tied_or_not`
+        if name == HEAD or name.endswith(IGNORED_SUFFIXES):  # a tied model has no head of its own: `_tied_or_not`
             continue
         raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
 
 
 def _tied_or_not(files: _Files, config: AnyConfig, raw: JsonObject) -> AnyConfig:
-    """The configuration, untied where transformers does not tie: the file stores a head of its own.
+    """The configuration, untied where the files store a head that differs from the embedding.
 
-    transformers ties if config.json says so at the top or in `text_config`, but keeps a stored head that differs from
-    the embedding, where SGLang drops it. That is settled only if the top of config.json says `false`.
+    transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
+    the embedding, but SGLang drops it. Only `false` at the top of config.json settles this; else CheckpointError.
     """
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config
@@ -174,8 +174,8 @@ def load(
 
     `dtype` casts every weight (float32 masters of a bfloat16 checkpoint); None keeps the dtypes of the checkpoint.
     `shardings(model)` gets the abstract model and returns, in the structure of its parameters, where each weight goes
-    (default: this process's first device). Weights go there directly: beside them the host holds two tensors of the
-    files at most, and a device its share of one. `progress` hears the share of the tensors that are being read.
+    (default: this process's first device). Weights go there directly: the host holds at most two tensors of the files
+    at a time, a device its weights and its share of one tensor. `progress` gets the share of the tensors read so far.
 
     Raises CheckpointError naming file and tensor for anything missing, unexpected or mis-shaped, and ModelConfigError
     for architectures and settings that are not supported.
@@ -212,7 +212,7 @@ def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.nd
 
 
 def stored(config: AnyConfig, params: Params, dtype: DTypeLike | None = None) -> list[StoredTensor]:
-    """Every weight as on disk, without its values; with `dtype` cast to that."""
+    """The name, shape and dtype of every tensor on disk; `dtype`, if given, is the dtype of all of them."""
     values = by_path(params)
     return [
         StoredTensor(name, entry.disk_shape, np.dtype(dtype or values[entry.path].dtype))
@@ -222,16 +222,16 @@ def stored(config: AnyConfig, params: Params, dtype: DTypeLike | None = None) ->
 
 
 def _in_order(config: AnyConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
-    """Wide dtypes first: each tensor of a file then begins at a multiple of its own width."""
+    """The names, wide dtypes first: each tensor of a file then begins at a multiple of its own width."""
     return sorted(tensor_names(config), key=lambda entry: -values[entry.path].dtype.itemsize)
 
 
 def save(
     model: Decoder, path: str | os.PathLike[str], dtype: DTypeLike | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read; bit for bit what was loaded.
+    """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read.
 
-    `dtype` casts every weight; None writes them as they are. Beside the model, the host holds one tensor. Files are
+    `dtype` casts every weight; None writes weights bit for bit. Beside the model, the host holds one tensor. Files are
     replaced one by one, `config.json` last; older weight files are removed.
     """
     folder = pathlib.Path(path)
@@ -262,7 +262,7 @@ def save(
 
 
 def _with_dtype(config: JsonObject, stored: str) -> JsonObject:
-    """The dictionary with the dtype of the weights wherever it already names a dtype, or at the top."""
+    """The dictionary with the weights' dtype in every field that names a dtype, or at the top if none there does."""
     said = ("dtype", "torch_dtype")
     top: dict[str, Any] = {} if any(config.get(key) for key in said) else {"torch_dtype": stored}
     for section in ("text_config", "vision_config"):

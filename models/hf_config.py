@@ -28,7 +28,7 @@ def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     return value
 
 
-# Settings that change what other programs compute, and the value of each that means the computation of this decoder.
+# Settings that change what other programs compute, each with the one value under which they compute as this decoder.
 _SUPPORTED: dict[str, bool | int | None] = {
     "attention_bias": True,  # on q, k and v, as in every published checkpoint of these architectures
     "qkv_bias": True,
@@ -63,7 +63,7 @@ def _refuse_unsupported(config: JsonObject, where: str) -> None:
 def _refuse_sliding_windows(config: JsonObject, layers: int, default_full_layers: int, where: str) -> None:
     """Raises ModelConfigError for attention within a sliding window.
 
-    Defaults are those of transformers, where a window of 4096 slides in layers from `max_window_layers` on.
+    Defaults are those of transformers: windows of 4096 tokens, in layers from `max_window_layers` on.
     """
     full = config.get("max_window_layers")
     full = default_full_layers if full is None else full
@@ -85,9 +85,9 @@ def read_text(
     default_section: tuple[int, ...] = (),
     default_full_layers: int = 28,
 ) -> TextConfig:
-    """The decoder's settings in `config`; `outer` is the whole file, where tying may be said instead.
+    """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
 
-    The defaults are what transformers takes for the architecture where the file says nothing.
+    The defaults are those of transformers for the architecture, used where the file has no value.
     """
     where = "config.json" if config is outer else "text_config of config.json"
     _refuse_quantised(outer, "config.json")
@@ -146,14 +146,14 @@ def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
     )
 
 
-# Keys are the names of `architectures` in config.json (MiMo-VL's is that of Qwen2.5-VL).
+# Keys are names in `architectures` of config.json; MiMo-VL has Qwen2.5-VL's.
 _READERS = {"Qwen2ForCausalLM": read_qwen2, "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl}
 _MODEL_TYPES = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}  # for files without `architectures`
 
 
 @one_line(ModelConfigError)
 def read_config(config: JsonObject) -> AnyConfig:
-    """The typed configuration of a `config.json`; `ModelConfigError` lists what is supported."""
+    """The typed configuration of a `config.json`. Raises ModelConfigError, which lists the supported architectures."""
     names = config.get("architectures") or []
     known = [_READERS[name] for name in names if name in _READERS]
     if not names and config.get("model_type") in _MODEL_TYPES:
@@ -164,7 +164,7 @@ def read_config(config: JsonObject) -> AnyConfig:
     raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(_READERS))}")
 
 
-# The names in config.json of those fields of `TextConfig` that are called otherwise there.
+# Fields of `TextConfig` that have another name in config.json, with that name.
 _TEXT_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -186,13 +186,13 @@ def write_vision(vision: VisionConfig) -> dict[str, object]:
         "hidden_act": "silu",
         "fullatt_block_indexes": list(vision.full_attention_layers),
         "spatial_patch_size": vision.patch_size,
-        "in_chans": vision.in_channels,  # the name in the published files; other readers look for either
+        "in_chans": vision.in_channels,  # the published files' name; other readers accept this or `in_channels`
         "tokens_per_second": int(ticks) if ticks == int(ticks) else ticks,  # `transformers` insists on an integer
     }
 
 
 def write_config(config: AnyConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration: the one that it was read from, if that means the same."""
+    """The `config.json` dictionary of a configuration: the one that it was read from, if that still means the same."""
     source = json.loads(config.extra)
     if isinstance(config, Qwen2Config):
         if source and read_qwen2(source) == config:

@@ -1,6 +1,6 @@
 """Rotary embeddings in a `config.json`: `rope_parameters` (new), or `rope_scaling` and `rope_theta` (old).
 
-Values mean what they mean to transformers 5.23 (`modeling_rope_utils`); a value that nothing here reads is refused.
+Settings mean what they mean in transformers 5.23 (`modeling_rope_utils`). A setting that nothing here reads is refused.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from .config import JsonObject, ModelConfigError, RopeConfig
 _FIELDS = ("rope_scaling", "rope_parameters")
 _ALWAYS = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}
 _YARN = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-# The names that are read with each rope type; `axial` is transformers' name of what the vision tower has.
+# The settings that each rope type reads; transformers calls the vision tower's type `axial`.
 _READ = {
     "default": _ALWAYS | {"mrope_section"},
     "linear": _ALWAYS | {"mrope_section", "factor"},
@@ -47,14 +47,14 @@ def _theta(config: JsonObject, rope: JsonObject, default: float) -> float:
 
 
 def _fields(config: JsonObject) -> list[str]:
-    """The fields of `config` that hold rotary settings; the newer one where none does."""
+    """The fields of `config` that hold rotary settings; `rope_parameters` if no field does."""
     return [name for name in _FIELDS if config.get(name)] or ["rope_parameters"]
 
 
 def read_rope(
     config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
 ) -> RopeConfig:
-    """The decoder's rotary embedding in `config`; `outer` is the whole file, which may repeat the settings.
+    """The decoder's rotary embedding in `config`; `outer` is the whole file, whose top may repeat the settings.
 
     Raises ModelConfigError naming a type or setting that is not supported, or two fields that differ in what they mean.
     """
@@ -66,7 +66,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads `text_config` only: what the top of the file leaves out is as it is there
+        # transformers reads `text_config` only: a setting that the top leaves out has its value there
         repeated = {name: outer[name] for name in (*_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}
@@ -90,7 +90,7 @@ def _read_field(config: JsonObject, field: str, default_theta: float, default_se
     if kind == "default":
         return RopeConfig(theta=theta, mrope_section=section)
     longest = config.get("max_position_embeddings", 32768)
-    # transformers lets the field beside the rope settings count more than the one within
+    # transformers prefers the field beside the rope settings to the field within them
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     factor = rope.get("factor")
     if factor is None and kind == "yarn" and original:

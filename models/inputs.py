@@ -24,32 +24,32 @@ from sharding.spread.route import ExchangeRoute
 from .shadow import ShadowTensor
 
 if TYPE_CHECKING:
-    AnyArray: TypeAlias = Any  # numpy on the host, JAX's behind `jit`: who reads a field knows which
+    AnyArray: TypeAlias = Any  # numpy arrays on the host, JAX arrays inside `jit`
 else:
-    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo  # the last of a lowered program
+    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo  # ArgInfo: in a lowered program
 
 
-@typing.no_type_check  # as a pytree it holds shardings, dimensions, ... in turn; tests check those that hold arrays
+@typing.no_type_check  # as a pytree it may hold shardings or dimensions; tests check instances that hold arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
-    Patches stand in groups of `merge_size ** 2` that become one merged feature each, groups stand window
-    by window, windows frame pair by frame pair. Both attention patterns of the tower are therefore
-    contiguous runs, and merged feature `m` comes from patches `m * merge_size**2 ...`.
+    Each group of `merge_size ** 2` patches becomes one merged feature. Groups are ordered by window, windows by frame
+    pair. Both attention patterns of the tower are therefore contiguous runs, and merged feature `m` comes from patches
+    `m * merge_size**2 ...`.
 
-    `frame_bound` is part of the compiled shape: no frame pair has more patches than that, which lets attention
-    skip everything further away; 0 if unknown (correct, but slow). Whoever packs inputs sets it with
-    `frame_bound(frame_segments_P)`, or the maximum of the parts' bounds.
+    No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part
+    of the compiled shape; 0 means unknown (correct, but slow). Code that packs inputs sets
+    `frame_bound(frame_segments_P)` or the largest bound of the inputs.
     """
 
     patches_PX: Float32[AnyArray, "P X"]  # normalised pixels
     positions_P2: Int32[AnyArray, "P 2"]  # (row, column) of the patch in its frame, for the 2-D rotary embedding
-    frame_segments_P: Int32[AnyArray, " P"]  # from 1; which frame pair a patch belongs to; 0 is padding
-    window_segments_P: Int32[AnyArray, " P"]  # from 1; which attention window; 0 is padding
+    frame_segments_P: Int32[AnyArray, " P"]  # the patch's frame pair, from 1; 0 is padding
+    window_segments_P: Int32[AnyArray, " P"]  # the patch's attention window, from 1; 0 is padding
     frame_bound: int = dataclasses.field(default=0, metadata={"static": True})
-    route: ExchangeRoute | None = None  # how features reach their tokens' devices; None: they are computed there
+    route: ExchangeRoute | None = None  # None: each device computes the features of its own tokens
 
     @property
     def num_patches(self) -> int:
@@ -104,19 +104,19 @@ class ModelInput:
 
     @functools.cached_property
     def shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the tokens that show a feature, the row of this feature)."""
+        """Returns (indices of the tokens that show a feature, the row of each token's feature)."""
         tokens = np.flatnonzero(self.feature_index_T >= 0)
         return tokens, self.feature_index_T[tokens]
 
 
 class OutlinedInput:
-    """A prepared prompt of which only sizes are kept, and how to lay it out: the arrays of a `ModelInput` are many
-    times as large. A plan reads `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, as of a `ModelInput`."""
+    """The sizes of a prepared prompt without its arrays, which are many times as large. `laid_out` makes these again.
+    A plan reads `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, as of a `ModelInput`."""
 
     __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
 
     def __init__(self, inputs: ModelInput, again: Callable[[], ModelInput]) -> None:
-        """`again` makes `inputs` anew."""
+        """`again()` makes `inputs` once more."""
         self._again = again
         self._known: weakref.ref[ModelInput] | None = None
         self._tokens, self.patches_PX, self.frame_bound = len(inputs), inputs.patches_PX, inputs.frame_bound
@@ -126,7 +126,7 @@ class OutlinedInput:
         return self._tokens
 
     def laid_out(self) -> ModelInput:
-        """The prompt as a model reads it, which is kept for as long as somebody uses it."""
+        """The prompt's `ModelInput`. Calls share one result for as long as somebody refers to it."""
         known = None if self._known is None else self._known()
         if known is None:
             known = self._again()
@@ -146,7 +146,7 @@ PromptInput: TypeAlias = ModelInput | OutlinedInput
 
 
 def _narrow(values: list[int] | np.ndarray) -> np.ndarray:
-    """Numbers from 0 in the smallest integers that hold them."""
+    """Non-negative numbers in the smallest integer type that holds them."""
     array = np.asarray(values, np.int64)
     return array.astype(np.min_scalar_type(array.max(initial=0)))
 
@@ -168,11 +168,11 @@ class PackedTokens:
     With several data shards, rows are divided evenly over them in order, and so is `vision`'s patch axis;
     `feature_index_BT` counts from the start of the shard's own features (after routing, if they are routed).
 
-    With a `spread`, sequences go over several devices, each of which has one row: index of the row means index of the
-    group's packed stream in the rules above, segments are numbered through all rows, and a predecessor of `T` or more
-    is a hidden state that another device exports.
+    A `spread` says that devices share sequences; each device then has one row. An index in the row then means, in the
+    rules above, an index in the packed stream of the sequence group. Segments are numbered through all rows, and a
+    predecessor of `T` or more is a hidden state that another device exports.
 
-    `temperatures_BT` is what each token was sampled at, where that differs between tokens.
+    `temperatures_BT` is each token's sampling temperature, where tokens differ in that.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]

@@ -1,6 +1,6 @@
 """The parts that every architecture here is built of. Each weight is declared once, next to its use.
 
-`stack` creates a whole stack of layers: the same module, its weights with a leading layer axis.
+`stack=L` creates L layers as one module, whose weights have a leading layer axis.
 Norms, softmax, exact GELU and rotary embeddings compute in float32; everything else in the dtype of the weights.
 """
 
@@ -26,7 +26,7 @@ zeros = nnx.initializers.zeros_init()
 
 @runtime_checkable
 class DrawnOnHost(Protocol):
-    """Random initial values. Called by JAX code; `on_host` draws the same distribution without compiling."""
+    """Random initial values. JAX code calls it; `on_host` draws from the same distribution without compiling."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
 
@@ -95,8 +95,8 @@ class Embedding(nnx.Module):
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The exact GELU, `x` times the standard normal distribution up to `x`, computed by `erf` as PyTorch does.
 
-    `jax.nn.gelu` computes it by `erfc`, which JAX 0.12 refuses inside a `shard_map` that checks replication; so it does
-    with JAX's derivative of `erf`, and the derivative is written out.
+    Inside a `shard_map` that checks replication, JAX 0.12 refuses `erfc`, which `jax.nn.gelu` uses. It refuses JAX's
+    derivative of `erf` there, too, so that the derivative is written out.
     """
     wide = x.astype(jnp.float32)
     return (wide * _normal_cdf(wide)).astype(x.dtype)
@@ -114,14 +114,14 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # up to which the CPU multiplies faster with the weight first, as measured from 2 to 64 rows
+FEW_ROWS = 48  # up to so many rows, a CPU multiplies faster with the weight as left factor (measured from 2 to 64 rows)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:
-    """Multiplies the last axes of `x` by those of a weight that its declaration calls inputs, and sums over them.
+    """Multiplies the last axes of `x` by the input axes of a weight (`WeightSpec.inputs`), and sums over them.
 
-    It is one product of two matrices. With several axes of rows left apart, XLA on CPUs transposes the activations
-    anew for each weight's gradient, which took as long as half of the products.
+    It is one product of two matrices. If several axes of rows are left apart, XLA on CPUs transposes the activations
+    anew for each weight's gradient, which took half as long as the products.
     """
     spec: WeightSpec = matrix.get_metadata("spec")
     weights, rows = matrix[...], x.shape[: x.ndim - spec.inputs]
@@ -134,8 +134,8 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
 
 
 def _by_outputs(x: Array, weights: Array) -> Array:
-    """`[B, D] x [O, D] -> [B, O]`. With few rows, XLA on CPUs takes half the time with the weight as the left factor,
-    where nothing turns the product around again."""
+    """`[B, D] x [O, D] -> [B, O]`. If rows are few, XLA on CPUs takes half the time with the weight as the left factor.
+    The barrier keeps XLA from exchanging the factors again."""
     rows = x.shape[0]
     if target().is_gpu or rows > FEW_ROWS:
         return x @ weights.T
@@ -149,7 +149,7 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """The angle a position step of each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
+    """The angle per position of each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
 
     `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
     """
@@ -167,11 +167,11 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """The share by which each pair of the head is interpolated, `[H/2]` float32: 0 for fast pairs, 1 for slow ones.
 
-    Computed in float32 as in transformers: near 1, where little is left of a fast pair, rounding is seen.
+    The ramp is float32 as in transformers: near 1, its rounding changes what remains of a fast pair's frequency.
     """
 
     def turning_point(rotations: float) -> float:
-        # The pair that turns `rotations` times over the original context.
+        # The pair that turns `rotations` times within the original context.
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = turning_point(rope.beta_fast), turning_point(rope.beta_slow)
@@ -184,7 +184,7 @@ def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """The factor on cosine and sine as transformers derives it: given, or from `factor` and the two scales."""
+    """The factor on cosine and sine: `attention_factor`, or derived from `factor` and two scales as in transformers."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

@@ -1,4 +1,4 @@
-"""LoRA of a decoder: which weights get adapters, their first values, and adapters on disk as PEFT has them."""
+"""LoRA of a decoder: which weights get adapters, their first values, and adapters on disk in PEFT's format."""
 
 import dataclasses
 import json
@@ -30,17 +30,17 @@ PROJECTIONS = {module.split(".")[-1]: tuple(path.split(".")) for module, path in
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The adapters of every layer: those of the projections `targets`, by their names in `transformers`."""
+    """The settings of adapters. `targets` are every layer's adapted projections, by their names in `transformers`."""
 
     rank: int
-    alpha: float  # the product of two adapters counts alpha / rank times
+    alpha: float  # alpha / rank multiplies the product of two adapters
     targets: tuple[str, ...] = tuple(PROJECTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Initial values of the first adapter of a pair, as PEFT draws them: uniform within one over the root of the number
-    of inputs (Kaiming's, with a slope of the root of five)."""
+    """Initial values of the first adapter of a pair, as PEFT draws them: uniform in [-b, b] with b = 1 / sqrt(inputs)
+    (Kaiming's bound for a slope of sqrt(5))."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         bound = 1 / math.sqrt(math.prod(shape[:-1]))
@@ -52,15 +52,15 @@ class Uniform:
 
 
 def adapted(model: Decoder, lora: Lora) -> Decoder:
-    """The abstract model with adapters, all other weights frozen; `model` may be abstract and stays as it is."""
+    """The abstract model with adapters, all other weights frozen; `model` may be abstract and is not changed."""
     shapes = shapes_only(model)
     attach(shapes, [PROJECTIONS[target] for target in lora.targets], lora.rank, lora.alpha / lora.rank, Uniform())
     return shapes
 
 
 def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
-    """The first values of the adapters of an adapted model, by path, where `shardings` (of all its parameters) say.
-    Their product is zero."""
+    """The first values of an adapted model's adapters, by path; each pair's product is zero. `shardings` has the
+    sharding of every parameter of the model."""
     places = by_path(shardings)
     drawn: dict[Path, jax.Array] = {}
     for keys, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -72,8 +72,8 @@ def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, j
 def save_adapters(
     config: AnyConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
 ) -> None:
-    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is the folder or the name
-    of the weights that the adapters were trained beside, for whoever looks for them."""
+    """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is written down as the
+    folder or name of the weights that the adapters were trained beside."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     names = _names(config, lora)
@@ -93,8 +93,8 @@ def save_adapters(
 
 
 def load_adapters(config: AnyConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
-    """Reads what `save_adapters`, or PEFT, wrote: float32 arrays by the path of the adapter. Raises CheckpointError for
-    a folder with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
+    """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for a folder
+    with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
     folder = pathlib.Path(path)
     if why := why_missing(path):
         raise CheckpointError(why)

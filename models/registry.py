@@ -29,7 +29,7 @@ def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Para
     """The model with random weights, reproducible from `seed`.
 
     Weights are drawn on the host, each from a generator of its own (`seed` and the weight's path): the values depend on
-    no other weight, no device and no compiler, and a tiny model is there at once. `shardings` are as of `models.load`.
+    no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
     """
     model = abstract(config)
     places = by_path((shardings or on_first_device)(model))
@@ -42,7 +42,7 @@ def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Para
 
 
 def drawn(path: tuple[str, ...], variable: nnx.Variable, seed: int, sharding: Sharding) -> jax.Array:
-    """The first value of an abstract weight, where `sharding` wants it."""
+    """The first value of an abstract weight, laid out by `sharding`."""
     spec: WeightSpec = variable.get_metadata("spec")
     if isinstance(spec.init, DrawnOnHost):
         rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(path).encode())]))

@@ -1,6 +1,6 @@
-"""Tensors that are elsewhere: FlexRL's placeholders (section 4, "FakeTensor"), which say where their data can be had.
+"""Shadow tensors: placeholders that say where their data can be fetched (FlexRL, section 4, "FakeTensor").
 
-Whoever plans a step needs the shapes of its pixels, and nobody but the devices needs the pixels.
+Planning a step needs only the shapes of its pixels; only devices need the pixels themselves.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 
 class ShadowError(RuntimeError):
-    """A tensor was used as data that is elsewhere."""
+    """A shadow tensor was used as if its data were here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `stop` of the tensor that `ticket` names. What a ticket names never changes."""
+    """Rows `start` to `stop` of the tensor that `ticket` names. The data that a ticket names never change."""
 
     ticket: str
     start: int
@@ -29,7 +29,7 @@ class Rows:
         return self.stop - self.start
 
 
-Piece: TypeAlias = Rows | np.ndarray  # what is known anyway, as padding, stays as it is
+Piece: TypeAlias = Rows | np.ndarray  # arrays: rows that need no fetching, such as padding
 Fetch: TypeAlias = Callable[[Sequence[Rows]], Sequence[np.ndarray]]
 
 
@@ -37,7 +37,7 @@ class ShadowTensor:
     """Shape, dtype and provenance of an array: the pieces that lie along its first axis, patches or frames.
 
     It is sliced along that axis, cut into equal shards, and concatenated with others and with numpy's arrays by
-    `np.concatenate`. In a pytree it is a leaf. Everything else that wants its data raises ShadowError.
+    `np.concatenate`. In a pytree it is a leaf. Every other use of its data raises ShadowError.
     """
 
     __slots__ = ("dtype", "pieces", "shape")
@@ -50,7 +50,7 @@ class ShadowTensor:
 
     @classmethod
     def of(cls, ticket: str, shape: Sequence[int], dtype: Any) -> ShadowTensor:
-        """The whole tensor that `ticket` names."""
+        """The complete tensor that `ticket` names."""
         return cls([Rows(ticket, 0, shape[0])], shape[1:], np.dtype(dtype))
 
     @property
@@ -59,14 +59,14 @@ class ShadowTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its data would take here."""
+        """The bytes that its data would take in memory."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> ShadowTensor:
-        """The tensor of neighbouring rows. Raises ShadowError where anything else is asked for."""
+        """The tensor of neighbouring rows. Raises ShadowError for any index but such a slice."""
         if not isinstance(rows, slice):
             self._refuse(f"[{rows!r}] was asked for, and only rows from one to another can be told without it")
         start, stop, step = rows.indices(len(self))
@@ -94,11 +94,11 @@ class ShadowTensor:
 
     @property
     def elsewhere(self) -> tuple[Rows, ...]:
-        """The rows that have to be fetched, as they are not here."""
+        """The rows that have to be fetched."""
         return tuple(piece for piece in self.pieces if isinstance(piece, Rows))
 
     def materialize(self, fetch: Fetch) -> np.ndarray:
-        """The data, for which `fetch` is asked once, for `elsewhere`. Raises ShadowError where other shapes come."""
+        """The data; calls `fetch(elsewhere)` once. Raises ShadowError for fetched arrays of other shapes or dtypes."""
         wanted = self.elsewhere
         fetched = fetch(wanted)
         for rows, data in zip(wanted, fetched, strict=True):
@@ -130,7 +130,7 @@ class ShadowTensor:
         raise ShadowError(f"{what}, but it is elsewhere: {names}; a materializer fetches it")
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether both have the same shape and dtype and name the same rows, whatever is in these."""
+        """Says whether both have the same shape and dtype and name the same rows to fetch."""
         if not isinstance(other, ShadowTensor):
             return NotImplemented
         return (self.shape, self.dtype, self.elsewhere) == (other.shape, other.dtype, other.elsewhere)
@@ -147,7 +147,7 @@ def _named(rows: Rows) -> str:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same rows in as few pieces as can be."""
+    """The same rows in as few pieces as possible."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

@@ -11,7 +11,7 @@ from flax import nnx
 from sharding.weights import WeightSpec
 
 Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
-Weights: TypeAlias = Mapping[Any, nnx.Variable]  # of an abstract model, by their paths
+Weights: TypeAlias = Mapping[Any, nnx.Variable]  # the weights of an abstract model, by path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +19,13 @@ class TensorName:
     """The name of one weight. It has `{}` for the layer number if the weight is stacked over layers.
 
     A parameter has its input axes first (`[in..., out...]`), a torch linear layer has `[out, in]`: the disk holds the
-    transpose, flattened to `disk_shape`. Only the layout differs, so the way there and back keeps every bit.
+    transpose, flattened to `disk_shape`. Only the layout differs, so that writing and reading keep every bit.
     """
 
     name: str
     path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    layers: int  # of its stack; 1 where it is in none
+    layers: int  # layers in its stack; 1 for a weight outside all stacks
     inputs: int  # number of input axes in `shape`; 0 for tables and vectors
     disk_shape: tuple[int, ...]
 
@@ -43,7 +43,7 @@ class TensorName:
         return np.ascontiguousarray(self.laid_out(value))
 
     def laid_out(self, value: Any) -> Any:
-        """The same of NumPy's or JAX's arrays, contiguous or not."""
+        """`to_disk` for arrays of NumPy or JAX; the result may not be contiguous."""
         order = (*range(self.inputs, value.ndim), *range(self.inputs))
         return value.transpose(order).reshape(self.disk_shape)
 

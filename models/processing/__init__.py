@@ -14,7 +14,7 @@ __all__ = ["MediaError", "Processor", "PromptError"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports `Processor` when it is first asked for (PEP 562): processes that decode media do without."""
+    """Imports `Processor` at its first use (PEP 562): processes that only decode media do not load it."""
     if name == "Processor":
         return importlib.import_module(".processor", __name__).Processor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

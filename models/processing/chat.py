@@ -24,13 +24,13 @@ def find_template(folder: pathlib.Path) -> str:
         return file.read_text(encoding="utf-8")
     template = read_json(folder / "chat_template.json").get("chat_template")
     template = template or read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         template = next((entry["template"] for entry in template if entry["name"] == "default"), "")
     return template or ""
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag about what an assistant has said, for those who train on it. Nothing is said yet: its text is a text."""
+    """The tag around an assistant's turns, which training code reads. Here its content is rendered like any other."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -45,16 +45,16 @@ def _raise(message: str) -> None:
 
 
 def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
-    """The conversation as text, open for the assistant's answer. Raises PromptError if the template refuses it."""
+    """The conversation as text, up to the assistant's answer. Raises PromptError if the template refuses it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return environment.from_string(template).render({**variables, **given})
-    except Exception as error:  # a template computes, and may fail in any way: with a medium, where it expects a text
+    except Exception as error:  # a template may raise anything, for example for a medium where it expects a text
         text = " ".join(str(error).split())
         raise PromptError(f"the chat template refuses the prompt: {text}", "the chat template refuses it") from error

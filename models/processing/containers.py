@@ -1,10 +1,9 @@
-"""Opens video files so that nothing but the file itself is read, and tells when one was cut off.
+"""Opens video files so that no other file is read, and recognises files that were cut off.
 
-FFmpeg decodes what is there of a cut-off file, shorter, and reports no error. What gives a cut away differs between
-formats. An incomplete last packet, or the damaged frames that come of it, are seen in all of them. Matroska, FLV and
-IVF files say how long they are; transport streams consist of packets of one size. A file that was cut between two
-packets, in a format that doesn't say its length (transport and program streams, bare streams, AVI, whose headers are
-often wrong), can't be told from a whole one.
+FFmpeg decodes a cut-off file as a shorter video and reports no error. An incomplete last packet, or the damaged frames
+that follow from it, show the cut in every format. Matroska, FLV and IVF files declare their length; transport streams
+consist of packets of one size. The other formats declare no length (transport and program streams, bare streams) or
+often a wrong one (AVI): there, a file that was cut between two packets looks complete.
 """
 
 import itertools
@@ -21,29 +20,29 @@ from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
 # FFmpeg's names of the formats that hold a video's own frames. Playlists, scripts and session descriptions (hls, dash,
-# concat, sdp, ...) are missing since they name other files or hosts; single pictures since they are no videos.
-# An animated GIF is one: its frames have times, and data sets of short clips are published as GIFs.
+# concat, sdp, ...) are left out since they name other files or hosts, single pictures since they are no videos.
+# An animated GIF is a video: its frames have times, and data sets of short clips are published as GIFs.
 FORMATS = (
     *("asf", "avi", "flv", "gif", "ivf", "matroska", "mov", "mpeg", "mpegts", "mxf", "ogg"),
     *("h264", "hevc", "m4v", "mpegvideo"),  # bare streams
 )
 PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
-NO_PROTOCOLS = ""  # a whitelist that no protocol is on: a format that asks for another file doesn't get it
-# Titles are not read, and may be in any encoding, which PyAV since 19 takes for granted.
+NO_PROTOCOLS = ""  # a whitelist without any protocol: FFmpeg opens no file that another one names
+# Titles are not read and may be in any encoding. PyAV 19 and later accept any encoding; older ones need this option.
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
-CODED = 2  # pixels as coded for one as shown, at most: sides are padded to whole blocks
+CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to multiples of a block
 
-SAYING_LENGTH = {"matroska", "flv", "ivf"}  # and keeping to it
+SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length, and rightly
 TOLERANCE = 0.01  # share of the declared length that may be missing
-REORDERED = 16  # frames that a decoder may hold back, at most (H.264, HEVC): a damaged one is so far from the end
-TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and what each of them begins with
+REORDERED = 16  # frames that a decoder holds back, at most (H.264, HEVC): so far from the end a damaged one may be
+TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
 
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
     """The container in `file`, which stays open, and the stream of its video. `name` is for messages.
 
-    Raises MediaError where it is no video in one of `FORMATS`, and where its frames exceed `limits`.
+    Raises MediaError where the file is no video in one of `FORMATS`, and where its frames exceed `limits`.
     """
     file.seek(0)
     try:
@@ -55,7 +54,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": NO_PROTOCOLS},
             buffer_size=BUFFER_BYTES,
         )
-    except ArgumentError as error:  # a format that is not on the whitelist raises it, too
+    except ArgumentError as error:  # a format that is not on the whitelist raises this, too
         raise MediaError(name, "cannot be opened as a video: it has none of the formats that are read here") from error
     except (FFmpegError, OSError, ValueError) as error:
         raise MediaError(name, f"cannot be opened as a video: {reason_of(error)}") from error
@@ -71,7 +70,7 @@ def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[Inp
 
 
 def _video(container: InputContainer, name: str) -> VideoStream:
-    """The first stream of moving pictures. The cover of a piece of music is none, and neither is a single picture."""
+    """The first stream of moving pictures. Covers of music and single pictures do not count."""
     if container.metadata.get("major_brand") in PICTURE_BRANDS:
         raise MediaError(name, "is a picture, not a video")
     for stream in container.streams.video:
@@ -102,13 +101,13 @@ class Ending:
         self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick
-        self._reached = 0.0  # seconds: where the last packet of any stream ends, sound and subtitles included
-        self._incomplete: dict[int, bool] = {}  # whether the last packet of each stream is
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
+        self._reached = 0.0  # seconds at which the last packet of any stream ends, sound and subtitles included
+        self._incomplete: dict[int, bool] = {}  # by stream: whether its last packet is incomplete
 
     def saw(self, packet: Packet) -> None:
         """Takes note of a packet of any stream, in the file's order."""
-        if packet.size == 0:  # flushes a decoder
+        if packet.size == 0:  # an empty packet flushes a decoder
             return
         self._incomplete[packet.stream_index] = packet.is_corrupt
         time = packet.dts if packet.pts is None else packet.pts
@@ -132,15 +131,15 @@ class Ending:
         return ""
 
     def _slack(self, times: list[int | None]) -> float:
-        """Seconds by which the last packet may miss the declared end: its own duration may be unknown, and may be as
-        long as the longest between two frames."""
+        """Seconds by which the last packet may end before the declared end. Its duration may be unknown, and may be as
+        long as the longest time between two frames."""
         known = sorted(time for time in times if time is not None)
         longest = max((b - a for a, b in itertools.pairwise(known)), default=0)
         return max(2 * longest * self._seconds[self._stream], TOLERANCE * self._declared)
 
 
 def _ends_within_packet(file: OpenFile) -> bool:
-    """Says whether the bytes behind the last whole packet begin like a packet: foreign bytes don't."""
+    """Says whether another packet begins behind the last complete packet; bytes of other kinds begin differently."""
     size = file.seek(0, 2)
     file.seek(0)
     begin = file.read(1)

@@ -1,6 +1,6 @@
-"""Reads the facts of a medium without its pixels: from its header, or from its packets if a header isn't believed.
+"""Reads the facts of a medium without its pixels: from its header, or from a video's packets if that isn't credible.
 
-Nothing is decoded but a video's first frame, which alone tells how it is turned.
+Only the first frame of a video is decoded: nothing else tells its rotation.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .settings import DecodeLimits
 from .videos import rated, span, too_many_frames
 
 ORIENTATION = ExifTags.Base.Orientation
-LYING = range(5, 9)  # the orientations that exchange the sides
+LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
-PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may tell an orientation
+PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """An image, or the frames of a video. Sides are in pixels, as it is shown: upright.
+    """The facts of an image or a video. Sides are those of the upright picture, in pixels.
 
-    `seconds` is None where nothing tells how long a video lasts. `counted` is False where `frames` and `seconds` are
-    the header's word.
+    `seconds` is None where nothing tells how long a video lasts. `counted` is False where `frames` and `seconds` come
+    from the header.
     """
 
     width: int
@@ -46,7 +46,7 @@ class Facts:
 
 
 def image_facts(source: Source, limits: DecodeLimits) -> Facts:
-    """The facts of an image by its header. Raises MediaError for a file that can't be used, as far as that shows."""
+    """The facts of an image, by its header. Raises MediaError where the header shows that it can't be used."""
     with open_image(source, limits) as (file, content):
         width, height = file.size
         if width != height and _orientation(file, content) in LYING:
@@ -55,11 +55,11 @@ def image_facts(source: Source, limits: DecodeLimits) -> Facts:
 
 
 def _orientation(file: Image.Image, content: OpenFile) -> int:
-    """The EXIF orientation, as far as the size that Pillow tells is that of the picture as it is stored."""
+    """The EXIF orientation; 1 for TIFF files, whose size in Pillow is that of the upright picture already."""
     if file.format == "TIFF":
         return 1
     if file.format == "PNG" and "exif" not in file.info and not _notes_behind_pixels(content):
-        return Image.Image.getexif(file).get(ORIENTATION, 1)  # PNG's own decodes all, to see what stands behind
+        return Image.Image.getexif(file).get(ORIENTATION, 1)  # PNG's own `getexif` decodes all pixels
     return file.getexif().get(ORIENTATION, 1)
 
 
@@ -79,7 +79,7 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
     """The facts of a video. Reads all packets with `count`, or where the header has no credible number of frames.
 
-    Raises MediaError for a file that can't be used, as far as that shows without decoding it.
+    Raises MediaError for a file that can't be used, as far as that can be told without decoding.
     """
     name = source_name(source)
     with opened(source) as file:
@@ -99,7 +99,7 @@ def _first_frame(
     container: InputContainer, stream: VideoStream, name: str, limits: DecodeLimits
 ) -> tuple[int, int, int | None]:
     """Width and height of the first frame, upright, and its time in ticks."""
-    stream.codec_context.thread_count = 1  # one frame takes all the time there is
+    stream.codec_context.thread_count = 1  # threads do not speed up a single frame
     for frame in container.decode(stream):
         check_size(frame.width, frame.height, name, limits)
         sides = (frame.height, frame.width) if round(frame.rotation / 90) % 2 else (frame.width, frame.height)
@@ -110,8 +110,8 @@ def _first_frame(
 def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
-    """The number of frames, and the seconds they last, going by the packets of the stream. Frames before `begin` refer
-    to frames that a recording which begins amid a group of pictures lacks, and are not decoded."""
+    """(number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not count:
+    a recording that begins amid a group of pictures lacks the frames that they refer to."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):
@@ -119,7 +119,7 @@ def _count(
             if len(shown) > limits.frames:
                 raise too_many_frames(name, limits)
     if all(time is not None for time, _ in shown):
-        shown.sort()  # packets stand in the order of decoding
+        shown.sort()  # packets are in the order of decoding
         shown = [frame for frame in shown if begin is None or frame[0] is None or frame[0] >= begin]
     base = stream.time_base
     ticks = fractions.Fraction(base.numerator, base.denominator) if base else None

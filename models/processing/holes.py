@@ -1,7 +1,7 @@
 """Finds image files with zeros where their picture should be, as unfinished downloads and bad disks leave them.
 
-Such zeros decode as pixels of some colour, and no decoder minds. Formats that have checksums need no help; in those
-whose pixels stand as they are, zeros are black. That leaves JPEG, WebP and AVIF.
+Such zeros decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in
+formats that store pixels uncompressed, zeros are black. That leaves JPEG, WebP and AVIF.
 """
 
 import struct
@@ -13,17 +13,17 @@ from .containers import CODED
 from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
-# No encoder with fixed Huffman tables writes so many zeros in a row; fitted tables may, for an even area. So they are
-# a reason to look, and whole files without them, nearly all photographs, are decoded once.
+# No encoder with fixed Huffman tables writes so many zeros in a row; one with fitted tables may, for an even area. Such
+# zeros are therefore a reason to look closer. Files without them, nearly all photographs, are decoded once only.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
-# The share of a coded picture that zeros at its end may be: libwebp's are a twentieth for pictures of one colour.
+# Zeros at its end may be 1 / SHARE of a coded picture: libwebp's are a twentieth for pictures of one colour.
 SHARE = 8
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError for an open file, of a format by Pillow's name, with zeros where its picture should be, as far
-    as that can be told."""
+    """Raises MediaError where zeros stand in the place of the picture's data, as far as that can be told. `format` is
+    Pillow's name of the file's format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return
     content.seek(0)
@@ -39,10 +39,10 @@ def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits
 
 
 def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
-    """Says whether zeros end the last scan of a JPEG file, or FFmpeg's decoder, told to be strict, finds bytes that
-    can't end a scan. libjpeg counts such bytes as a warning, which Pillow doesn't pass on, nor has it an option to.
+    """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
+    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read it.
 
-    Some holes are missed, the more the smaller they are, and all whose zeros happen to decode to the right number of
+    Some holes are missed: small holes more often than large ones, and all whose zeros decode to the right number of
     blocks.
     """
     if HOLE not in jpeg:
@@ -51,13 +51,13 @@ def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     if len(jpeg) - len(there) >= len(HOLE) and there.rfind(END) < there.rfind(SCAN):
         return True
     decoder = av.CodecContext.create("mjpeg", "r")
-    decoder.thread_count = 1  # no frame is held back
+    decoder.thread_count = 1  # one thread holds no frame back
     decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
     try:
         decoder.decode(av.Packet(jpeg))
     except InvalidDataError:
         return True
-    except FFmpegError:  # a kind of JPEG that FFmpeg doesn't know
+    except FFmpegError:  # FFmpeg does not know this kind of JPEG
         return False
     return False
 
@@ -68,11 +68,11 @@ def _ends_in_zeros(coded: bytes) -> bool:
 
 
 def _media_data(avif: bytes) -> bytes:
-    """The last box of coded pictures, of which a file has one (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
+    """The last box with coded pictures; a file has one such box (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
     place, found = 0, b""
     while place + 8 <= len(avif):
         size, kind = struct.unpack(">I4s", avif[place : place + 8])
-        if size < 8:  # to the end, or of 64 bits
+        if size < 8:  # 0: the box extends to the end of the file; 1: its size has 64 bits
             return avif[place:] if kind == b"mdat" else found
         if kind == b"mdat":
             found = avif[place : place + size]

@@ -12,19 +12,19 @@ from .holes import refuse_holes
 from .media_file import MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
-MAX_ASPECT = 200  # beyond it the published processors refuse
-# Pillow's names of the formats in which pictures are published. Missing are those that run another program (EPS runs
-# Ghostscript), that only some system's Pillow can read, and that hold files of a size they don't declare (ICO).
+MAX_ASPECT = 200  # the published processors refuse larger ratios
+# Pillow's names of the formats in which pictures are published. Formats are left out that run another program (EPS runs
+# Ghostscript), that only some systems' Pillow can read, or that hold files of a size they don't declare (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-BAND_PIXELS = 1 << 20  # converted at once
+BAND_PIXELS = 1 << 20  # pixels converted at once
 
 
 @contextlib.contextmanager
 def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Image, OpenFile]]:
-    """The image in a file, of which the header was read, and the file.
+    """Yields the image in a file, with only its header read, and the open file.
 
     Raises MediaError, also for an image of more pixels than `limits` or Pillow's own bound
-    (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for what goes wrong with it inside the `with`.
+    (`PIL.Image.MAX_IMAGE_PIXELS`) allow, and for any error inside the `with` block but MemoryError.
     """
     name = source_name(source)
     with opened(source) as content:
@@ -34,7 +34,7 @@ def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Ima
                 yield file, content
         except Image.UnidentifiedImageError:
             raise MediaError(name, f"not an image in a known format ({', '.join(FORMATS)})") from None
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # a warning made an error
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # where warnings are errors
             raise MediaError(name, f"too many pixels: {error} (PIL.Image.MAX_IMAGE_PIXELS)") from None
         except (MediaError, MemoryError):
             raise
@@ -51,12 +51,12 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
         file.load()
         refuse_holes(content, file.format or "", source_name(source), limits)
         ImageOps.exif_transpose(file, in_place=True)
-        # grey values of 16 bits, which Pillow reads as 32 for this format alone
+        # Pillow reads 16-bit grey values as 32-bit ones for this format alone
         return _to_rgb(file.convert("I;16") if (file.format, file.mode) == ("PPM", "I") else file)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB, converted band by band: what lies between two modes takes four times the memory of either."""
+    """The image in RGB. It is converted band by band: the steps between take four times the memory of an image."""
     if image.mode in ("I", "F"):
         raise ValueError(f"{image.mode}-mode pixels (32 bits) have no defined white")
     if image.mode == "RGB" and image.info.get("transparency") is None:
@@ -85,7 +85,7 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly kept.
+    """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged.
 
     Rounds exactly like the published processors. Raises ValueError for an aspect ratio above 200.
     """

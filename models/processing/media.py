@@ -1,8 +1,8 @@
-"""Turns a medium into patches, whole or some of its frame pairs: all that its pixels depend on besides its file.
+"""Turns a medium, or some of its frame pairs, into patches. They depend on its file and `MediaSettings` only.
 
-Patches of one medium stand in window order. Windows never cross a frame pair, so frame pair `k` of a medium of the grid
-`(pairs, rows, columns)` is its rows `k * rows * columns` onwards, and the media of a prompt in order are the prompt's
-patches. They are bytes until they are normalised: floats would be four times the memory to keep and to move.
+Patches of one medium stand in window order. Windows never cross a frame pair, so that frame pair `k` of a medium of the
+grid `(pairs, rows, columns)` begins at row `k * rows * columns`. A prompt's patches are those of its media, one medium
+after another. Patches are bytes until they are normalised: floats would take four times the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
 from .video_slices import load_slice
 from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames
 
-PAIRS_AT_ONCE = 2  # frame pairs that are brought into order together
+PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
 
 
 class Chunk(NamedTuple):
@@ -36,12 +36,12 @@ class Chunk(NamedTuple):
 
     first_pair: int
     patches: np.ndarray  # [P, 3, n] u8, in window order
-    grid: Grid  # of the whole, unless it turns out otherwise
+    grid: Grid  # of the complete medium, as far as is known so far
 
 
 @dataclasses.dataclass(frozen=True)
 class MediaSettings:
-    """Bounds of sizes, choice of frames, normalisation. Immutable; written down as JSON, and named by a digest."""
+    """Bounds of sizes, choice of frames, normalisation. Immutable; can be written as JSON and named by a digest."""
 
     layout: PatchLayout = dataclasses.field(default_factory=PatchLayout)
     image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
@@ -69,7 +69,7 @@ class MediaSettings:
 
     @property
     def digest(self) -> str:
-        """A name of the settings, equal for those by which every file becomes the same patches."""
+        """A name of the settings; settings with one name turn every file into the same patches."""
         return _digest(self)
 
     @property
@@ -78,13 +78,13 @@ class MediaSettings:
         return 3 * self.layout.temporal_patch_size * self.layout.patch_size**2
 
     def facts(self, kind: str, source: Source, *, count: bool = False) -> Facts:
-        """The facts of a medium by its header; with `count`, videos are read through, though not decoded. Raises
-        MediaError for a file that can't be used, as far as that shows."""
+        """The facts of a medium, by its header; `count` reads all packets of a video, without decoding them. Raises
+        MediaError for a file that can't be used, as far as that shows in what is read."""
         return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
-        """The medium that these facts make. `name` is for messages. Raises MediaError for one that can't be used: where
-        its frames were not counted, a count may tell otherwise."""
+        """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used;
+        if its frames were not counted, a count may show that it can."""
         layout, seconds = self.layout, 0.0
         check_size(facts.width, facts.height, name, self.limits)
         if kind == "image":
@@ -103,9 +103,9 @@ class MediaSettings:
         return Medium(kind, grid, seconds)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
-        """Returns a medium by its header, and whether that is certain: False where it rests on the word of a video's
-        header. With `count`, videos are read through, though not decoded. Raises MediaError for a file that can't be
-        used, as far as that shows."""
+        """Returns (the medium by its header, whether that is certain). It is uncertain where the number of frames comes
+        from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError for a file
+        that can't be used, as far as that shows in what is read."""
         facts = self.facts(kind, source, count=count)
         try:
             return self.medium_of(kind, source_name(source), facts), facts.counted
@@ -129,11 +129,11 @@ class MediaSettings:
         raise AssertionError("a medium ends what is loaded")
 
     def load_chunks(self, kind: str, source: Source, pairs_per_chunk: int) -> Iterator[Chunk | Medium | None]:
-        """Yields the patches that `load` returns in chunks of so many frame pairs, in order, of which one at a time is
-        held here; the medium is the last item.
+        """Yields the patches that `load` returns, in order, in chunks of `pairs_per_chunk` frame pairs; the last item
+        is the medium. This function holds one chunk at a time.
 
-        None as an item voids all chunks so far: a video's header was wrong about its frames, and they come again from
-        the first one. Raises MediaError as `load` does, also behind chunks, which are void then.
+        An item None voids all chunks before it: a video's header was wrong about the frames, and all chunks are yielded
+        again. Raises MediaError as `load` does, also after some chunks, which are void then.
         """
         if kind == "image":
             picture, name = load_image(source, self.limits), source_name(source)
@@ -165,8 +165,8 @@ class MediaSettings:
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
 
-        Of a video only what is needed for them is decoded, where that gives the same (`video_slices.py`). Raises
-        MediaError where the file is not what it was then, and ValueError for pairs that there are not.
+        Only the necessary part of a video is decoded, where the result is the same (`video_slices.py`). Raises
+        MediaError where the file has changed since `load`, and ValueError for pairs that do not exist.
         """
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:

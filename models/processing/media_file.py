@@ -1,4 +1,4 @@
-"""Opens the bytes of a medium, from a local file or from memory. Decoders see either one as an open file only.
+"""Opens the bytes of a medium, from a local file or from memory. Decoders get an open file in either case.
 
 Here are also the errors of media and prompts that cannot be used; each message is one line.
 """
@@ -16,17 +16,17 @@ class MediaError(ValueError):
     """A media file cannot be used. The message names the file and says why."""
 
     def __init__(self, path: str, reason: str) -> None:
-        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # it may be a picture as text
-        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # so that it can be printed
+        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # may be a picture
+        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # can be printed
         self.path = path
         self.reason = reason
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.path, self.reason)  # survives the way back from a worker process
+        return type(self), (self.path, self.reason)  # lets a worker process send the error back
 
 
 class MediaUnavailable(MediaError):
-    """A media file can't be read now, though another time it may be: it is missing, or its disk or host fails."""
+    """A media file can't be read now but perhaps later: it is missing, or its disk or host fails."""
 
 
 class PromptError(ValueError):
@@ -57,7 +57,7 @@ def opened(source: Source) -> Iterator[OpenFile]:
     if not os.path.isfile(source):
         raise MediaUnavailable(name, "is not a file" if os.path.exists(source) else "no such file")
     try:
-        # A file that is opened by its descriptor has no name, so that no decoder can go by the name's ending.
+        # A file that is opened by its descriptor has no name, so that no decoder can judge it by the name's ending.
         file = os.fdopen(os.open(source, os.O_RDONLY), "rb")
     except OSError as error:
         raise MediaUnavailable(name, f"cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A prompt before its pixels are there: its ids, and what its media are."""
+"""A prompt without its pixels: its token ids, and the kind and grid of each medium."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Medium:
 
     kind: str  # "image" or "video"
     grid: Grid
-    seconds_per_grid: float = 0.0  # that a frame pair of a video stands for
-    # How it can be read, not what it is: whether decoding has shown that packets tell the time of each frame.
+    seconds_per_grid: float = 0.0  # seconds that a frame pair of a video spans
+    # Decoding has shown that packets tell the time of each frame. This says how to read a medium: equality ignores it.
     seekable: bool = dataclasses.field(default=False, compare=False)
 
 
@@ -24,12 +24,12 @@ class Medium:
 class PromptOutline:
     """A tokenised prompt with one placeholder for each medium, and these media, in order.
 
-    `certain` is False where something rests on the word of a video's header: decoding may show otherwise.
+    `certain` is False where a number of frames comes from a video's header: decoding may show another one.
     """
 
     token_ids: np.ndarray  # i32, placeholders not expanded
     media: tuple[Medium, ...]
-    merge_size: int  # patches a side of those that become one token
+    merge_size: int  # patches a side of the square that becomes one token
     certain: bool = True
 
     def __len__(self) -> int:

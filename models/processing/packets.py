@@ -1,9 +1,10 @@
-"""Reads packets of a video undecoded: whether the frame of one is shown, and whether decoding can begin with it.
+"""Reads packets of a video without decoding them: whether one's frame is shown, whether decoding can begin with it.
 
-A decoder that begins in the middle must give the frames that one gives which has come from the start. A container's
-own mark of a key frame doesn't promise that: it may stand where a picture that is refreshed bit by bit begins to be
-(H.264's recovery points), what is needed to decode may have been said before, once, and the mark may be wrong. So the
-bitstream is read for it. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream
+A decoder that begins in the middle of a stream must give the same frames as a decoder that began at its start. A
+container's own mark of a key frame doesn't promise that. The mark may stand where a picture begins that is refreshed
+step by step (H.264's recovery points), parameters for decoding may stand only once, further ahead, and the mark may be
+wrong. So the bitstream is read as well. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9
+bitstream
 specification (6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
@@ -15,43 +16,44 @@ from collections.abc import Callable, Iterator
 from av.packet import Packet
 from av.video.stream import VideoStream
 
-START = b"\0\0\1"  # of a unit of a bytestream
+START = b"\0\0\1"  # start of a unit of a bytestream
 SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
-INTRA = 1  # their type of a picture that depends on no other
-# FFmpeg decodes old x264's streams as x264 meant them, going by a note in the first frame, which a decoder that begins
-# later doesn't see: up to build 33 their direct prediction, up to 151 their 4:4:4.
+INTRA = 1  # MPEG's type of a picture that depends on no other
+# FFmpeg decodes streams of old x264 builds as these builds meant them: up to 33 their direct prediction, up to 151
+# their 4:4:4. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
 X264 = re.compile(rb"x264 - core (\d+)")
 X264_DIRECT, X264_444 = 33, 151
 
 
 def is_shown(packet: Packet, codec: str) -> bool:
-    """Says whether a packet, of a codec by FFmpeg's name of it, holds a frame that decoding gives."""
-    if packet.size == 0 or packet.is_discard:  # flushes a decoder; is outside an edit list
+    """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name."""
+    if packet.size == 0 or packet.is_discard:  # the first flushes a decoder; the second is outside an edit list
         return False
-    return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames only to refer to
+    return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames that are never shown
 
 
 class EntryPoints:
-    """Finds the packets with which decoding can begin: from such a packet's time on, every frame becomes what it is
-    when all that stands before is decoded, too. Frames of an earlier time that stand behind it may not.
+    """Finds the packets with which decoding can begin. From the time of such a packet on, every frame is the same as in
+    a decoding from the start of the stream. Frames of an earlier time that follow the packet may differ.
 
-    None is found where a codec is not known well enough: its streams are decoded from the start.
+    A stream of a codec that this file can't read has no such packet: it is decoded from the start.
     """
 
     def __init__(self, stream: VideoStream) -> None:
         self._codec: str = stream.codec.canonical_name
         self._extradata = stream.codec_context.extradata or b""
         self._format = stream.codec_context.pix_fmt or ""
-        self._told: set[bytes] = set()  # what units between frames have said of how to decode, so far
+        self._told: set[bytes] = set()  # parameter units in the packets seen so far
         self._first = True
         self._none = False
 
     def saw(self, packet: Packet) -> bool:
-        """Says whether decoding can begin with a packet. It is shown all packets of the stream, in the file's order."""
+        """Says whether decoding can begin with `packet`. Must be called for all packets of the stream, in file
+        order."""
         if self._none:
             return False
         if packet.has_sidedata("new_extradata") or packet.has_sidedata("param_change"):
-            self._none = True  # what the header says of how to decode is no longer so
+            self._none = True  # the parameters in the header are no longer valid
             return False
         if self._first and self._codec == "h264":
             self._none = self._by_old_x264(bytes(packet))
@@ -62,8 +64,8 @@ class EntryPoints:
         return alone is not None and packet.is_keyframe and alone(bytes(packet))
 
     def _begins(self, data: bytes) -> bool:
-        """Says whether decoding can begin with this packet of a codec whose packets consist of units. Some units say
-        how to decode those behind them: the packet has to repeat all that came so far, but for the header's."""
+        """Says whether decoding can begin with this packet, for codecs whose packets consist of units. The packet must
+        repeat all units of parameters that came in packets so far; those in the header need no repetition."""
         kind_of, says_how, is_entry = _UNITS[self._codec]
         told, entry = set(), False
         for unit in units(data, self._length_bytes()):
@@ -75,7 +77,7 @@ class EntryPoints:
         return entry and not self._none and self._told == told
 
     def _length_bytes(self) -> int:
-        """The size of the length that stands before each unit, or 0 where start codes do (ISO/IEC 14496-15)."""
+        """The bytes of the length before each unit; 0 where start codes separate units (ISO/IEC 14496-15)."""
         head = self._extradata[:3]
         if self._codec == "mpeg4" or len(self._extradata) < 7 or head in (START, b"\0\0\0"):
             return 0
@@ -89,7 +91,7 @@ class EntryPoints:
 
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
-    """The units of a packet, each behind its length in so many bytes, or (0) behind a start code. None is empty."""
+    """Yields the units of a packet, but no empty ones. Before each stands its length, or a start code (0 bytes)."""
     if length_bytes:
         place = 0
         while place + length_bytes < len(data):
@@ -108,7 +110,7 @@ def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
 
 
 def _mpeg_video(data: bytes) -> bool:
-    """Says whether a packet is an intra picture behind a sequence header, without which matrices could be older."""
+    """Says whether a packet is an intra picture behind a sequence header; otherwise older matrices could apply."""
     place = data.find(PICTURE)
     return data.startswith(SEQUENCE) and 0 < place < len(data) - 5 and data[place + 5] >> 3 & 7 == INTRA
 
@@ -118,8 +120,8 @@ def _vp8(data: bytes) -> bool:
 
 
 def _vp9(data: bytes) -> bool:
-    """Says whether a packet is a key frame, and not one that is shown again."""
-    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has a bit more before these
+    """Says whether a packet holds a key frame, and not the order to show an earlier frame."""
+    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 
 
@@ -142,10 +144,10 @@ def _av1(data: bytes) -> bool:
                     break
         if place >= len(data):
             return False
-        if kind == 1:  # a sequence header; that of a still picture is shorter, as its frame's is
+        if kind == 1:  # a sequence header; a still picture's is shorter, and so is its frame's
             sequence = data[place] >> 3 & 1 == 0
         elif kind in (3, 6):  # a frame, or its header alone
-            return sequence and data[place] >> 4 == 0b0001  # not one shown again, of type 0, shown
+            return sequence and data[place] >> 4 == 0b0001  # a new frame, not an earlier one; a key frame; shown
         place += size
     return False
 
@@ -158,7 +160,7 @@ _ALONE: dict[str, Callable[[bytes], bool]] = {
     "av1": _av1,
 }
 _Units = tuple[Callable[[bytes], int], set[int], Callable[[int, bytes], bool]]
-_UNITS: dict[str, _Units] = {  # kind of a unit; those kinds that say how to decode; what a decoder can begin with
+_UNITS: dict[str, _Units] = {  # kind of a unit; the kinds that hold parameters; whether decoding can begin with a unit
     "h264": (lambda unit: unit[0] & 31, {7, 8, 13, 15}, lambda kind, _: kind == 5),  # an IDR picture
     "hevc": (lambda unit: unit[0] >> 1 & 63, {32, 33, 34}, lambda kind, _: 16 <= kind <= 21),  # IDR, BLA, CRA
     "mpeg4": (

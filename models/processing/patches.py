@@ -1,11 +1,11 @@
-"""Turns frames into patches, and brings these from raster order into the vision tower's window order.
+"""Turns frames into patches, and puts patches from raster order into the vision tower's window order.
 
 The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
 2-D positions and both segmentations are computed once, on the host, with numpy; the model sees contiguous runs.
 
 Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row
-by row, then the `merge ** 2` patches of a block row by row. No JAX is imported here, which processes that decode need
-not load.
+by row, then the `merge ** 2` patches of a block row by row. This file imports no JAX: processes that decode media
+need not load it.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
         scale = np.float32(1.0 / pixels.rescale_factor)
         mean, std = mean * scale, std * scale
     elif pixels.rescale_factor == 1 / 255:
-        values /= np.float32(255)  # equal to the product in float64, rounded, for all 256 values; and five times faster
+        values /= np.float32(255)  # for all 256 values equal to the rounded product in float64, and five times faster
     else:
         values = (patches.astype(np.float64) * pixels.rescale_factor).astype(np.float32)
     values -= mean
@@ -84,7 +84,7 @@ def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray,
 class Arrangement:
     """The window order of the patches of several media, which depends on their grids alone."""
 
-    order_M: np.ndarray  # i64: the merge block in raster order that stands at each place
+    order_M: np.ndarray  # i64: at each position of the window order, the merge block's number in raster order
     positions_P2: np.ndarray  # i32
     frame_segments_P: np.ndarray  # i32
     window_segments_P: np.ndarray  # i32
@@ -97,15 +97,15 @@ class Arrangement:
         return result
 
     def packed(self, patches_PX: np.ndarray) -> np.ndarray:
-        """Patches in raster order, brought into window order. Raises ValueError for another number of them."""
+        """The patches, given in raster order, in window order. Raises ValueError for a wrong number of patches."""
         if len(patches_PX) != len(self.positions_P2):
             raise ValueError(f"{len(patches_PX)} patches, but the grids hold {len(self.positions_P2)}")
         return patches_PX.reshape(len(self.order_M), -1)[self.order_M].reshape(patches_PX.shape)
 
 
 def arrange(grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout) -> Arrangement:
-    """`grid_thw` has a row (frame pairs, patch rows, patch columns) for each medium. Raises ValueError for grids that
-    can't be."""
+    """`grid_thw` has a row (frame pairs, patch rows, patch columns) for each medium. Raises ValueError for a grid that
+    does not divide into merge blocks, and for windows smaller than a block."""
     merge = layout.spatial_merge_size
     window = layout.window_size // layout.patch_size // merge
     if window < 1:

@@ -63,8 +63,8 @@ class Processor:
     limits: DecodeLimits = dataclasses.field(default_factory=DecodeLimits)
     eos_ids: tuple[int, ...] = ()
     chat_template: str = ""
-    tokenizer_config: str = "{}"  # tokenizer_config.json, with what only older files say
-    generation_config: str = "{}"  # generation_config.json, as it was read
+    tokenizer_config: str = "{}"  # tokenizer_config.json, with settings of older files
+    generation_config: str = "{}"  # the content of generation_config.json
 
     @classmethod
     @one_line(ValueError)
@@ -112,10 +112,10 @@ class Processor:
     def configured(
         self, *, min_pixels: int = 0, max_pixels: int = 0, num_frames: int = 0, limits: DecodeLimits | None = None
     ) -> Processor:
-        """A processor with other bounds for images and videos; 0 keeps what the checkpoint says, None the limits.
+        """A processor with other bounds for images and videos; 0 and None leave the present values.
 
-        Where one given bound crosses the checkpoint's other one, the given one counts. Raises ValueError where two
-        given ones contradict each other.
+        If a given bound crosses the checkpoint's other bound, that is moved to the given one. Raises ValueError where
+        `min_pixels` is above `max_pixels`.
         """
         if min_pixels > max_pixels > 0:
             raise ValueError(f"min_pixels={min_pixels} is above max_pixels={max_pixels}")
@@ -142,8 +142,8 @@ class Processor:
         return tuple(id for id in ids if id is not None)
 
     def encode(self, text: str, *, ends: bool = False) -> list[int]:
-        """The token ids of a text, with `ends` between the first and last tokens that the tokenizer puts about texts.
-        Raises PromptError for characters that the vocabulary has no way to write."""
+        """The token ids of a text; `ends` adds the tokens that the tokenizer puts before and behind a text.
+        Raises PromptError for characters that the vocabulary can't write."""
         try:
             return self.tokenizer.encode(text, add_special_tokens=ends).ids
         except Exception as error:  # the library raises bare Exceptions
@@ -187,7 +187,7 @@ class Processor:
                 raise PromptError("this checkpoint has no chat template, which a system message needs")
             return self.tokenise(text, media)
         self._check_marks(text, media)
-        content: str | list[dict[str, str]] = text  # a plain string where possible: text templates know no parts
+        content: str | list[dict[str, str]] = text  # templates of text models accept strings only
         if media:
             content = []
             for part in re.split(f"({MARK.pattern})", text):
@@ -200,12 +200,12 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = chat.render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # as in transformers: the tokenizers of texts never add any here, processors do unless the template has done it
+        # as in transformers: text tokenizers add no such tokens here; processors do, unless the template has added them
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:
         if not self.vision and not media:
-            return  # to a model that reads text only, marks are words
+            return  # a text model reads marks as words
         marks = [MARKS[mark] for mark in MARK.findall(text)]
         kinds = [kind for kind, _ in media]
         if wrong := set(kinds) - set(PADS):
@@ -224,8 +224,9 @@ class Processor:
     def outline(
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
     ) -> PromptOutline:
-        """The outline of what `prepare_ids` gives, without pixels, from the headers of `media` alone; with `count`,
-        videos are read through, though not decoded. Raises what `prepare_ids` raises, as far as that shows."""
+        """The outline of the input that `prepare_ids` returns, read from the headers of `media`. `count` reads all
+        packets of videos, without decoding them. Raises the errors of `prepare_ids`, as far as they show in what is
+        read."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
@@ -233,7 +234,7 @@ class Processor:
         return PromptOutline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
-        """The outline of ids and media that are known already. Raises PromptError where they don't fit together."""
+        """The outline of these ids and media. Raises PromptError where they don't fit together."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [medium.kind for medium in media])
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
@@ -274,8 +275,8 @@ class Processor:
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
     def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
-        """The model input of a prompt whose media have these patches, each medium's in window order. A shadow tensor
-        may stand for the patches."""
+        """The model input of a prompt; `patches_PX` holds the patches of its media, each medium's in window order. A
+        shadow tensor may stand for the patches."""
         ids, media = outline.token_ids, outline.media
         if not self.vision:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
@@ -306,12 +307,12 @@ class Processor:
 
 
 def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
-    """Says which of the tokens are among these few, at a fraction of what `np.isin` takes for so few."""
+    """`np.isin` for few ids, in a fraction of its time."""
     return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
 
 
 def _layout(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> PatchLayout:
-    """The layout in config.json, which the weights fit to; the preprocessing settings must agree with it."""
+    """The layout in config.json, which fits the weights. Raises ValueError if preprocessing settings contradict it."""
     if "vision_config" not in config:
         return read_layout(image, PatchLayout())
     try:

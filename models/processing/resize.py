@@ -1,9 +1,9 @@
 """Resizes 8-bit frames bicubically, bit for bit as torchvision resizes the videos of the published processors.
 
 Torch and Pillow interpolate with the same antialiased kernel, one axis after the other, but quantise its weights
-differently: in about 0.3 % of all bytes of a real video they differ, by one or two. Images are defined by
-Pillow (`images.py`), videos by torch; this is torch's fixed-point arithmetic (ATen `UpSampleKernel`, 16-bit weights)
-as banded matrix products, whose sums are small enough to be exact in floating point.
+differently: about 0.3 % of all bytes of a real video differ, by one or two. Pillow defines images (`images.py`), torch
+defines videos. This file does torch's fixed-point arithmetic (ATen `UpSampleKernel`, 16-bit weights) as banded matrix
+products, whose sums are small enough to be exact in floating point.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 BAND = 16  # output positions computed by one dense product
 SMALL_PRODUCT = 2**18  # multiplications; larger products wake BLAS threads, which cost more than they save here
-STRIP_PIXELS = 2**22  # pixels turned into floats at once, which take four times the memory of bytes
+STRIP_PIXELS = 2**22  # pixels turned into floats at once; floats take four times the memory of bytes
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:

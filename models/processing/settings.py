@@ -29,7 +29,7 @@ class PixelSettings:
     resample: int = BICUBIC  # a `PIL.Image.Resampling` value
 
     def __post_init__(self) -> None:
-        # min_pixels above max_pixels is what transformers allows and resizes by: the upper bound is tried first
+        # transformers allows min_pixels above max_pixels, and applies the upper bound first
         if min(self.min_pixels, self.max_pixels) < 1:
             raise ValueError(f"min_pixels and max_pixels must be positive, got {self.min_pixels}, {self.max_pixels}")
         if len(self.mean) != 3 or len(self.std) != 3 or 0.0 in self.std:
@@ -44,7 +44,7 @@ class FrameSettings:
     fps: float | int = 2
     min_frames: int = 4  # bounds for `fps`
     max_frames: int = 768
-    max_video_tokens: int = 0  # > 0: 90 % of so many tokens bound the pixels of a whole video
+    max_video_tokens: int = 0  # > 0: the pixels of a video are at most 90 % of those of so many tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
     for step in STEPS:
         if config.get(step, True) is False:
             raise ValueError(f"{step}=false is not supported")
-    said = {name: value for name, value in config.items() if value is not None}  # 0 is a value
+    said = {name: value for name, value in config.items() if value is not None}  # 0 is a setting, too
     size = said["size"] if isinstance(said.get("size"), dict) else {}
     # the older pair of names wins over `size`, as in transformers
     low = said.get("min_pixels", size.get("min_pixels", size.get("shortest_edge")))
@@ -133,7 +133,7 @@ def write_configs(
     image_config = common(image) | {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
-        # read back where no config.json stands beside
+        # read in a folder that has no config.json
         "window_size": layout.window_size,
         "tokens_per_second": layout.tokens_per_second,
     }

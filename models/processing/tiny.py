@@ -19,11 +19,10 @@ SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 
 def build_tokenizer(texts: Iterable[str], words: Sequence[str] = (), *, marks: bool = True) -> Tokenizer:
-    """A token for every character of `texts` and `words`, and one for each of `words` standing as a whole word.
+    """A tokenizer with a token for every character of `texts` and `words`, and for each of `words` as a complete word.
 
-    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped,
-    unless without `marks` they are words.
-    There is no token for unknown characters: encoding one is an error, not a silent loss.
+    Ids depend on the sets of characters and words only, not on their order. Media marks in the texts are skipped;
+    `marks=False` treats them as text. Encoding an unknown character is an error, not a silent loss.
     """
     characters = sorted(set("".join(MARK.sub("", text) if marks else text for text in texts)) | set("".join(words)))
     whole = sorted(set(words) - set(characters))

@@ -9,7 +9,7 @@ from ..folder import read_json
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """tokenizer_config.json, and the older files that it takes the place of once it has `added_tokens_decoder`."""
+    """tokenizer_config.json; if that lacks `added_tokens_decoder`, with the older files that have its settings."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -19,8 +19,9 @@ def read_settings(folder: pathlib.Path) -> JsonObject:
 
 
 def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
-    """The tokenizer of a folder's tokenizer.json, with the tokens that only `settings` name: each gets the next free
-    id, whatever id stands there, as in transformers. Raises FileNotFoundError or ValueError, which name the file."""
+    """The tokenizer of a folder's tokenizer.json, with the tokens that only `settings` name. Each of those gets the
+    next free id, whatever id is written there, as in transformers. Raises FileNotFoundError or ValueError, naming the
+    file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
@@ -28,7 +29,7 @@ def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    # The file may store those of the last batch that somebody encoded: they would cut or fill up every prompt.
+    # The file may store truncation and padding of somebody's last batch: they would cut or fill up every prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     stored = list(tokenizer.get_added_tokens_decoder().values())

@@ -1,10 +1,10 @@
-"""Decodes some of a video's sampled frames and little else: from the nearest frame before them that needs no other.
+"""Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
-Which frame is which is told by time. All packets are read first, undecoded: their times in order are those of the
-frames, which holds for files of which one decoding of the whole has shown it (`Medium.seekable`). Then the packets from
-an entry point on (`EntryPoints`) go to a decoder, each checked to be the one that was read before, until the last
-wanted frame is there; every frame must have the time that is next. So the decoder gets what it would have got, had it
-begun at the start. Where anything isn't as expected, nothing is returned, and whoever asked decodes the whole.
+Frames are identified by their times. All packets are read first, without decoding; their sorted times are those of the
+frames, if a complete decoding has shown so (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
+go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
+frame must have the next time of the list: the frames are then those of a decoding from the start. Where anything
+differs, nothing is returned, and the caller decodes the complete file.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from .videos import bounded, increasing, rated, sample_indices, seconds_per_grid
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    frames: np.ndarray  # u8 [frames, height, width, 3], resized; of the last pair, as many as there are
-    decoded: int  # frames that were decoded for them
+    frames: np.ndarray  # u8 [frames, height, width, 3], resized; the last pair may lack frames
+    decoded: int  # number of frames decoded to get these
 
 
 class _Note(NamedTuple):
-    """The notes that are taken of a packet."""
+    """Facts of a packet that was read and not decoded."""
 
-    time: int | None  # of its frame
-    begin: int | None  # when decoding it begins
+    time: int | None  # time of its frame
+    begin: int | None  # time of its decoding
     duration: int
-    place: int | None  # in the file, where it is known
+    place: int | None  # byte offset in the file; None: unknown
     size: int
     shown: bool
     entry: bool  # whether decoding can begin here
 
     def fits(self, packet: Packet, codec: str) -> bool:
-        """Says whether a packet is the one that was noted."""
+        """Says whether `packet` has these facts."""
         same = (packet.pts, packet.pos, packet.size) == (self.time, self.place, self.size)
         return same and is_shown(packet, codec) == self.shown
 
@@ -62,15 +62,15 @@ class _Note(NamedTuple):
 class _Plan:
     """The packets and frames to decode."""
 
-    notes: list[_Note]  # of all packets
-    first: int  # packet that is decoded
-    expected: list[int]  # the times of the frames from it on
-    wanted: list[int]  # places among them of those that were sampled and asked for
+    notes: list[_Note]  # of all packets, in file order
+    first: int  # number of the first packet that is decoded
+    expected: list[int]  # the times of the frames from that packet on
+    wanted: list[int]  # indices in `expected` of the requested frames
     bounds: PixelSettings
 
 
 class _Unexpected(Exception):
-    """A stream differs from what was expected, so that it can't be told which of its frames are the wanted ones."""
+    """A stream differs from what was expected, so that the requested frames can't be identified in it."""
 
 
 def load_slice(
@@ -84,8 +84,8 @@ def load_slice(
 ) -> Slice | None:
     """The sampled frames of neighbouring frame pairs, at least one, of a video that became `medium` by these settings.
 
-    None where they can't be told without decoding the whole, also where the file is not what it was. Raises MediaError
-    for a file that can't be used.
+    None where the frames can't be identified without a complete decoding, also where the file has changed. Raises
+    MediaError for a file that can't be used.
     """
     with opened(source) as file, contextlib.suppress(_Unexpected, FFmpegError, OSError):
         return _Slicer(file, source_name(source), medium, layout, pixels, frames, limits).read(pairs)
@@ -111,7 +111,7 @@ class _Slicer:
             with contextlib.suppress(_Unexpected, FFmpegError):
                 return self._decode(_sought(container, stream, plan), stream, plan)
         container, stream = open_container(self.file, self.name, self.limits)
-        with container:  # not every format can be sought in
+        with container:  # not every format supports seeking
             return self._decode(_checked(container.demux(stream), stream, plan, 0), stream, plan)
 
     def _plan(self, container: InputContainer, stream: VideoStream, pairs: range) -> _Plan:
@@ -146,7 +146,7 @@ class _Slicer:
         return notes
 
     def _indices(self, stream: VideoStream, times: list[int], durations: list[int]) -> np.ndarray:
-        """The sampled frames. Raises _Unexpected where they are not those of the medium."""
+        """The indices of the sampled frames. Raises _Unexpected where they don't fit the medium."""
         base = stream.time_base
         ticks = fractions.Fraction(base.numerator, base.denominator) if base else None
         seconds = span(times, durations, ticks, rated(len(times), stream))
@@ -161,8 +161,8 @@ class _Slicer:
         return indices
 
     def _decode(self, packets: Iterator[Packet], stream: VideoStream, plan: _Plan) -> Slice:
-        """Decodes the frames of the packets until the wanted ones are there."""
-        stream.codec_context.thread_count = 1  # of many slices at a time; and no frames are decoded ahead
+        """Decodes packets until all requested frames are there."""
+        stream.codec_context.thread_count = 1  # many slices are decoded at a time; one thread decodes no frame ahead
         reformatter = VideoReformatter()
         wanted, result, place, decoded = set(plan.wanted), [], 0, 0
         for frame in itertools.chain.from_iterable(packet.decode() for packet in packets):
@@ -170,7 +170,7 @@ class _Slicer:
             decoded += 1
             check_size(frame.width, frame.height, self.name, self.limits)
             if place == 0 and frame.pts is not None and frame.pts < plan.expected[0]:
-                continue  # shown before the first one, and may refer to what wasn't decoded
+                continue  # a frame before the entry point's may refer to frames that were not decoded
             if frame.is_corrupt or [frame.pts] != plan.expected[place : place + 1]:
                 raise _Unexpected
             if place in wanted:
@@ -181,7 +181,7 @@ class _Slicer:
         raise _Unexpected
 
     def _fitted(self, image: np.ndarray, plan: _Plan) -> np.ndarray:
-        """A frame in the medium's size, if that is what its own becomes; it could be another file's."""
+        """The frame resized to the medium's size. Raises _Unexpected where its own size leads to another one."""
         height, width, _ = image.shape
         size = target_size(self.name, width, height, self.layout.factor, plan.bounds)
         if (size[0] // self.layout.patch_size, size[1] // self.layout.patch_size) != self.medium.grid[1:]:
@@ -190,8 +190,7 @@ class _Slicer:
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """The packets from the first one of the plan on, of a container that was read. Raises _Unexpected, or FFmpegError,
-    where they can't be found by their time."""
+    """The packets from the plan's first one on, found by its time. Raises _Unexpected or FFmpegError if not found."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected
@@ -205,7 +204,7 @@ def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iter
 
 
 def _checked(packets: Iterable[Packet], stream: VideoStream, plan: _Plan, number: int) -> Iterator[Packet]:
-    """The packets from the first one of the plan on, of those from `number` on, all of which must be as noted."""
+    """The packets from the plan's first one on; `packets` begins with number `number`. Each must be as noted."""
     codec = stream.codec.canonical_name
     for packet in packets:
         if packet.size:

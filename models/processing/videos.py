@@ -1,7 +1,8 @@
 """Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
 
-Headers lie (frame counts, frame rates), so a pass decodes on the header's word and is repeated with what it
-counted if that was wrong. Only sampled frames are converted and resized; none is kept.
+Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers, and is
+repeated with counted ones if those were wrong. Only sampled frames are converted and resized; the reader keeps no
+frame.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ MAX_THREADS = 4
 
 
 def sample_indices(total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int) -> np.ndarray:
-    """Indices of the frames to read of `total` that last `seconds`, spread as `Qwen2VLVideoProcessor` spreads them.
+    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`.
 
-    Raises ValueError where the setting asks for more frames than there are, or for a rate where time is unknown.
+    Raises ValueError where the setting asks for more frames than there are, or for a rate and `seconds` is None.
     """
     if total < 1:
         raise ValueError("has no frames")
@@ -43,7 +44,7 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
             raise ValueError("has neither timestamps nor a frame rate, so that it can't be sampled by time")
         most = min(frames.max_frames, total) // temporal_patch * temporal_patch
         count = int(min(max(seconds * frames.fps, frames.min_frames), most, total)) // temporal_patch * temporal_patch
-        count = max(count, 1)  # a single frame: transformers divides by zero here; it becomes a pair of equals
+        count = max(count, 1)  # transformers divides by zero for a single frame; here it becomes a pair of equal frames
     else:
         count = total
     if count > total:
@@ -53,7 +54,7 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
 
 
 def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) -> float:
-    """The time that a frame pair stands for, of so many `frames` that were sampled. It doesn't matter for one pair."""
+    """The seconds that a frame pair spans, if `frames` were sampled. The value doesn't matter for a single pair."""
     return temporal_patch * (seconds or 1.0) / frames
 
 
@@ -61,8 +62,8 @@ def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) ->
 class Sampled:
     """One of the frames that a pass samples."""
 
-    slot: int  # its place among them
-    count: int  # of them in all
+    slot: int  # its index among the sampled frames
+    count: int  # number of sampled frames
     pixels: np.ndarray  # u8 [height, width, 3], upright and resized, all to one size
 
 
@@ -70,9 +71,9 @@ class Sampled:
 class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
-    indices: np.ndarray  # of the sampled frames in the file
-    seconds: float | None  # of the whole video; None where nothing tells, of one frame pair
-    seekable: bool  # whether packets tell the time of every frame, all that decoding gave and no others
+    indices: np.ndarray  # indices of the sampled frames in the file
+    seconds: float | None  # duration of the video; None where nothing tells the duration of a single frame pair
+    seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +88,13 @@ class _Pass:
 def read_video(
     source: Source, layout: PatchLayout, pixels: PixelSettings, frames: FrameSettings, limits: DecodeLimits
 ) -> Iterator[Sampled | Sampling | None]:
-    """Decodes, samples and resizes a video, frame by frame, none of which is kept.
+    """Decodes, samples and resizes a video, frame by frame, keeping none.
 
-    Yields sampled frames in order, and their `Sampling` as the last item. None voids all frames before it: they were
-    chosen by the header, which was wrong, and all of them come again.
+    Yields sampled frames in order, and their `Sampling` as the last item. An item None voids all frames before it: the
+    header was wrong about the frames, and sampling begins anew.
 
-    Raises MediaError for anything that keeps the result from being right, as a file that was cut off, and for what
-    exceeds `limits`; frames before it are void, too.
+    Raises MediaError where the frames would not be right, as in a file that was cut off, and where the video exceeds
+    `limits`. All frames yielded before are void then.
     """
     with opened(source) as file:
         yield from _VideoReader(file, source_name(source), layout, pixels, frames, limits).video()
@@ -115,7 +116,7 @@ class _VideoReader:
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
             with container:
-                if not decoded and stream.frames <= self.limits.frames:  # first the header's word
+                if not decoded and stream.frames <= self.limits.frames:  # the first pass goes by the header
                     total, seconds = stream.frames, rated(stream.frames, stream)
                 try:
                     indices = self._sample(total, seconds)
@@ -143,13 +144,13 @@ class _VideoReader:
     def _decode(
         self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int
     ) -> Generator[Sampled, None, _Pass]:
-        """Makes one pass, which gives the frames at `indices`."""
+        """Makes one pass over the file and yields the frames at `indices`."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in the next two lists
         durations: list[int] = []
         damaged: list[int] = []
-        told: list[int | None] = []  # the time of every frame, as packets tell it
+        told: list[int | None] = []  # the times of shown packets
         base = None  # the time base of the last frame
         small = stream.width * stream.height * total < SMALL_VIDEO
         stream.codec_context.thread_count = 1 if small else min(MAX_THREADS, os.cpu_count() or 1)
@@ -174,19 +175,19 @@ class _VideoReader:
                 base = frame.time_base
         except (FFmpegError, OSError) as error:
             reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
-            if isinstance(error, ArgumentError):  # decoders answer so to a frame far beyond the bound
+            if isinstance(error, ArgumentError):  # decoders raise this for a frame far beyond the bound
                 reason += ", as for a frame of more than data.max_decoded_pixels"
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
-        ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has a class of its own
+        ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
         seekable = not damaged and base == stream.time_base and increasing(times) and _sorted(told) == times
         return _Pass(len(times), span(times, durations, ticks, rated(len(times), stream)), seekable)
 
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """The decoded frames in order; `ending` is shown every packet, and `told` gets the times of those shown."""
+        """Decoded frames in order. `ending` sees every packet; the times of shown packets are appended to `told`."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -199,14 +200,14 @@ class _VideoReader:
                 count += 1
                 if count > self.limits.frames:
                     raise too_many_frames(self.name, self.limits)
-                check_size(frame.width, frame.height, self.name, self.limits)  # the size may change on the way
+                check_size(frame.width, frame.height, self.name, self.limits)  # the size may change within a video
                 yield frame
 
 
 def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -> np.ndarray:
     """The pixels `[height, width, 3]` (uint8) of a decoded frame."""
     rgb = reformatter.reformat(frame, format="rgb24", threads=threads)
-    # Phones store portrait videos lying down, with a rotation. Both count counter-clockwise.
+    # Phones store portrait videos lying down, with a rotation. PyAV and numpy count angles counter-clockwise.
     return np.rot90(rgb.to_ndarray(), round(frame.rotation / 90) % 4)
 
 
@@ -222,7 +223,7 @@ def rated(count: int, stream: VideoStream) -> float | None:
 
 
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
-    """The pixel bounds with a whole-video budget shared between `count` frames, if there is one."""
+    """The pixel bounds; a budget for the complete video, if there is one, is shared between `count` frames."""
     if not frames.max_video_tokens:
         return settings
     budget = int(frames.max_video_tokens * layout.factor**2 * 0.9)
@@ -231,13 +232,13 @@ def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: 
 
 
 def increasing(times: Sequence[int | None]) -> bool:
-    """Says whether there are timestamps, one for each frame, each later than the one before."""
+    """Says whether every frame has a time, later than that of the frame before."""
     known = [time for time in times if time is not None]
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 
 
 def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
-    """Times in order, where all are known; packets stand in the order of decoding."""
+    """The times sorted, since packets are in the order of decoding; unchanged if one is unknown."""
     return times if None in times else sorted(time for time in times if time is not None)
 
 

@@ -17,7 +17,7 @@ ARRAYS = ("patches_PX", "positions_P2", "frame_segments_P", "window_segments_P")
 
 
 def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> VisionInput:
-    """The input of the tower, of patches that are in window order already."""
+    """The tower's input, of patches that are in window order."""
     return VisionInput(
         packed_PX,
         arrangement.positions_P2,
@@ -52,7 +52,7 @@ def concatenate(parts: Sequence[VisionInput]) -> VisionInput:
 
 
 def _renumbered(segments: Sequence[np.ndarray]) -> np.ndarray:
-    """Segment ids of several parts, in order, none of which is shared by two parts; 0 stays padding."""
+    """The segment ids of several parts, in order, renumbered so that no two parts share an id; 0 stays padding."""
     result, used = [], 0
     for ids in segments:
         result.append(np.where(ids == 0, 0, ids + used).astype(np.int32))
@@ -96,5 +96,5 @@ def side_by_side(shards: Sequence[VisionInput], bound: int, way: ExchangeRoute |
 
 
 def common_bound(inputs: Iterable[PromptInput]) -> int:
-    """The largest `frame_bound` of all of them: it is static, and each other value would be compiled anew."""
+    """The largest `frame_bound` of the inputs. It is static: each different value would be compiled anew."""
     return max((prompt.frame_bound for prompt in inputs), default=1)

@@ -1,8 +1,7 @@
 """Qwen2.5-VL: a vision tower, and a decoder whose placeholder tokens are replaced by the tower's features.
 
 The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
-window, a few within a whole frame pair. All layers are one stack; a boolean beside each layer says through the scan
-which of the two it does.
+window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean that says which.
 """
 
 import jax

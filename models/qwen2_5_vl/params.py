@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ..config import NameLayout, Qwen25VLConfig
 from ..tensor_names import TensorName, Weights, decoder_names, name_weights
 
-PREFIXES = {  # where the tower and the decoder stand
+PREFIXES = {  # prefixes of the tower and of the decoder
     NameLayout.FLAT: ("visual.", "model."),
     NameLayout.NESTED: ("model.visual.", "model.language_model."),
 }

@@ -1,8 +1,8 @@
 """The rotary positions of a prompt with images and videos (M-RoPE), in numpy on the host.
 
 Text advances all three axes together. A medium spreads over (time, row, column); its time axis runs in
-`tokens_per_second` ticks for a video and stands still for an image. What follows a medium, text or the answer,
-continues one behind the largest position of all three axes: a long video's time axis counts. The authors' own code
+`tokens_per_second` ticks for a video and stands still for an image. Text and answers behind a medium continue
+one behind the largest position of all three axes: a long video's time axis counts. The authors' own code
 does so (transformers pull request 35569), and so do SGLang, vLLM and transformers up to 5.2; from 5.3 on,
 transformers' `get_rope_index` counts the spatial sides only inside a prompt, but starts the answer behind all three.
 """
