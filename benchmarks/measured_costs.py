@@ -21,13 +21,13 @@ from sharding.cost import CostError, CostModel, ModelSizes
 from sharding.kernels.tiles import Tiles, tile_attention, tile_list
 from sharding.mesh import group_axes, make_mesh, replica_size
 
-Rows = list[tuple[str, float, float]]  # what was measured, seconds measured, seconds fitted
+Rows = list[tuple[str, float, float]]  # (name, seconds measured, seconds fitted) of each measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationLoad:
-    """The sizes that are measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of a
-    launch, the others token counts."""
+    """The sizes that are measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of
+    each launch; the other fields are numbers of tokens."""
 
     sizes: ModelSizes
     dtype: str
@@ -38,7 +38,7 @@ class CalibrationLoad:
 
 
 def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) -> tuple[CostModel, Rows]:
-    """Measures and fits the cost model of one layer; returns it and rows (what, seconds measured, seconds fitted).
+    """Measures and fits the cost model of one layer; returns it and rows (name, seconds measured, seconds fitted).
 
     Raises MeshError for more devices than there are, CostError if they do not make groups of two.
     """
@@ -92,7 +92,7 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
 
 
 def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
-    """Chooses the sizes of a real layer where there is an accelerator, of a toy on a CPU."""
+    """Chooses the sizes of a real layer for an accelerator, of a toy for a CPU."""
     if platform == "cpu":
         sizes = ModelSizes("toy layer", 1, 256, 8, 2, 32, mlp=1024, vision_width=128, vision_mlp=512, value_bytes=4)
         longest, tokens = (1024, (512, 2048)) if quick else (4096, (512, 2048, 8192))
@@ -103,7 +103,7 @@ def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
 
 
 def _cuts(longest: int) -> tuple[tuple[int, int], ...]:
-    """Returns (sequences, tokens of each): one of several lengths, and the longest total in several pieces."""
+    """Returns (sequences, tokens of each): single sequences of four lengths, and the longest one's total in pieces."""
     return (1, longest // 8), (1, longest // 4), (16, longest // 16), (4, longest // 4), (1, longest // 2), (1, longest)
 
 
@@ -128,7 +128,8 @@ def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool
 
 
 def _all_to_all(mesh: Mesh, load: CalibrationLoad, degree: int, tokens: int) -> float:
-    """Measures queries, keys and values of `tokens` tokens going there and outputs back, in all groups at once."""
+    """Measures an attention's two all-to-alls over `tokens` tokens (q, k and v; then outputs), in all groups at
+    once."""
     axes, sizes = group_axes(mesh, degree), load.sizes
     queries, kv = sizes.heads_of(degree)
     heads = queries + 2 * kv
@@ -152,19 +153,19 @@ def _matmul(load: CalibrationLoad, width: int, mlp: int) -> float:
 
 
 def _least(call: Callable[[], object], repeats: int) -> float:
-    for _ in range(2):  # compiles, and warms up
+    for _ in range(2):  # the first call compiles, the second warms up
         jax.block_until_ready(call())
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - started)
-    return min(seconds)  # what others do on the machine only ever adds
+    return min(seconds)  # other programs on the machine only add time
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Shows a bar; `step(text)`, which the context gives, says what begins now."""
+    """Shows a bar. The context gives `step(text)`, to call with the name of what begins."""
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, completed=-1)

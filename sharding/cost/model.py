@@ -67,10 +67,10 @@ class CostModel:
     """Times of `model` on one kind of hardware.
 
     A training step is a forward pass, `recompute` further ones (1 with activation checkpointing, 0 without) and a
-    backward pass that takes `backward_attention` times the forward time in attention (five matrix products for two),
-    `backward_linear` times in everything linear, and once the bytes in its all-to-alls. `node` devices share the link
-    `within`; groups of more devices are as fast as `across`, or refused where that was never measured (None).
-    `fits` are R^2 and relative errors of each fit, `source` says what was measured on what.
+    backward pass. The latter takes `backward_attention` times the forward time in attention (five matrix products for
+    two), `backward_linear` times in everything linear, and sends the same bytes in its all-to-alls. `node` devices
+    share the link `within`; groups of more devices use the link `across`, or are refused if that was never measured
+    (None). `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
     """
 
     source: str
@@ -79,7 +79,7 @@ class CostModel:
     within: Link
     across: Link | None
     node: int
-    linear_flops: float  # a second, as achieved
+    linear_flops: float  # a second, as measured in large products
     vision_flops: float
     recompute: float = 1.0
     backward_attention: float = 2.5
@@ -121,15 +121,15 @@ class CostModel:
     # --- seconds of a forward pass ------------------------------------------------------------------
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
-        """Seconds of one device's share of the attention of a sequence of `length` tokens that `degree` devices
-        compute, in a launch of its own; `[...]` for an array of lengths. Heads are dealt as in
-        `sharding.spread.heads`, zeros included. Raises PlanError for a degree above the number of heads."""
+        """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, in a
+        launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`, which fills
+        up with zeros. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
     def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
-        """Seconds of both all-to-alls of a sequence (or stream) of `tokens` in all over `degree` devices; 0 for one
-        device. Raises CostError for a group wider than a node if none was measured."""
+        """Seconds of both all-to-alls of `tokens` tokens (a sequence or a stream) over `degree` devices; 0 for one
+        device. Raises CostError for a group wider than a node if no such group was measured."""
         return float(self._all_to_all(np.asarray(tokens, float), degree)) if tokens else 0.0
 
     def linear_seconds(self, tokens: Number) -> Number:
@@ -152,12 +152,12 @@ class CostModel:
     ) -> float:
         """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
 
-        Each device has its attention, its linear work and what its all-to-alls expose (`_attention_ends`);
-        layers end with the slowest device, because all gather the next layer's weights together. `patches` are those
-        that each device passes through the vision tower, `[devices]`, before. `squares` is what attention is
-        quadratic in, a sequence each: `length**2` unless a prompt is shared by several responses.
+        Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
+        (`_attention_ends`). Layers end with the slowest device, because all gather the next layer's weights together.
+        `patches`, `[devices]`, are the patches that each device's vision tower computes. `squares` gives each
+        sequence's attention work: `length**2` unless several responses share a prompt.
 
-        Not in it: gathering weights, reducing gradients, the optimizer, host work.
+        Not included: gathering weights, reducing gradients, the optimizer, host work.
         """
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
@@ -175,15 +175,16 @@ class CostModel:
         return total
 
     def _attention_ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
-        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, if
+        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, where
         communication overlaps computation (FlexRL, 3.4).
 
-        A device computes its unsharded sequences first, with the all-to-all of its first group under way. When a
-        group's attention starts, the all-to-all of the device's next group is issued; when it ends, that of its outputs
-        is. All-to-alls go over one wire a device, in the order of issue, and start when the whole group is there.
+        A device computes its unsharded sequences first; meanwhile the all-to-all of its first group is under way. The
+        start of a group's attention issues the all-to-all of the device's next group; its end issues the all-to-all of
+        its own outputs. A device has one wire. Its all-to-alls run in the order of issue, and start when all of the
+        group are ready.
 
-        `squares` are the squared tokens of each sequence. Attention takes `factor` times that of the forward pass; a
-        `mirrored` pass sends what others receive.
+        `squares` are the squared tokens of each sequence. Attention takes `factor` times the forward pass's time. A
+        `mirrored` pass exchanges the bytes of inputs and outputs.
         """
         lengths = np.array(plan.lengths, float)
         busy_until, wire_until, issued = (np.zeros(plan.num_devices) for _ in range(3))
@@ -193,7 +194,7 @@ class CostModel:
             ready = np.where(there, np.maximum(wire_until, after), 0.0).reshape(-1, degree).max(axis=1)
             wire_until[there] = np.repeat(ready + takes, degree)[there]
 
-        for turn in sorted(plan.rounds, key=lambda turn: turn.degree > 1):  # the unsharded ones first; stable
+        for turn in sorted(plan.rounds, key=lambda turn: turn.degree > 1):  # unsharded ones first; stable
             degree, tokens = turn.degree, _sums(turn, lengths)
             there = np.repeat(tokens > 0, degree)
             attention = self._attention(_sums(turn, squares), tokens, degree)
@@ -203,11 +204,11 @@ class CostModel:
                 continue
             wire = self._all_to_all(tokens, degree)
             queries, kv = self.model.heads_of(degree)
-            inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # of the bytes; the rest are outputs
+            inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # their share of the bytes; the rest are outputs
             inputs = 1 - inputs if mirrored else inputs
             send(issued, np.asarray(inputs * wire), there, degree)
             begin = np.maximum(busy_until, wire_until)
-            if leaving:  # the outputs of the round before: issued when its attention ended, after the arrival above
+            if leaving:  # outputs of the round before, issued at the end of its attention, after the arrival above
                 send(*leaving)
             issued[there] = begin[there]
             busy_until[there] = (begin + seconds)[there]
