@@ -1,13 +1,13 @@
-"""Attention over packed rows: the kernel of NVIDIA GPUs where there are any, portable JAX elsewhere.
+"""Attention over packed rows: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
 
-A mask is described; only the part that a chunk needs ever exists.
+A mask is described by segments and branches. Only the part of it that a chunk of queries needs exists as booleans.
 
 `segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
-runs of equal numbers; 0 is padding. When no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
-query finds its whole segment in its own block and the two beside it: cost grows as `3 * bound` a query instead of the
-length of the axis. The backward pass computes the scores again, which on the CPU is also faster than keeping them.
-Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the memory of
-that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
+query finds its complete segment in its own block and the two beside it: the cost of a query grows with `3 * bound`
+instead of the length of the axis. The backward pass computes the scores again, which is faster on CPUs than storing
+them. Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the memory
+of that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import flash
 
-WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once: 256 MB in float32
+WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once (256 MB in float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ def attention(
 
     A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
     `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. A `Mask` is then never whole either; booleans are. On NVIDIA GPUs
-    a `Mask` goes to `flash`, which has no scores in memory at all.
+    the backward pass: memory is linear in the length. Only a chunk of a `Mask` then exists as booleans; a mask that is
+    given as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and has no scores in memory at all.
     """
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
@@ -73,7 +73,7 @@ def attention(
     chunks = -(-T // chunk)
 
     def split(x: Array) -> Array:
-        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: segment 0, nothing allowed."""
+        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: they are in segment 0 and reach no key."""
         x = jnp.pad(x, [(0, 0), (0, chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, chunk, *x.shape[2:]), 1, 0)
 
@@ -90,8 +90,8 @@ def attention(
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     """Attention of a chunk of queries under a dense mask.
 
-    Heads are brought in front first, and division by the softmax's sum comes last: on the CPU that halves the time of
-    the plain einsum of two batched axes, at short lengths it is a quarter.
+    Moving heads to the front first and dividing by the softmax's sum last halves the time on CPUs, compared with a
+    plain einsum of two batched axes; at short lengths it takes a quarter.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
@@ -118,8 +118,8 @@ def segment_attention(
 ) -> Float[Array, "P N H"]:
     """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
 
-    A `bound` smaller than a segment would cut it silently: it must come from the data (`inputs.frame_bound`) or
-    from the architecture (the window size). Padding returns zeros.
+    A `bound` smaller than a segment would cut the segment silently: it must come from the data (`inputs.frame_bound`)
+    or from the architecture (the window size). Padding returns zeros.
     """
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)

@@ -1,8 +1,8 @@
 """Attention over packed rows on NVIDIA GPUs: launches the Triton kernels of `flash_kernels` through jax-triton.
 
-Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and the other way round for
-gradients of keys and values; they are computed on the device, from least and largest segment and branch of each tile.
-Neither padding nor foreign segments nor other branches cost anything, and memory is linear in the length.
+Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
+tile of keys visits for its gradients. The device computes the lists from the least and largest segment and branch of
+each tile. Padding, other segments and other branches cost nothing, and memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MOST_HEAD_SIZE = 128
 
 
 def chosen(*arrays: Array) -> bool:
-    """Says, while a program is traced, whether attention over these queries, keys and values is this file's business.
+    """Says, while a program is traced, whether this file's kernels compute attention over these queries, keys and
+    values.
 
-    It is where a Triton kernel can be launched (`launch.possible`) and heads have at most 128 numbers, a multiple of 8.
+    They do where a Triton kernel can be launched (`launch.possible`) and heads have at most 128 numbers, a multiple of
+    8.
     """
     head = arrays[0].shape[-1]
     return head % 8 == 0 and head <= MOST_HEAD_SIZE and triton_launch.possible(*arrays)
@@ -41,8 +43,8 @@ def flash_attention(
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
 
-    Scores, softmax and sums are float32. A product of float32 is made of three of TF32 or six of bfloat16, which is
-    about as exact.
+    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
+    bfloat16, which is about as exact.
     """
     return forward(q, k, v, segments, branches, causal)[0]
 
@@ -67,18 +69,18 @@ class Launch:
     queries: int  # tokens of a tile
     keys: int
     warps: int
-    stages: int  # of the software pipeline
-    precision: str = "tf32x3"  # the products of which one of float32 is made; bfloat16 is multiplied as it is
+    stages: int  # stages of the software pipeline
+    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
 
 
 def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
     """The settings of a kernel: the largest tiles that ptxas fits into registers.
 
-    A GPU has timed those of bfloat16 heads of 128 on Hopper only (`benchmarks/results/gpu_h100.json`). There,
-    `key_gradients` is a fifth quicker with tiles that spill some registers.
+    Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`).
+    There, `key_gradients` is a fifth quicker with tiles that spill some registers.
 
-    Tensor cores of Hopper and of data centres' Blackwell read shared memory, of which there is also more (227 KiB; on
-    the smallest of the others 99), and leave more registers to the rest.
+    Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
+    These GPUs also have more shared memory: 227 KiB, against 99 on the smallest of the others.
     """
     wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
@@ -99,7 +101,7 @@ def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
 def forward(
     q: Array, k: Array, v: Array, segments: Array, branches: Array | None, causal: bool
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """The outputs, and the log of the sum of exponentiated scores, float32: 0 where a query reaches no key."""
+    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key."""
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
     out, lse = _call("forward", (q, k, v), (), segments, branches, causal, outs)
@@ -117,8 +119,8 @@ def backward(
     branches: Array | None,
     causal: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Gradients of q, k and v, summed in float32 and handed back in the dtypes of q, k and v."""
-    # No product of matrices: on a GPU that might be one in TF32.
+    """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    # Not written as a matrix product, which a GPU might compute in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[:1])
@@ -135,7 +137,7 @@ def _call(
     causal: bool,
     outs: Any,
 ) -> list[Array]:
-    """Runs a kernel over all tiles of queries (of keys: `key_gradients`), all heads and rows."""
+    """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
     (B, T, N, H), K = qkv[0].shape, qkv[1].shape[2]
     inputs = (*qkv, *more, segments)
     if not (B and T and N):
@@ -174,15 +176,16 @@ def _call(
 def tile_table(
     segments: Int[Array, "B S"], branches: Int[Array, "B S"], queries: int, keys: int, causal: bool
 ) -> tuple[Bool[Array, "B Q K"], Bool[Array, "B Q K"]]:
-    """The tiles in which any query may reach a key, and those of them in which every query reaches every key.
+    """The tiles in which any query may reach a key, and the tiles among them in which every query reaches every key.
 
-    S is a multiple of the tiles' sizes. The first table never lacks a tile. It has too many at borders of segments,
-    where branches are not compared, and where segments are not numbered in the order in which they stand.
+    S is a multiple of the tiles' sizes. The first table never lacks a tile. It has needless tiles at borders of
+    segments, where branches are not compared, and where segments are not numbered in their order in the row.
     """
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """The least and largest value of the tokens of each tile, an empty range if all are padding; `all real`."""
+        """Of each tile: the least and largest value of its tokens (an empty range if all are padding), no padding in
+        it."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)
@@ -208,8 +211,9 @@ def tile_table(
 def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
-    """Lists for each line of the tables the places of its active tiles, those first that are not whole; and counts how
-    many are not, and how many there are. What stands in a list behind its end is never looked at."""
+    """Lists the indices of the active tiles of each line of the tables: first the tiles that need the mask, then the
+    `whole` ones. Also returns (number that need the mask, number in all). Entries behind a list's end are never
+    read."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1

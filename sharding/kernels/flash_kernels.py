@@ -1,40 +1,40 @@
 """The Triton kernels of attention over packed rows: forward, gradients of queries, gradients of keys and values.
 
-`flash` launches them. A program of a kernel computes one tile of queries (or keys) of one head of one row, and visits
-the tiles of keys (or queries) that a list names: first those in which the mask must be looked at, then those that are
-allowed whole. Products accumulate in float32; the softmax is the running one of FlashAttention-2 (arXiv:2307.08691),
-to base 2. Gradients are sums in a fixed order without atomics: the same inputs give the same bits.
+`flash` launches them. A program of a kernel computes one tile of queries (or keys) of one head of one row. It visits
+the tiles of keys (or queries) that a list names: first the tiles that need the mask, then the tiles in which every
+query reaches every key. Products accumulate in float32; the softmax is the running one of FlashAttention-2
+(arXiv:2307.08691), to base 2. Gradients are sums in a fixed order without atomics: the same inputs give the same bits.
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;
-segments and branches `[B, filled]` int32, T filled up to whole tiles with segment 0; a list `[B, tiles, width]` int32,
+segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0; a list `[B, tiles, width]` int32,
 and its counts `[B, tiles, 2]`: tiles to be masked, and all.
 
-Only `flash` imports this file: without Triton it can't be.
+Only `flash` imports this file, which fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-MASKED = tl.constexpr(-1e30)  # the score of a key out of reach
-FLOOR = tl.constexpr(-1e20)  # the least running maximum: a query without any key gets weights of 0
+MASKED = tl.constexpr(-1e30)  # the score of a key that the query does not reach
+FLOOR = tl.constexpr(-1e20)  # the least running maximum: a query that reaches no key gets weights of 0
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _start(row, T, index, head, HEADS: tl.constexpr, H: tl.constexpr):
-    """The offset of a token's head in `[B, T, HEADS, H]`: 64 bits, for long rows of many heads pass 2**31 numbers."""
+    """The offset of a token's head in `[B, T, HEADS, H]`, in 64 bits: long rows of many heads exceed 2**31 numbers."""
     return ((row.to(tl.int64) * T + index) * HEADS + head) * H
 
 
 @triton.jit
 def _offsets(TOKENS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """The offsets of a tile's numbers from its first."""
+    """The offsets of a tile's numbers from its first number."""
     return tl.arange(0, TOKENS)[:, None] * (HEADS * H) + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _load(pointers, index, T, H: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """A tile of tokens, zeros beyond the row's end (if `CHECK`) and beyond the head's size."""
+    """Loads a tile of tokens, with zeros beyond the row's end (if `CHECK`) and beyond the head's size."""
     if CHECK:
         return tl.load(pointers, mask=(index < T)[:, None] & (tl.arange(0, WIDTH) < H)[None, :], other=0.0)
     if WIDTH == H:
@@ -50,7 +50,7 @@ def _store(pointers, value, index, T, H: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _reached(query, key, q_segment, k_segment, q_branch, k_branch, CAUSAL: tl.constexpr):
-    """`sharding.kernels.attention.Mask`; the arguments are broadcast, queries against keys or keys against queries."""
+    """The rule of `sharding.kernels.attention.Mask`; arguments broadcast as queries x keys or keys x queries."""
     allowed = (q_segment == k_segment) & (k_segment != 0) & ((k_branch == 0) | (k_branch == q_branch))
     if CAUSAL:
         allowed = allowed & (query >= key)
@@ -63,7 +63,8 @@ def _scores(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of keys: their indices, the offsets of its numbers, the keys, and the scores of the queries."""
+    """Loads a tile of keys. Returns its indices, the offsets of its numbers, the keys, and the scores of the
+    queries."""
     start = tile * KEYS
     key = start + tl.arange(0, KEYS)
     place = _start(row, T, start, kv_head, K, H) + offsets
@@ -86,7 +87,7 @@ def _attend(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax after the listed tiles of keys `[first, last)`."""
+    """Continues the running softmax over the listed tiles of keys `[first, last)`."""
     for visit in range(first, last):
         key, place, _, scores = _scores(
             q, k, segments, branches, tl.load(visits + visit), query, q_segment, q_branch,
@@ -109,7 +110,7 @@ def forward(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of queries, query heads, rows. Under a causal mask the last tiles have most to do and start first."""
+    """Grid: tiles of queries, query heads, rows. Under a causal mask the last tiles have most work and start first."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
     query = tile * QUERIES + tl.arange(0, QUERIES)
@@ -243,7 +244,7 @@ def key_gradients(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of keys, KV heads, rows; the lists name tiles of queries. A program goes through all query heads that
-    read its KV head. Under a causal mask the first tiles have most to do."""
+    read its KV head. Under a causal mask the first tiles have most work."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
     places = _start(row, T, tile * KEYS, kv_head, K, H) + _offsets(KEYS, WIDTH, K, H)

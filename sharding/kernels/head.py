@@ -1,17 +1,17 @@
 """Log-probabilities over the vocabulary on NVIDIA GPUs: launches the Triton kernels of `head_kernels`.
 
-Forward, logits exist in registers only. Each program goes through a part of the vocabulary for some tokens; the sums of
-the parts, `[parts, T]`, are put together here.
+In the forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for some tokens;
+the sums of the parts, `[parts, T]`, are combined here.
 
-Backward, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes their gradients in the
-dtype of the hidden states, `[T, width]`. Two of XLA's products (cuBLAS, or what it finds quicker) make of these the
-chunk of the head's gradient, which is final, and a term of the gradient of the hidden states, which is summed in
-float32. So each number of the head's gradient is one sum over all tokens, rounded once, and no float32 copy of it
-exists. Nothing is added by atomics: the same inputs give the same bits.
+In the backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes their
+gradients in the dtype of the hidden states, `[T, width]`. Two matrix products of XLA (cuBLAS, or a faster kernel that
+XLA finds) compute from these the chunk of the head's gradient, which is final, and a term of the hidden states'
+gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded once,
+and no float32 copy of it exists. Nothing is added by atomics: the same inputs give the same bits.
 
-Four products of T x V x D in all are the least where logits are not kept. Kernels that also summed the gradients would
-compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program, and
-the two gradients sum along different axes.
+Four products of T x V x D in all are the least possible without storing logits. Kernels that also summed the gradients
+would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program,
+and the two gradients are sums along different axes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ..target import target
 from . import triton_launch
 
 LOG2E = 1.4426950408889634
-TOGETHER = 16  # tiles of tokens that run at the same time, on the same part of the head: both stay in the L2 cache
-LEAST_PARTS = 8  # of the vocabulary: with TOGETHER one program for nearly each of an H100's 132 processors
-PROGRAMS = 1024  # wanted in all: few tokens are given more parts
+TOGETHER = 16  # tiles of tokens that run at once on the same part of the head: both stay in the L2 cache
+LEAST_PARTS = 8  # parts of the vocabulary: times TOGETHER, a program for nearly each of an H100's 132 processors
+PROGRAMS = 1024  # programs aimed at: with few tokens, the vocabulary has more parts
 
 
 def chosen(hidden: Array, head: Array) -> bool:
-    """Says, while a program is traced, whether log-probabilities of these are this file's business.
+    """Says, while a program is traced, whether this file's kernels compute log-probabilities of these arrays.
 
-    It is where a Triton kernel can be launched (`launch.possible`) and the width of the model is a multiple of 16.
+    They do where a Triton kernel can be launched (`launch.possible`) and the width of the model is a multiple of 16.
     """
     return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and triton_launch.possible(hidden, head)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tiles of the kernels and how these are compiled."""
+    """The sizes of the kernels' tiles, and how the kernels are compiled."""
 
     tokens: int
     ids: int
-    depth: int  # of the model's width, multiplied at once
+    depth: int  # numbers of the model's width that are multiplied at once
     warps: int
-    stages: int  # of the software pipeline
-    precision: str = "tf32x3"  # the products of which one of float32 is made; bfloat16 is multiplied as it is
+    stages: int  # stages of the software pipeline
+    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
 
 
 def tiling(dtype: Any, capability: int) -> Tiling:
@@ -71,7 +71,7 @@ def fused_logprobs(
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
     """`sharding.vocab.token_logprobs` of a row of tokens: (log-probability of each target, entropy).
 
-    `numbers` is how many gradients of logits the backward pass has in memory at once, about.
+    `numbers` is about how many gradients of logits the backward pass has in memory at once.
     """
     return _fused(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)
 
@@ -123,7 +123,7 @@ def _backward(
     )
 
     def add_chunk(start: int | Array, width: int, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        """The gradients of hidden states and head, with those of `width` ids from `start` on."""
+        """Adds the gradients through `width` ids from `start` on to the gradients of hidden states and head."""
         hidden_grad_TD, head_grad_VD = grads
         # Here V counts the ids of the chunk.
         chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))
@@ -156,7 +156,7 @@ def _groups(tokens: int, settings: Tiling) -> int:
 
 
 def _filled(allowed_V: Array, settings: Tiling) -> Array:
-    """`allowed_V` as the kernels read it: whole tiles of int8."""
+    """`allowed_V` in int8, filled up to full tiles."""
     return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % settings.ids))
 
 
@@ -168,7 +168,7 @@ def _call(
     settings: Tiling,
     **constants: int,
 ) -> list[Array]:
-    """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and more."""
+    """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and the kernel's further inputs."""
     (T, D), V = arrays[0].shape, len(arrays[1])
     results = triton_launch.launch(
         "head_kernels",
@@ -190,6 +190,6 @@ def _call(
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
-    """A product accumulated in float32; of float32, not in TF32 as GPUs would by default."""
+    """A product accumulated in float32. Float32 inputs are not multiplied in TF32, as GPUs would by default."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,13 +1,13 @@
 """The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of its logits.
 
-`head` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and hands on what is
-asked of them. Scores are logits over the temperature, to base 2; of the running softmax (Milakov and Gimelshein,
-arXiv:1805.02867) also the sum of `weight * score` is kept, for the entropy.
+`head` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and reduces them to
+sums or turns them into gradients. Scores are logits over the temperature, to base 2. Beside the running softmax
+(Milakov and Gimelshein, arXiv:1805.02867) runs the sum of `weight * score`, for the entropy.
 
-Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to whole tiles; what belongs
-to a token `[T]`, float32 but for int32 targets.
+Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; arrays of one
+number a token `[T]`, float32, targets int32.
 
-Only `head` imports this file: without Triton it can't be.
+Only `head` imports this file, which fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -22,10 +22,10 @@ def _logits(
     hidden, head, token, id, T, V,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a tile that begins at a token and an id. Behind the last token or id that one is repeated, so that
-    loads need no mask; the caller leaves these out."""
+    """The logits of a tile that begins at a token and an id. Behind the end, the last token or id is repeated, so that
+    loads need no mask; the caller leaves the repetitions out."""
     depth = tl.arange(0, DEPTH)[None, :]
-    # A tile begins at a scalar of 64 bits, for a head may have more than 2**31 numbers.
+    # Offsets begin at a scalar of 64 bits: a head may have more than 2**31 numbers.
     hidden = (
         hidden + tl.cast(token, tl.int64) * D + (tl.minimum(tl.arange(0, TOKENS), T - 1 - token)[:, None] * D + depth)
     )
@@ -48,12 +48,12 @@ def softmax_sums(
     hidden, head, targets, allowed, scale, T, V, peaks, totals, slopes, hits,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens within a group, parts of the vocabulary, groups. A program goes through the tiles of its
+    """Grid: tiles of tokens within a group, parts of the vocabulary, groups. A program goes through the tiles of a
     part.
 
-    Results are `[parts, T]`: the largest score; with weights `2**(score - largest)` their sum, and the sum of
-    `weight * (score - largest)`, which loses no digits where scores are large; the target's score, 0 where another part
-    has it. `scale` turns logits into scores.
+    Results are `[parts, T]`: the largest score; the sum of weights `2**(score - largest)`; the sum of `weight * (score
+    - largest)`, which loses no digits if scores are large; and the target's score, 0 if the target is in another part.
+    `scale` turns logits into scores.
     """
     token = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * TOKENS
     if token >= T:
@@ -95,8 +95,8 @@ def logit_gradients(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of tokens within a group, tiles of ids, groups. `head`, `allowed` and `targets` are those of a chunk
-    of the vocabulary: V ids, of which the first is called 0; `out` is `[T, WIDTH]` in the dtype of `hidden`, zeros from
-    V on. That WIDTH is a multiple of 16, and known to the compiler, lets a thread store 16 bytes at once.
+    of V ids, the first of which has number 0; `out` is `[T, WIDTH]` in the dtype of `hidden`, zeros from V on. WIDTH is
+    a multiple of 16 and a constant for the compiler, so that a thread stores 16 bytes at once.
 
     With `log2 p = score - normaliser`, a gradient is `[id == target] hit_grad - p (grad + entropy_grad log2 p)`.
     """

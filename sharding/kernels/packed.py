@@ -1,8 +1,8 @@
-"""Causal attention over packed rows, for all layers of a model: what they share is computed once.
+"""Causal attention over packed rows, for all layers of a model: masks and lists of tiles are computed once.
 
-Short rows are attended to whole: a few large products. In long ones most scores are of another segment, of another
-branch or of the future, and only the tiles of `tiles` are computed that have any others: all rows are one stream there.
-NVIDIA GPUs have a kernel of their own for rows of any length.
+Short rows are computed with all their scores, in a few large products. In long rows most scores belong to another
+segment, another branch or the future; only tiles with other scores are computed (`tiles`), and all rows form one stream
+there. NVIDIA GPUs have a kernel of their own for rows of any length.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from . import flash
 from .attention import Mask, attention
 from .tiles import tile_attention, tile_list
 
-LONG_ROW = 512  # tokens from which on a row is cut into tiles
+LONG_ROW = 512  # tokens; longer rows are cut into tiles
 
 Attention = Callable[[Array, Array, Array], Array]  # (q_BTNH, k_BTKH, v_BTKH) -> out_BTNH
 
@@ -25,7 +25,7 @@ def packed_attention(segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B 
     mask = Mask(segments_BT, branches_BT)
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
-    # Segments of different rows get different numbers, in the order in which they stand.
+    # Segments of different rows get different numbers, in the order of the rows.
     rows_B1 = jnp.arange(B, dtype=segments_BT.dtype)[:, None] * (jnp.max(segments_BT) + 1)
     apart_BT = jnp.where(segments_BT != 0, segments_BT + rows_B1, 0)
     tiles = tile_list(apart_BT.reshape(-1), branches_BT.reshape(-1))

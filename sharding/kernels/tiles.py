@@ -1,9 +1,9 @@
 """Attention over one packed stream that computes only the tiles in which a query reaches a key.
 
-Scores are cut into square tiles. Which of them have any work is found once a step, as a flat list; every layer runs one
-loop over that list, forward and backward. The loop's length is data: it differs on each device of one program, and
-neither padding nor foreign segments nor other branches cost anything. Tiles are combined by the running softmax of
-FlashAttention (arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
+Scores are cut into square tiles. A flat list of the tiles with any work is made once a step; every layer runs one loop
+over the list, forward and backward. The loop's length is data: it differs between the devices of one program, and
+padding, other segments and other branches cost nothing. Tiles are combined by the running softmax of FlashAttention
+(arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
 
 Inside the loop a tile is a batch of plain matrix products: `[tiles, K, R * tile, H]`, KV heads in front, the `R` query
 heads that read one KV head stacked upon each other.
@@ -19,16 +19,16 @@ from jaxtyping import Array, Float, Int
 from ..target import target
 from . import flash, triton_launch
 
-MASKED = -1e30  # the score of a key out of reach
-FLOOR = -1e20  # the least running maximum: far above MASKED, so that a query without any key gets weights of 0
+MASKED = -1e30  # the score of a key that the query does not reach
+FLOOR = -1e20  # the least running maximum, far above MASKED: a query that reaches no key gets weights of 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The active tiles of a stream that is filled up to whole tiles with padding (segment 0).
+    """The active tiles of a stream that is filled up to full tiles with padding (segment 0).
 
-    `pairs[:count]` are (query tile, key tile), sorted; the rest of `pairs` is never looked at.
+    `pairs[:count]` are (query tile, key tile), sorted; the rest of `pairs` is never read.
     """
 
     pairs: Any  # i32 [pairs, 2]
@@ -43,10 +43,10 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile for a stream of `tokens`. Small tiles skip more, large ones loop less; at most 256 are made.
+    """The size of a tile for a stream of `tokens`. Small tiles skip more, large ones loop less; there are at most 256.
 
-    On CPUs 64 and 128 are the fastest up to 4096 tokens, measured from 64 to 512. Elsewhere each turn of the loop costs
-    several launches, which 512 outweighs by arithmetic; this was not measured.
+    On CPUs 64 and 128 are the fastest up to 4096 tokens, as measured from 64 to 512. Elsewhere each turn of the loop
+    takes several launches, which tiles of 512 outweigh by arithmetic; this was not measured.
     """
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
@@ -56,8 +56,8 @@ def tile_size(tokens: int) -> int:
 def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0) -> Tiles:
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
 
-    The list never lacks a tile. It has none too many where segments are contiguous (padding may stand anywhere, numbers
-    in any order) and each branch is, too; but for tiles at the border of two segments, where branches are not compared.
+    The list never lacks a tile. It has no needless tile if segments and branches are contiguous, except at the border
+    of two segments, where branches are not compared. Padding may stand anywhere, and numbers in any order.
     """
     S = segments_S.shape[0]
     tile = tile or tile_size(S)
@@ -91,7 +91,7 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     index = jnp.arange(tiles)
     active = (index[None, :] <= index[:, None]) & (index[None, :] >= since[:, None]) & overlap(lowest, highest)
     single = lowest == highest
-    one_segment = single[:, None] & single[None, :]  # and the same one, or the ranges would not overlap
+    one_segment = single[:, None] & single[None, :]  # the same one: otherwise the ranges would not overlap
     active &= ~one_segment | (low_branch == 0)[None, :] | overlap(low_branch, high_branch)
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
@@ -124,8 +124,8 @@ tile_attention.defvjp(_keep, _grads)
 def forward(
     q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
 ) -> tuple[Float[Array, "S N H"], Array]:
-    """The outputs, and the log of the sum of exponentiated scores, float32: 0 where a query reaches no key. It is for
-    `backward`: `[tiles, K, M]` with `M = R * tile` queries; on NVIDIA GPUs, where `flash` computes, `[1, N, S]`."""
+    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key. The
+    latter is for `backward`: `[tiles, K, M]` with `M = R * tile` queries; `[1, N, S]` on NVIDIA GPUs (`flash`)."""
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         segments, branches = _row(tiles, len(q_SNH))
         out, lse = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
@@ -165,7 +165,7 @@ def backward(
     dout_SNH: Float[Array, "S N H"],
     tiles: Tiles,
 ) -> tuple[Float[Array, "S N H"], Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Gradients of q, k and v, summed in float32 and handed back in the dtypes of q, k and v."""
+    """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         segments, branches = _row(tiles, len(q_SNH))
         q, k, v, out, dout = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))

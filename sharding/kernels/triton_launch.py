@@ -1,6 +1,6 @@
 """Launches Triton kernels through jax-triton, and says whether the target of a program can run them.
 
-Nothing of Triton is imported, compiled or asked for where the computation does not go to an NVIDIA GPU (`possible`).
+Triton is imported and asked for only where the computation goes to an NVIDIA GPU (`possible`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ..target import target
 
-LEAST_CAPABILITY = 80  # Ampere: the first with bfloat16 and TF32 products
+LEAST_CAPABILITY = 80  # Ampere, the first with bfloat16 and TF32 products
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def _importable() -> bool:
         for module in ("jax_triton", "triton"):
             importlib.import_module(module)
         if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton").startswith("0.4."):
-            raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # it would fail when a program is traced
+            raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # tracing would fail
     except Exception as error:  # versions that do not fit each other fail in many ways
         _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", error)
         return False
@@ -84,8 +84,8 @@ def launch(
 
 
 def varying_zero(*arrays: Array) -> Array:
-    """A float32 zero that varies over every mesh axis over which one of `arrays` does: what a loop starts from must
-    vary like what it becomes, a kernel's results like its inputs, and only the arrays know which axes these are."""
+    """A float32 zero that varies over every mesh axis over which one of `arrays` does. A loop's initial value must vary
+    like its results, and a kernel's results like its inputs; only the arrays tell these axes."""
     zero = jnp.zeros((), jnp.float32)
     for array in arrays:
         zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)
