@@ -22,18 +22,18 @@ from .stage_programs import StagedMicrobatch, StagePrograms
 from .traffic import Itinerary, Traffic
 from .worker import Task, Worker
 
-_numbers = itertools.count(1)  # of minibatches of this process: all processes run the same ones in the same order
+_numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
 
 
 class OdcError(RuntimeError):
-    """A device failed within a minibatch, or a process was lost. The message says which, where and why.
+    """A device failed within a minibatch, or a process was lost. The message names it, the stage and the reason.
 
-    Parameters are as they were. In one process the next minibatch may be tried; of several, all have to end.
+    Parameters are unchanged. A single process may try the next minibatch; of several processes, all have to end.
     """
 
 
 class _Failure:
-    """The first thing that went wrong on any thread; all others, also of other processes, stop at their next step."""
+    """The first error on any thread; the other threads, also of other processes, stop at their next step."""
 
     def __init__(self, links: Links | None) -> None:
         self._links = links
@@ -42,7 +42,8 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Keeps whatever is raised inside: the other threads must not wait for this one."""
+        """Records any error raised inside, so that other threads do not wait for this one. `what` describes the
+        work."""
         try:
             yield
         except BaseException as error:
@@ -63,13 +64,13 @@ class Odc:
     """The weights of `strategy`, walked on demand.
 
     Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
-    holds the whole weights of at most `live_layers` steps at once (a layer, or what stands between two stacks of
-    layers): the one that is computed, those fetched ahead and one not yet done. `deterministic` adds gradients in an
-    order that depends on nothing but the minibatch and the predicted work. `group` neighbouring devices (0: all) hold
-    all parameters and gradients together (hybrid sharding). `links` are those of this process to the others, where
-    there are others. While a minibatch runs, there is a copy of the parameters in the compute dtype, each device's part
-    on the device. `last_seconds` says for each local device how long it took for its part of
-    the last minibatch, `idle` how many seconds one then waited for the others, on average.
+    holds the complete weights of at most `live_layers` steps at once (a step is a layer, or the part between two stacks
+    of layers): of the one that is computed, of those fetched ahead and of one not yet done. `deterministic` adds
+    gradients in an order that depends only on the minibatch and the predicted work. `group` neighbouring devices (0:
+    all) hold all parameters and gradients together (hybrid sharding). `links` connect this process with the others, if
+    there are any. While a minibatch runs, there is a copy of the parameters in the compute dtype, each device's part on
+    the device. `last_seconds` is the time of each local device for its part of the last minibatch, `idle` the seconds
+    that a device then waited for the others, on average.
     """
 
     last_seconds: dict[int, float]
@@ -85,7 +86,7 @@ class Odc:
         links: Links | None = None,
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
-        """`read` gives the host arrays of a batch when it is its turn, from any worker's thread."""
+        """`read` returns the host arrays of a batch; workers' threads call it just before they need them."""
         if live_layers < 2:
             raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
         self.mesh, self._strategy = strategy.mesh, strategy
@@ -105,9 +106,9 @@ class Odc:
     ) -> tuple[jax.Array, Tally, Params]:
         """Returns (loss, tally, gradients) summed over the microbatches `batches`; `devices[i]` computes the `i`-th.
 
-        Every process has the batches of its own devices as arrays on the host, of all others at least the shapes.
-        `work` is the predicted work of each, in any unit: the deterministic order follows it. Raises OdcError, on all
-        processes, if a device or a process fails.
+        Every process has the batches of its own devices as arrays on the host, and at least the shapes of all others.
+        `work` is the predicted work of each batch, in any unit, and decides the deterministic order. Raises OdcError,
+        on all processes, if a device or a process fails.
         """
         if work and len(work) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(work)} amounts of work; as many each")
@@ -123,8 +124,8 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns what `forward` does for each of `inputs`, on the device that computed it; None where that is a device
-        of another process."""
+        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None if another process
+        computed it."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         trips = [task.scoring(self._live_layers) for task in tasks]
         workers = self._run(params, tasks, trips, _Failure(self._links))
@@ -132,7 +133,7 @@ class Odc:
         return [found.get(i) for i in range(len(inputs))]
 
     def _tasks(self, function: Loss | Forward, batches: Sequence[PyTree], devices: Sequence[int]) -> list[Task]:
-        """The part of each device of the mesh in a minibatch."""
+        """Each device's task in a minibatch, in the order of the mesh."""
         if not batches or len(devices) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
         if not set(devices) <= set(range(len(self._devices))):
@@ -149,7 +150,8 @@ class Odc:
         failure: _Failure,
         gradients: PushedGradients | None = None,
     ) -> list[Worker]:
-        """Runs all tasks, each on a thread of its own, to the end of the minibatch; scores without `gradients`."""
+        """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward passes
+        only."""
         published, number = self._rows.publish(params), next(_numbers)
         bound = 2 * self._live_layers
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
@@ -189,8 +191,8 @@ class Odc:
         return workers
 
     def _orders(self, tasks: Sequence[Task], work: Sequence[float]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Returns, for each owner in this process, the order of the pushes of each key: by when their microbatches are
-        expected to end. A group has the same order."""
+        """Returns, for each owner in this process, the order in which pushes of each key are added: that of the
+        expected ends of their microbatches. All owners of a group have the same order."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}
@@ -216,7 +218,7 @@ class Odc:
         return rows
 
     def _tally(self, workers: Sequence[Worker], microbatch: StagedMicrobatch) -> tuple[jax.Array, Tally]:
-        """Sums loss and tally over all devices, from one small array of each."""
+        """Sums loss and tally over all devices, from one small array on each."""
         tree = microbatch.program.tree
         example = jax.tree.unflatten(tree, range(tree.num_leaves))
         maxima = len(example[1].maxima)
@@ -238,7 +240,7 @@ def _flat(values: list[jax.Array]) -> jax.Array:
 
 
 def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
-    """Combines `[devices, values]`, of which the last `maxima` values are maxima, over all devices."""
+    """Combines `[devices, values]` over all devices: the last `maxima` values by the maximum, the others by the sum."""
     sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
     count = table.shape[1]
     return [sums[i] if i < count - maxima else largest[i] for i in range(count)]

@@ -1,13 +1,13 @@
-"""Parameters as a parameter server holds them: one flat row on each device for each unit that is fetched at once.
+"""Parameters as a parameter server holds them: one flat row on each device for each unit of weights.
 
-A unit is the weights of one layer, or some weights outside all stacks. Its row on a device is what FSDP keeps there of
-each of them, one after the other, so that a fetch is one transfer from each owner and a push one to each. Rows come
-from parameters as they lie on the mesh, and gradients go back to that layout, without leaving the device.
+A unit is the weights of one layer, or some weights outside all stacks; it is fetched at once. Its row on a device holds
+FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push one to
+each. Rows are made from parameters on the mesh, and gradients return to that layout, without leaving the device.
 
-A weight that FSDP can't cut over all devices has copies. Each copy's holder answers for a part of it, padded to equal
-lengths, so that every element has one owner. With `group` fewer than all devices, the devices of a group (a host) hold
-the rows of the whole mesh together: gathered when they are published, and their gradients summed and scattered over the
-groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
+A weight that FSDP can't cut over all devices has copies. Each holder of a copy owns a part of it, padded to equal
+lengths, so that every element has one owner. If `group` is fewer than all devices, the devices of a group (a host) hold
+the rows of the whole mesh together. The rows are gathered when they are published, and their gradients are summed and
+scattered over the groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from ..weights import WeightSpec
 
 @dataclasses.dataclass(frozen=True)
 class RowPiece:
-    """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which `copies` devices share.
+    """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which is on `copies` devices.
 
-    A device answers for `size` elements of it, from `offset` in its row.
+    A device owns `size` elements of it, from `offset` in its row.
     """
 
     leaf: int
@@ -58,10 +58,10 @@ class Unit:
 
 
 class ParameterRows:
-    """The units of a strategy's parameters, and what turns parameters into rows and gradient rows into gradients.
+    """The units of a strategy's parameters; turns parameters into rows, and gradient rows into gradients.
 
     Rows are sent in the compute dtype. `group` is how many neighbouring devices share one copy of all rows, 0 for all
-    of them; raises `MeshError` if that is no group of the mesh.
+    devices. Raises MeshError if so many devices are no group of the mesh.
     """
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
@@ -80,22 +80,23 @@ class ParameterRows:
         self.units = tuple(self._unit(members, declared) for members in _modules(declared, strategy.abstract))
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]
-        across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies differ on purpose
-        # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`, of which each device holds its row.
+        across = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # rows of copies may differ
+        # Parameters -> `[unit][layer]` arrays `[devices * outer * size]`: each device holds its row.
         self.publish = jax.jit(across(self._local_rows, in_specs=(lying,), out_specs=rows))
-        # Rows like these -> gradients laid out like the parameters.
+        # Gradient rows of the same shapes -> gradients laid out like the parameters.
         self.collect = jax.jit(across(self._local_gradients, in_specs=(rows,), out_specs=lying))
         self.sharding = NamedSharding(mesh, P(self._axes))
 
     def members(self, device: int) -> range:
-        """The devices that hold what `device` fetches, by their number in the mesh."""
+        """The devices that own the rows which `device` fetches, by their numbers in the mesh."""
         first = device // self.group * self.group
         return range(first, first + self.group)
 
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """Makes whole weights `leaves` (of one layer) from the rows of `units`, one row of each device of a group."""
+        """Makes the complete weights `leaves` (of one layer) from rows of `units`, one row from each device of a
+        group."""
         found: dict[int, jax.Array] = {}
         for unit, unit_rows in zip(units, rows, strict=True):
             pieces = self.units[unit].pieces
@@ -132,7 +133,7 @@ class ParameterRows:
         return rows
 
     def _part(self, piece: RowPiece, shard: jax.Array) -> jax.Array:
-        """Cuts out what this device answers for of its copy of a shard."""
+        """Cuts out the part of a shard's copy that this device owns."""
         flat = shard.reshape(-1).astype(self._dtype)
         if piece.copies == 1:
             return flat
@@ -154,7 +155,7 @@ class ParameterRows:
     def _gradient(self, piece: RowPiece, row: jax.Array) -> jax.Array:
         part = row[piece.offset : piece.offset + piece.size]
         if piece.copies > 1:
-            # Copies are the leading axes of the mesh: the holders of one shard differ in these alone.
+            # Copies follow the leading axes of the mesh: the holders of one shard differ in these alone.
             cut = self._cuts[piece.leaf]
             holders = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
             part = jax.lax.all_gather(part, holders, tiled=True)[: math.prod(piece.shard_shape)]
@@ -162,8 +163,8 @@ class ParameterRows:
 
 
 def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
-    """Groups the leaves that are fetched together: those of the largest modules of weights that are all stacked, or all
-    not. Of a decoder: its embedding, its layers, its last norm, its head."""
+    """Groups the leaves that are fetched together: the leaves of the largest modules whose weights are either all
+    stacked or all not. A decoder has four groups: its embedding, its layers, its last norm, its head."""
     leaves, tree = jax.tree.flatten(params)
     stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
     found: list[list[int]] = []
@@ -199,7 +200,7 @@ def _whole_forward(layout: ParameterRows, unit: int, rows: list[jax.Array]) -> t
 
 
 def _whole_backward(layout: ParameterRows, unit: int, _: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
-    # Written out: the transpose of many slices would be a sum of as many padded rows.
+    # Written out: the transpose of many slices would sum as many padded rows.
     parts = []
     for piece, gradient in zip(layout.units[unit].pieces, gradients, strict=True):
         before, after = piece.shape[: piece.dim], piece.shape[piece.dim :]

@@ -1,9 +1,10 @@
 """The gradient rows that this process's devices own, and the order in which pushes are added to them.
 
-In arrival order a push is added at once, and two runs differ in the last bits. In a fixed order it waits until all
-pushes before it have been added: those of microbatches that the plan expects to end earlier. So little waits where the
-expectation is right, and a bound on what waits makes a device that is too early wait itself. That can't block all: the
-first microbatch in the order that is not added in full never waits, neither to push nor, since it only reads, to fetch.
+In arrival order a push is added at once, and two runs differ in the last bits. In a fixed order a push waits until all
+pushes before it have been added: pushes of microbatches that the plan expects to end earlier. Few pushes wait if the
+expectation is right. The number of waiting pushes is bounded, so that a device that is too early waits itself. That
+can't block all devices: the first microbatch in the order that is not added in full never waits, neither to push nor,
+since a fetch only reads, to fetch.
 """
 
 import collections
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from ..links import Device
 
 Key = tuple[int, int]  # unit, layer
-Turn = tuple[int, int]  # device, its microbatch
+Turn = tuple[int, int]  # device, number of its microbatch
 
 
 @dataclasses.dataclass
@@ -31,11 +32,11 @@ class _Owner:
 
 
 class PushedGradients:
-    """Sums of pushed rows, in float32, on the devices that own them.
+    """Sums of pushed rows, in float32, on the devices that own the rows.
 
-    `orders` gives, for each owner's device and each key, whose pushes are added in which order; None adds them as they
-    come. `bound` is how many pushes of one device an owner keeps waiting at most. `check` is called while a push waits
-    and raises if the minibatch has failed.
+    `orders` gives, for each owner's device and each key, the order in which pushes are added; None adds them as they
+    arrive. `bound` is the most pushes of one device that wait at an owner. `check` is called while a push waits, and
+    raises if the minibatch has failed.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PushedGradients:
             self._owners[device].order = {key: collections.deque(turns) for key, turns in order.items()}
 
     def push(self, owner: Device, key: Key, turn: Turn, row: jax.Array) -> None:
-        """Adds a row, which lies on any device; waits while too many of this device's pushes are early."""
+        """Adds a row, which may be on any device; blocks while more than `bound` pushes of the pushing device wait."""
         server = self._owners[owner]
         row = jax.device_put(row, owner)
         with server.changed:
@@ -66,7 +67,7 @@ class PushedGradients:
                 server.changed.wait(timeout=0.1)
 
     def of(self, owner: Device, key: Key, size: int) -> jax.Array:
-        """The sum, `[size]` float32: zeros if nothing was pushed."""
+        """The sum of a key's pushes, `[size]` float32; zeros if nothing was pushed."""
         total = self._owners[owner].sums.pop(key, None)
         return jax.device_put(jnp.zeros(size, jnp.float32), owner) if total is None else total
 

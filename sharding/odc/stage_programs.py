@@ -1,4 +1,4 @@
-"""The compiled programs of a microbatch: those of each stage, for each shape of a batch."""
+"""The compiled programs of a microbatch: forward, backward and inference of each stage, for each shape of a batch."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from .trace import MarkingWalk
 from .traffic import Row
 
 T = TypeVar("T")
-Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> whole weights
+Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> complete weights
 
 
 class StagedMicrobatch:
-    """The steps of one shape of batch, and the compiled programs of each: see `stages`.
+    """The steps of batches of one shape, and the compiled programs of each step: see `stages`.
 
     `keys[i]` are the (unit, layer) of the weights of step `i`, `back` the steps of the backward pass in order, `pushes`
-    the keys of all gradients, in the order in which they are pushed. A device compiles a program at its first use.
+    the keys of all gradients, in the order of their pushes. A device compiles a program at its first use.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class StagedMicrobatch:
         self._rows, self._needed, self._remat = rows, needed, remat
 
     def forward(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> (outputs, saved)`; `saved` is what `backward` needs beside the rows:
-        everything but whole weights, or what `remat` says, as in `Walk`."""
+        """The program `(rows, values, layer) -> (outputs, saved)`. `backward` needs `saved` beside the rows: every
+        value but complete weights, or the values that `remat` keeps, as in `Walk`."""
         return self._jitted(step, _forward)
 
     def backward(self, step: Step) -> Callable:
@@ -59,7 +59,7 @@ class StagedMicrobatch:
         return self._jitted(step, _backward)
 
     def infer(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> outputs`, which keeps nothing."""
+        """The program `(rows, values, layer) -> outputs`, which saves no values."""
         return self._jitted(step, _infer)
 
     def _jitted(self, step: Step, build: Callable[[Stage, Whole, str], Callable]) -> Callable:
@@ -71,22 +71,22 @@ class StagedMicrobatch:
                 return self._rows.whole(units, rows, weights)
 
             program = jax.jit(build(step.stage, whole, self._remat))
-            self._compiled.setdefault(name, _one_first(program))  # all threads call the same one
+            self._compiled.setdefault(name, _one_first(program))  # all threads call the same program
         return self._compiled[name]
 
 
 class StagePrograms:
-    """The microbatches of a strategy, one for each shape of a batch."""
+    """The staged microbatches of a strategy, one for each shape of a batch."""
 
     def __init__(self, rows: ParameterRows, strategy: Fsdp) -> None:
         self._rows, self._strategy = rows, strategy
         self._known: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()
-        dtype = strategy.compute_dtype  # that of the rows
+        dtype = strategy.compute_dtype  # the dtype of the rows
         self._params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
 
     def of(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """The microbatch whose results are those of `function`, the strategy's `loss` or its `forward`."""
+        """The microbatch that computes `function`, the strategy's `loss` or its `forward`, for batches like `batch`."""
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
         name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
@@ -102,9 +102,10 @@ class StagePrograms:
 
 
 def _one_first(program: Callable) -> Callable:
-    """Lets one thread call `program` first and alone if compiled programs are kept: others find there what it compiles.
+    """Lets one thread call `program` first and alone if JAX keeps compiled programs on disk: the others read its
+    result.
 
-    All devices come to a new program at about the same time; each would compile it for itself.
+    All devices reach a new program at about the same time; each would compile it for itself.
     """
     if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return program
@@ -124,7 +125,7 @@ def _one_first(program: Callable) -> Callable:
 @functools.partial(jax.tree_util.register_static)
 @dataclasses.dataclass(frozen=True)
 class _Dropped:
-    """Stands in saved values for the whole weight `index`: it is fetched again."""
+    """Replaces the complete weight `index` in saved values: the weight is fetched again."""
 
     index: int
 
@@ -137,7 +138,7 @@ def _forward(stage: Stage, whole: Whole, remat: str) -> Callable:
         def body(weights: Arrays, active: Arrays, passive: Arrays, layer: Layer) -> list[jax.Array]:
             return stage.function(weights, _merge(stage.active_in, active, passive), layer)
 
-        if remat != "none":  # the two passes are programs of their own: nothing could be merged across them
+        if remat != "none":  # the passes are separate programs: nothing can be merged across them
             body = jax.checkpoint(body, prevent_cse=False, policy=REMAT[remat])
 
         def active_part(weights: Arrays, active: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -1,9 +1,9 @@
-"""A model's loss cut into stages, each a program of its own: one for each layer, one between two stacks of layers.
+"""A model's loss cut into stages: each layer, and each part between two stacks of layers, is a program of its own.
 
-What FSDP runs as one program a device must be able to leave between any two layers here, to fetch and to push. The
-function is traced once with whole weights (`trace`), where a `MarkingWalk` leaves one equation for each stack that the
-model walks; everything between two of them is one more stage. So ODC computes the very operations that the other
-strategies do, for any model that walks its stacks with `Walk.scan`, and no model needs to know.
+FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch and to push. The function is
+traced once with complete weights (`trace`), where a `MarkingWalk` leaves one equation for each stack that the model
+walks; the equations between two of these are one more stage. So ODC computes the same operations as the other
+strategies, for any model that walks its stacks with `Walk.scan`, and models do not depend on it.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from ..walk import Params
 from .trace import Stack, StageError, Trace, is_float, stack_of
 
 T = TypeVar("T")
-Slots = tuple[int, ...]  # numbers of values that stages hand to each other; each is written once
+Slots = tuple[int, ...]  # numbers of values that stages pass to each other; each value is written once
 Arrays = Sequence[jax.Array]
 Layer = jax.Array | np.int32  # the index of a layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """`function(weights, values, layer) -> values`: whole weights (those of one layer), inputs, index of the layer.
+    """`function(weights, values, layer) -> values`: complete weights (of one layer), inputs, index of the layer.
 
-    `weights` are indices of the leaves of the parameters. `active_in` and `active_out` say which inputs and outputs
-    gradients flow through: they depend on weights and are floats.
+    `weights` are indices of the leaves of the parameters. `active_in` and `active_out` say through which inputs and
+    outputs gradients flow: floats that depend on weights.
     """
 
     name: str
@@ -46,7 +46,8 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A stage applied once: to which values, on which layer of its stack (0 if it has none)."""
+    """One application of a stage: the values that it reads and writes, and the layer of its stack (0 if it has
+    none)."""
 
     stage: Stage
     layer: int
@@ -66,19 +67,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """All steps in order. `inputs` are the slots of the batch's leaves, `outputs` those of the function's results (or
-    a constant); `tree` is the results' structure."""
+    """All steps in order. `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results
+    (or constants); `tree` is the results' structure."""
 
     steps: tuple[Step, ...]
     inputs: Slots
     outputs: tuple[int | np.ndarray, ...]
-    tree: Any  # a PyTreeDef, which type checkers take for a variable
+    tree: Any  # a PyTreeDef, for which type checkers know no type
 
 
 def cut(function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> Program:
     """Makes the program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
 
-    Raises StageError for a stack that starts from no computed values, or whose layers all read one whole weight.
+    Raises StageError for a stack whose first input is not computed, or whose layers all read one weight unsliced.
     """
     return _Cutter(Trace(function, params, batch), params).program()
 
@@ -114,7 +115,8 @@ class _Cutter:
             self._active.update(filter(is_float, eqn.outvars))
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step of all equations from `begin` to `end`: it hands on what later ones read."""
+        """Adds one step for the equations from `begin` to `end`; its outputs are the values that later equations
+        read."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
@@ -149,11 +151,11 @@ class _Cutter:
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # Each argument of the body: how it is made of weights and values, and whether it is sliced.
+        # For each argument of the body: a function that makes it of weights and values, and whether it is sliced.
         sources: list[tuple[Callable[[Arrays, Arrays], jax.Array], bool]] = []
         weights: list[int] = []
         values: list[Var] = []
-        carried: list[int] = []  # which of `values` are what one layer hands to the next
+        carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate(eqn.invars):
             sliced, weight, value = at >= shared, len(weights), len(values)
             if isinstance(var, Constant) or var in self._consts:
@@ -217,21 +219,21 @@ def _ordered(items: Iterable[T]) -> list[T]:
 
 
 def _stack_name(paths: Sequence[str]) -> str:
-    """The part that the paths of a stack's weights have in common: `layers`, `visual.blocks`."""
+    """The common part of the paths of a stack's weights: `layers`, `visual.blocks`."""
     modules = [path.split(".")[:-1] for path in paths]
-    levels = zip(*modules, strict=False)  # as deep as the shallowest weight
+    levels = zip(*modules, strict=False)  # as many levels as the shallowest weight has
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _segment_name(paths: Sequence[str]) -> str:
-    """The modules of these weights, but for those within another: `embedding, visual.patch_embed`."""
+    """The modules of these weights, without modules inside another one: `embedding, visual.patch_embed`."""
     modules = _ordered(path.rpartition(".")[0] or path for path in paths)
     outer = [name for name in modules if not any(name.startswith(f"{module}.") for module in modules)]
     return ", ".join(outer) or "inputs"
 
 
 def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
-    """Fills in the values that no later step reads (`Step.last`). `kept` are results."""
+    """Fills in `Step.last`, the values that no later step reads. `kept` are the results, which outlive all steps."""
     seen = set(kept)
     marked: list[Step] = []
     for step in reversed(steps):

@@ -1,7 +1,7 @@
-"""Traces a function to equations, every stack of layers as one of them, and makes functions of some of them again.
+"""Traces a function to equations, with one equation for each stack of layers, and makes functions of such equations.
 
-All that ODC asks of JAX's representation of programs stands here. Stacks are marked by an equation of our own, because
-the parameters of JAX's own loops are private and change from release to release.
+This file holds everything that ODC needs of JAX's representation of programs. Stacks are marked by an equation of our
+own, because the parameters of JAX's own loops are private and change from release to release.
 """
 
 import dataclasses
@@ -22,27 +22,27 @@ Run = Callable[..., Sequence[jax.Array]]
 
 
 class StageError(ValueError):
-    """The traced function can't be cut. The message says what stands in the way."""
+    """The traced function can't be cut. The message names the obstacle."""
 
 
 class Trace:
     """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`s) or traced themselves.
 
     `inputs` are the variables of the arguments' leaves, `outputs` those of the results' leaves (or literals), `results`
-    the results' shapes, `constants` the values of variables that are no argument's: arrays, or traced if the function
-    reads traced values from around it.
+    the results' shapes. `constants` are the values of all other variables that are read: arrays, or traced values if
+    the function reads traced values from around it.
     """
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
         closed, self.results = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # two classes at first, one in JAX 0.12
+        self._jaxpr: Any = getattr(closed, "jaxpr", closed)  # older JAX has two classes, JAX 0.12 one
         self.inputs: list[Var] = list(self._jaxpr.invars)
         self.outputs: list[Var | Literal] = list(self._jaxpr.outvars)
         self.equations: list[JaxprEqn] = list(self._jaxpr.eqns)
         self.constants: dict[Var, jax.Array] = dict(zip(self._jaxpr.constvars, closed.consts, strict=True))
 
     def run(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Var | Literal]) -> Run:
-        """Makes the function that computes the variables `outputs` from those of `inputs` by these equations."""
+        """Makes the function that computes the variables `outputs` from the variables `inputs` by these equations."""
         part = self._jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(equations))
         return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
 
@@ -54,11 +54,10 @@ def is_float(variable: Var) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """The parameters of the equation of a stack of layers. The equation reads `captured` values that every layer reads
-    whole, then the `carried` values that the first layer starts from, then values with one part for each of the
-    `length` layers.
+    """The parameters of a stack's equation. The equation reads `captured` values, which every layer reads unsliced,
+    then the `carried` values of the first layer, then values with one part for each of the `length` layers.
 
-    `layer(*captured, *carried, *parts)` returns what a layer hands to the next: `carried` values, like `results`.
+    `layer(*captured, *carried, *parts)` returns the `carried` values of the next layer, with the shapes of `results`.
     """
 
     layer: Run
@@ -79,7 +78,7 @@ def stack_of(equation: JaxprEqn) -> Stack | None:
 
 
 class MarkingWalk(Walk):
-    """A walk that runs no stack but leaves one equation in the trace for each. Weights are whole."""
+    """A walk that runs no stack, but leaves one equation for each stack in the trace. Weights are complete."""
 
     def scan(
         self,
@@ -88,8 +87,8 @@ class MarkingWalk(Walk):
         step: Callable[[Module, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack, inside a `Trace`, where `Walk.scan` runs it. Raises StageError for a `step` that returns
-        something for every layer."""
+        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` that returns a value
+        for every layer."""
         graphdef, weights = nnx.split(layers)
         stacked, tree = jax.tree.flatten((weights, xs))
         first = jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked)

@@ -1,12 +1,12 @@
 """Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-An itinerary says which weights a device needs at each of its steps, a window asks for them in time and bounds how many
-are there.
+An itinerary lists the weights that a device needs at each of its steps. A window requests them in time, and bounds how
+many the device holds.
 
-Between processes nobody asks and nobody answers. All processes know the whole minibatch, so each knows which rows
-others' devices will fetch, in which order, and offers them under numbers that both sides count up; and which gradients
-they will push, so that an owner pulls these in that order. A worker that is more than a few pushes ahead of an owner
-waits for it.
+Processes send each other no requests. Each process knows the complete minibatch, and so the rows that other processes'
+devices will fetch, and their order. It offers these rows under numbers that both sides count up. It also knows the
+gradients that the others will push, and pulls them in that order. A worker that is more than a few pushes ahead of an
+owner waits for it.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from ..links import Device, Links
 from .flat import ParameterRows
 from .pushed_gradients import Key, PushedGradients
 
-Row = tuple[jax.Array, ...]  # one unit's rows, of each of its owners in order, on the device that fetched them
+Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
 _FETCH, _PUSH = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Itinerary:
-    """The weights of a device's steps, which follow each other: those of at most `live` steps are there at once.
+    """The weights of a device's successive steps. The device holds the weights of at most `live` steps at once.
 
-    `needs` are the keys of each step. What the next steps need is fetched ahead; weights that two near steps share are
-    fetched once. Of `live` 3 or more, one step is dispatched before the one before it is done.
+    `needs` are the keys of each step. The weights of the next steps are fetched ahead; weights that two near steps
+    share are fetched once. If `live` is 3 or more, a step is dispatched before the step before it is done.
     """
 
     needs: tuple[tuple[Key, ...], ...]
@@ -38,12 +38,12 @@ class Itinerary:
         return 1 if self.live > 2 else 0
 
     def wanted(self, step: int) -> list[Key]:
-        """The weights that are held, or on their way, when this step is dispatched."""
+        """The keys of the weights that the device holds, or is fetching, when this step is dispatched."""
         ahead = self.live - 1 - self.lag
         return list(dict.fromkeys(key for needs in self.needs[step : step + 1 + ahead] for key in needs))
 
     def fetches(self) -> list[list[Key]]:
-        """The keys that are asked for before each step: an owner in another process knows them without being told."""
+        """The keys that are fetched before each step. Owners in other processes compute the same lists."""
         found: list[list[Key]] = []
         held: set[Key] = set()
         for step in range(len(self.needs)):
@@ -54,7 +54,7 @@ class Itinerary:
 
 
 class Window:
-    """Walks an itinerary: `fetch(key, count)` starts the `count`-th transfer, `ready` waits for rows that need it."""
+    """Walks an itinerary. `fetch(key, count)` starts the `count`-th transfer, `ready` waits for fetched rows."""
 
     def __init__(
         self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
@@ -62,14 +62,14 @@ class Window:
         self._itinerary, self._fetch, self._ready = itinerary, fetch, ready
         self._fetches = itinerary.fetches()
         self._held: dict[Key, Row] = {}
-        self._results: list[jax.Array | None] = []  # of the steps taken; None where known to be done
+        self._results: list[jax.Array | None] = []  # results of the steps dispatched; None for steps that are done
         self._count = 0
 
     def next(self) -> list[Row]:
-        """Returns the rows for the next step, and asks for those of the steps after it."""
+        """Returns the rows of the next step, and starts the transfers for the steps after it."""
         step = len(self._results)
         done = step - 1 - self._itinerary.lag
-        if done >= 0:  # what runs ahead of the device would hold ever more weights
+        if done >= 0:  # waits for the device: dispatching ahead would hold ever more weights
             jax.block_until_ready(self._results[done])
             self._results[done] = None
         self._held = {key: self._held[key] for key in self._itinerary.wanted(step) if key in self._held}
@@ -82,11 +82,11 @@ class Window:
 
     @property
     def done(self) -> int:
-        """The number of steps that are known to be done."""
+        """The least number of steps that are done: those that `next` has waited for."""
         return max(len(self._results) - 1 - self._itinerary.lag, 0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """Notes that a step is under way; `result` is any output of its program."""
+        """Notes that a step was dispatched; `result` is any output of its program."""
         self._results.append(result)
 
     def finish(self) -> None:
@@ -95,9 +95,9 @@ class Window:
 
 
 class Traffic:
-    """`published` are the rows of this minibatch, `devices` all of the mesh in its order, `local` the numbers of this
-    process's. `links` lead to the other processes, None where nothing goes there; `number` is this minibatch's own in
-    their life. `bound` is how many pushes an owner in another process may be behind."""
+    """`published` are the rows of this minibatch, `devices` all devices in the order of the mesh, `local` the numbers
+    of this process's devices. `links` lead to the other processes (None: no transfers between processes); `number` is
+    the minibatch's number in their lifetime. `bound` is how many pushes an owner in another process may be behind."""
 
     def __init__(
         self,
@@ -118,11 +118,12 @@ class Traffic:
 
     @property
     def clients(self) -> list[int]:
-        """The devices of other processes that fetch from this one, and push to it."""
+        """The devices of other processes that fetch rows from this process and push gradients to it."""
         return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Offers all that other processes' devices will fetch here on their way; `trips` are those of all devices."""
+        """Offers all rows that devices of other processes will fetch here; `trips` are the itineraries of all
+        devices."""
         for client in self.clients:
             keys = [key for keys in trips[client].fetches() for key in keys]
             for count, key in enumerate(keys):
@@ -130,7 +131,7 @@ class Traffic:
                     self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
 
     def window(self, device: int, trip: Itinerary) -> Window:
-        """Makes what feeds this device with weights."""
+        """Makes the window through which this device gets its weights."""
         owners = self._rows.members(device)
         here = [owner for owner in owners if owner in self._local]
 
@@ -149,7 +150,7 @@ class Traffic:
         return Window(trip, fetch, ready)
 
     def pusher(self, device: int, gradients: PushedGradients) -> Callable[[Key, int, Sequence[jax.Array]], None]:
-        """Makes what takes this device's gradients to their owners."""
+        """Makes the function that sends this device's gradients to their owners."""
         count = 0
 
         def push(key: Key, microbatch: int, rows: Sequence[jax.Array]) -> None:
@@ -165,7 +166,7 @@ class Traffic:
         return push
 
     def serve(self, client: int, pushes: Sequence[tuple[int, Key]], gradients: PushedGradients) -> None:
-        """Takes all that a device of another process pushes here, to the end of the minibatch."""
+        """Takes all gradients that a device of another process pushes here in this minibatch."""
         owners = self._owners_here(client)
         for count, (microbatch, key) in enumerate(pushes):
             rows = [self._pull(client, self._name(_PUSH, client, count, owner), key, owner) for owner in owners]
@@ -198,7 +199,7 @@ class Traffic:
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """The key of a transfer, unique in the offering process. Raises ValueError where its 63 bits are not enough."""
+        """The key of a transfer, unique in the offering process. Raises ValueError where its 63 bits do not suffice."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:

@@ -1,6 +1,6 @@
 """Walks a device through its microbatches: fetches the weights of the next layers, computes one, pushes gradients.
 
-Programs are dispatched without waiting for them; what bounds how far dispatch runs ahead is the window.
+Programs are dispatched without waiting for their results; the window bounds how far dispatch runs ahead.
 """
 
 import collections
@@ -21,7 +21,7 @@ from .traffic import Itinerary, Row, Window
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A device's part of a minibatch: the batches `indices` of `batches`, each as `microbatches` runs it."""
+    """A device's part of a minibatch: the batches `batches[i]` for `i` in `indices`, each run as `microbatches[i]`."""
 
     indices: tuple[int, ...]
     batches: Sequence[PyTree]
@@ -42,9 +42,9 @@ class Task:
 
 
 class Worker:
-    """Device `number` at work on its task.
+    """Runs the task of device `number`.
 
-    `place` says what it is at, `tally` is the sum of its results, `results` those of `score` by index.
+    `place` describes the present step, `tally` is the sum of the results, `results` are those of `score` by index.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Worker:
         check: Callable[[], None],
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
-        """`read` gives the host arrays of a batch."""
+        """`read` returns the host arrays of a batch."""
         self._read = read
         self.number, self.device, self.task = number, device, task
         self.place = "its first microbatch"
@@ -65,9 +65,10 @@ class Worker:
         self._check = check
 
     def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
-        """Goes forward and backward through each microbatch; `push(key, its number, rows)` takes gradients away.
+        """Goes forward and backward through each microbatch. `push(key, microbatch's number, rows)` sends gradients.
 
-        What is not computed yet is not pushed: its owner's device, which works in order, would wait for it.
+        Gradients are pushed only when they are computed: otherwise the owner's device, which works in order, would
+        wait.
         """
         ready = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()
 
@@ -85,7 +86,7 @@ class Worker:
                 rows = self._next(window, number, step.name)
                 inputs = [values[slot] for slot in step.reads]
                 outputs, pull = microbatch.forward(step)(rows, inputs, np.int32(step.layer))
-                del rows, inputs  # the next step fetches before it has others to put in their place
+                del rows, inputs  # frees them before the next step fetches its own
                 window.dispatched(outputs[0])
                 steps += 1
                 push_done(window.done)
@@ -94,7 +95,7 @@ class Worker:
             results = self._outputs(microbatch, values)
             self.tally = results if self.tally is None else _joined(self.tally, results)
             loss = microbatch.program.outputs[0]
-            assert isinstance(loss, int)  # a constant loss would have no backward pass
+            assert isinstance(loss, int)  # a constant loss has no backward pass
             del values
             cotangents: dict[int, jax.Array | np.ndarray] = {loss: np.ones((), np.float32)}
             for k in microbatch.back:
