@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 else:
     Figure = Any
 
-# Unsharded work is pale, colours darken with the degree.
+# Unsharded work is pale; higher degrees are darker.
 PALE, DARK = 0.12, 0.95
 INK, LIMIT = "#222222", "#c0392b"
 
 
 def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
-    """Three rows of bars over devices: attention and tokens over the mean of a device, and the token vectors that leave
-    it in one all-to-all over the same mean of tokens. Stacked and coloured by degree."""
+    """Three rows of bars over devices: attention and tokens, over the mean of a device, and the token vectors that
+    leave the device in one all-to-all, over the mean number of tokens. Bars are stacked and coloured by degree."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -40,7 +40,7 @@ def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Fi
     axes = figure.subplots(len(rows), 1, sharex=True, height_ratios=(3, 3, 2))
     for axis, (label, share, limit, name) in zip(axes, rows, strict=True):
         base = np.zeros(plan.num_devices)
-        for kind, shade in reversed(list(zip(kinds, shades, strict=False))):  # what is sharded most carries the rest
+        for kind, shade in reversed(list(zip(kinds, shades, strict=False))):  # the highest degree is at the bottom
             height = plan.over_devices(np.where(degrees == kind, share, 0.0))
             axis.bar(np.arange(plan.num_devices), height, 1.0, base, color=shade, edgecolor="white", linewidth=0.4)
             base += height

@@ -3,7 +3,7 @@
     plan = flex_ulysses([9000, 120, 4000, 310], num_devices=4, limits=Limits(num_heads=28))
     print(plan.balance)
 
-All planners of sequences are called alike. `plan.ShardPlan` is what they return.
+All planners of sequences have one signature and return a `plan.ShardPlan`.
 """
 
 from .fixed_degree import ulysses

@@ -1,9 +1,9 @@
-"""Places sequences from the largest groups down: some stay on a whole group, its two halves share the rest.
+"""Places sequences from the largest groups down: some stay on all of a group, its two halves share the others.
 
-At a group of `s` devices with some compute and memory left on each, a cheapest set of sequences stays on all `s`, such
-that the rest can be dealt to the two halves with neither exceeding what its devices have left. That all stay is
-always possible, so a plan always exists. Few sequences are dealt by enumeration of all left/right/both; many by
-differencing (Karmarkar-Karp, in two resources at once) down to a dozen entities and enumeration of those.
+A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
+such that the others can be dealt to the two halves within that rest. It is always possible that all stay, so that a
+plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
+(Karmarkar-Karp, in two resources at once) down to a dozen differences, for which all ways are tried.
 """
 
 import functools
@@ -13,27 +13,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-EXACT = 7  # so many sequences are dealt left/right/both by enumeration: 3**7 cases
-ENTITIES = 11  # and so many differences left/right: 2**10
-TRIES = 8  # sets of staying sequences that are tried before ever more of the largest stay
-HARD = 100.0  # what exceeding memory counts, against compute
+EXACT = 7  # up to so many sequences are dealt left/right/both by trying all ways: 3**7
+ENTITIES = 11  # and up to so many differences left/right: 2**10
+TRIES = 8  # sets of staying sequences that are tried before ever more of the largest sequences stay
+HARD = 100.0  # the weight of exceeding memory, against compute
 EPS = 1e-9
 
-Pair = tuple[float, float]  # of compute and memory, in units of what one device may take
-Ways = tuple[list[int], list[int], list[int]]  # the sequences that stay on a whole group, and those of each half
+Pair = tuple[float, float]  # compute and memory, in units of one device's limit
+Ways = tuple[list[int], list[int], list[int]]  # sequences that stay on all of a group, and those of each half
 
 
 @functools.cache
 def signs(count: int) -> np.ndarray:
-    """`[2**(count - 1), count]` of +1 and -1: all ways to put `count` things on two sides, the first one always +1."""
+    """`[2**(count - 1), count]` of +1 and -1: all ways to put `count` items on two sides, the first item always +1."""
     codes = np.arange(2 ** max(count - 1, 0))[:, None] >> np.arange(count)[None, ::-1]
     return 1.0 - 2.0 * (codes & 1)
 
 
 @functools.cache
 def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`[codes, count]` each: 1.0 where the thing is left, right, in both; and the code itself (0, 1, 2). The two sides
-    are alike, so the first thing is never right."""
+    """`[codes, count]` each: 1.0 where the item is left, right, in both; and the code itself (0, 1, 2). The two sides
+    are alike, so that the first item is never right."""
     code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
     code = code[code[:, 0] != 1] if count else code
     return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
@@ -42,8 +42,8 @@ def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class Descent:
     """Places sequences on the groups beneath one block of devices.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of what one device may take; `weights[log2(p)]` is the
-    traffic of a token at degree `p`. The answer is in `degrees` and `firsts`, shared by all blocks.
+    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is the traffic
+    of a token at degree `p`. The result is in `degrees` and `firsts`, shared by all blocks.
     """
 
     def __init__(self, amounts: np.ndarray, weights: Sequence[float]) -> None:
@@ -52,11 +52,11 @@ class Descent:
         self.degrees, self.firsts = [1] * len(self.work), [0] * len(self.work)
 
     def place(self, members: list[int], first: int, size: int, have: Pair) -> None:
-        """Places `members` on the `size` devices from `first`, each of which has so much compute and memory left."""
+        """Places `members` on the `size` devices from `first`; each device has compute and memory `have` left."""
         if size == 1:
             return self._stay(members, first, 1)
         rest = list(members)
-        while stay := [i for i in rest if not self._fit([i], size // 2, have)]:  # no half can take them
+        while stay := [i for i in rest if not self._fit([i], size // 2, have)]:  # no half can hold these
             self._stay(stay, first, size)
             rest = [i for i in rest if self._fit([i], size // 2, have)]
             have = self._less(stay, size, have)
@@ -86,7 +86,7 @@ class Descent:
         return all(work[i] <= compute and tokens[i] <= memory for i in members)
 
     def _price(self, i: int, size: int, have: Pair) -> float:
-        """The traffic that a sequence needs on `size` devices beyond that on the fewest devices that can take it."""
+        """The traffic of a sequence on `size` devices, less its traffic on the fewest devices that can hold it."""
         degree = 1
         while degree < size and (self.work[i] > degree * have[0] or self.tokens[i] > degree * have[1]):
             degree *= 2
@@ -94,8 +94,8 @@ class Descent:
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf where it does not fit),
-        and the codes. Smaller sequences, of `dust` (compute, memory) in all, count as a fluid that evens out what it
-        can."""
+        and the codes. Smaller sequences have compute and memory `dust` in all; they count as a fluid that evens out as
+        much of a difference as it can."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
@@ -111,7 +111,7 @@ class Descent:
     def _enumerate(self, rest: list[int], size: int, have: Pair) -> Ways:
         cost, codes = self._cases(rest, size, have, (0.0, 0.0))
         best = int(cost.argmin())
-        if cost[best] == np.inf:  # only rounding could make it so: all of them stay
+        if cost[best] == np.inf:  # only rounding can cause this: all of them stay
             return rest, [], []
         left, right, stay = ([i for i, way in zip(rest, codes[best], strict=True) if way == side] for side in range(3))
         return stay, left, right
@@ -141,7 +141,7 @@ class Descent:
         return rest, [], []
 
     def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
-        """Returns how uneven the most even halves found are (above 1, a half exceeds what it has), and these halves."""
+        """Returns (unevenness of the most even halves found: above 1, a half exceeds `have`; these two halves)."""
         work, tokens = self._total(members)
         spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
         return halves(members, self.work, self.tokens, *spare)
@@ -150,8 +150,9 @@ class Descent:
 def halves(
     members: Sequence[int], work: Sequence[float], tokens: Sequence[float], spare_work: float, spare_tokens: float
 ) -> tuple[float, list[int], list[int]]:
-    """Deals `members` to two sides. Returns the larger of their differences in work and in tokens over what is spare of
-    each, and the sides. Karmarkar-Karp differencing, then enumeration of what is left."""
+    """Deals `members` to two sides. Returns the larger of their differences in work and in tokens, each over what is
+    spare of it, and the sides. Karmarkar-Karp differencing down to `ENTITIES` differences, of which all ways are
+    tried."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):
@@ -170,7 +171,7 @@ def halves(
         k += 1
     table = signs(len(heap))
     uneven = np.abs(np.array([entry[2:4] for entry in heap]).T @ table.T)
-    # Where both cannot be had, tokens are the harder limit.
+    # If not both limits can be met, tokens are the harder one.
     uneven = np.maximum(uneven[0], uneven[1]) + HARD * np.maximum(uneven[1] - 1, 0.0)
     best = int(uneven.argmin())
     left: list[int] = []

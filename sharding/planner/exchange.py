@@ -1,4 +1,4 @@
-"""Local search: two groups at a time give their sequences out anew, exactly, so that less is sharded."""
+"""Local search: two groups at a time deal their sequences anew, exactly, so that fewer are sharded."""
 
 import functools
 import itertools
@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-FREE = 6  # so many sequences of two groups are placed anew together: 4**6 cases
+FREE = 6  # up to so many sequences of two groups are dealt anew together: 4**6 ways
 EPS = 1e-9
 
 
 @functools.cache
 def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (starts, codes, left, right, in_both): each of `count` things elsewhere (0), left (1), right (2) or in
+    """Returns (starts, codes, left, right, in_both): each of `count` items is elsewhere (0), left (1), right (2) or in
     both halves (3) of a group.
 
-    Ordered by the set of those that are here: the codes of set `m` (bit `i`: thing `i` is here) are
-    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of a thing that each half computes, `in_both` is
-    1.0 where a thing stays in both.
+    Codes are ordered by the set of items that are in the group: the codes of set `m` (bit `i`: item `i` is in it) are
+    `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an item that each half computes, `in_both` is
+    1.0 where an item stays in both.
     """
     code = np.array(list(itertools.product(range(4), repeat=count)), np.int8).reshape(-1, count)
     here = ((code > 0) << np.arange(count)).sum(1)
@@ -30,10 +30,10 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 
 
 class Exchange:
-    """Improves `degrees` and `firsts` in place; no device exceeds its load of 1, or what it has if that is more.
+    """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of what one device may take, `weights[log2(p)]` is the
-    traffic of a token at `p`.
+    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is the traffic
+    of a token at degree `p`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Exchange:
             self._put(i, degrees[i], firsts[i])
 
     def run(self, max_degree: int, trials: int) -> None:
-        """Looks at `trials` pairs of groups at most: a bound on work, not on time, so that plans are repeatable."""
+        """Tries at most `trials` pairs of groups: a bound on work, not on time, so that plans are repeatable."""
         left, idle = trials, 0
         for offset in range(1, self.num_devices):
             for half in [2**k for k in range(max_degree.bit_length() - 1)]:
@@ -79,7 +79,8 @@ class Exchange:
         self.loads[first : first + degree] -= self.amounts[i] / degree
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
-        """Deals anew what two groups of `2 * half` devices have. Returns True if that helped, None if it could not."""
+        """Deals the sequences of two groups of `2 * half` devices anew. Returns True if traffic falls, None if it
+        can't."""
         size = 2 * half
         firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]
@@ -91,7 +92,7 @@ class Exchange:
             self._take(i)
         starts = [first + part * half for first in firsts for part in (0, 1)]
         room = [1 + EPS - self.loads[f : f + half].max(0) for f in starts]
-        # No use unless some half of a group has room for some whole one.
+        # Useless unless some half of a group has room for a sequence of some complete group.
         most = np.max(room, axis=0) * half
         if not (self.amounts[[i for i in free if i in whole]] <= most).all(1).any():
             for placed in before:
@@ -100,7 +101,7 @@ class Exchange:
         bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        # Each resource is a row: columns would cost twice as much.
+        # Each resource is a row, since columns take twice as long.
         left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = in_both @ (amounts[:, 1] * saved)

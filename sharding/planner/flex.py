@@ -1,10 +1,10 @@
-"""FlexUlysses gives every sequence its own degree, so that all devices compute alike and little travels.
+"""FlexUlysses gives every sequence its own degree, so that all devices compute for equally long and little is sent.
 
-Objective, lexicographic: tokens of a device within the memory limit and the largest compute load within
-`Limits.tolerance` of the smallest possible (where not both can be had, memory counts a hundred times), then traffic.
-If a placement without any sharding reaches the first, it is the plan. Else sequences descend the tree of groups
-(`descend`) and pairs of groups exchange what they have (`exchange`): milliseconds, and nearly always good. Only where
-that plan is not good, a search (`search`) follows, and the best of all is the plan.
+Objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load within
+`Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then traffic. A
+placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the tree of
+groups (`descend`) and pairs of groups exchange sequences (`exchange`), which takes milliseconds and is nearly always
+good. Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from .placement import blocks, dealt, largest, score, weights
 from .plan import PlanError, ShardPlan
 from .search import redealt, search, top_degree
 
-TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them where there are few or many devices
-TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried when a cost model can tell which is best
-MANY = 128  # devices from which on there are fewer exchanges; above it no repair, and fewer tolerances to choose from
-EIGHT, LITTLE = 8, 0.85  # good plans send at most so much of what degree 8 for all would send
+TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many
+TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can tell which is best
+MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
+EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
 
 
@@ -35,11 +35,11 @@ def flex_ulysses(
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: PlanCost | None = None,
 ) -> ShardPlan:
-    """The plan for sequences of so many tokens (`lengths`) on `num_devices` devices.
+    """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
-    `work` is the compute of each sequence in any unit, `length**2` unless given; a `cost` model (`sharding.cost`)
-    gives it in seconds, and then of plans for several tolerances the one with the shortest step is taken.
-    The same arguments give the same plan. Raises PlanError, naming sequence or field, if there is none.
+    `work` is the compute of each sequence in any unit, `length**2` unless given. A `cost` model (`sharding.cost`)
+    gives it in seconds; then plans are made for several tolerances, and the plan with the shortest step is returned.
+    The same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
@@ -54,7 +54,7 @@ def flex_ulysses(
 
 
 def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
-    """Makes the plan. `quick` searches less: for a plan that is compared with others."""
+    """Makes the plan. `quick` searches less, for plans that are compared with each other."""
     if not len(problem.lengths_I):
         return problem.plan([], [])
     try:
@@ -63,14 +63,14 @@ def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
     except PlanError:
         if problem.max_degree == 1 or not problem.limits.tokens_per_device:
             raise
-    # Memory is short: the most even there is, whole blocks.
+    # Memory is short: all sequences at the highest degree, the blocks as even as possible.
     tokens = problem.lengths_I * (problem.num_devices / float(problem.lengths_I.sum()) / problem.max_degree)
     block_I = blocks(np.array([tokens, tokens]), problem.num_devices // problem.max_degree, np.array([0.01, 0.03]))
     return problem.plan([problem.max_degree] * len(block_I), [block * problem.max_degree for block in block_I])
 
 
 def _unsharded(problem: Problem, quick: bool) -> Placement | None:
-    """A placement without traffic that reaches both limits, if one is easily found."""
+    """A placement without traffic that meets both limits, or None if none is easily found."""
     compute, memory = problem.compute_limit * (1 + EPS), problem.memory_limit * (1 + EPS)
     if problem.work_I.max() > compute or problem.lengths_I.max() > memory:
         return None
@@ -86,7 +86,7 @@ def _unsharded(problem: Problem, quick: bool) -> Placement | None:
 
 
 def _sharded(problem: Problem, quick: bool) -> Placement:
-    """The first placement that is good, or else the best of all rungs; of the first rungs only, if `quick`."""
+    """The first good placement, or else the best of all rungs; `quick` tries the first rungs only."""
     if problem.max_degree == 1:
         ways = (dealt(problem, 1), longest_first(problem.work_I, problem.num_devices), redealt(problem, 1))
         return min((([1] * len(firsts), firsts) for firsts in ways), key=lambda placement: score(problem, placement))
@@ -99,7 +99,7 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Placements, quick ones first. Blocks of the highest degree are rarely better than those of a host."""
+    """Yields placements, quick ones first. Blocks of the highest degree are rarely better than those of a host's."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:
@@ -109,18 +109,18 @@ def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[P
 
 
 def _good(problem: Problem, placement: Placement) -> bool:
-    """Says whether a search is not worth its time: loads are accepted, and traffic is little or cannot be less."""
+    """Says whether a search is not worth its time: loads are accepted, and traffic is little or the least possible."""
     compute, memory = largest(problem, placement)
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False
     shares = np.maximum(problem.work_I / (_accepted(problem) or 1.0), problem.lengths_I / problem.memory_limit)
-    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # what each needs by itself
+    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degree of each
     little = LITTLE * _vectors(problem, np.array(EIGHT))
     return _vectors(problem, np.array(placement[0])) <= max(little, least) * (1 + EPS)
 
 
 def _vectors(problem: Problem, degrees: np.ndarray) -> float:
-    """Tokens sent at these degrees."""
+    """The token vectors sent at these degrees."""
     return float((problem.lengths_I * (1 - 1 / degrees)).sum())
 
 
@@ -131,17 +131,17 @@ def _accepted(problem: Problem) -> float:
 
 
 def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
-    """Places sequences in their blocks of `degree` devices (`block_I`), each by itself; then blocks exchange some."""
+    """Places the sequences of each block of `degree` devices (`block_I`) by descent; then groups exchange sequences."""
     count = problem.num_devices // degree
     amounts = np.array([problem.work_I, problem.lengths_I])
-    # What a block has in all bounds what its devices can reach.
+    # The total of a block bounds how even its devices can become.
     fullest = np.array([np.bincount(block_I, row, count).max() for row in amounts]) / degree
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits = np.maximum(limits, fullest * (1 + problem.limits.tolerance / 2, 1))
     descent = Descent(amounts / limits[:, None], weights(problem))
     for block in range(count):
         descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, (1.0, 1.0))
-    # No load comes to exceed its limit, or the largest load so far if that is more.
+    # No load may exceed its limit, or the largest load so far if that is more.
     degrees, firsts = descent.degrees, descent.firsts
     compute, memory = largest(problem, (degrees, firsts))
     work, tokens = max(problem.compute_limit, compute, 1e-300), max(problem.memory_limit, memory)

@@ -1,5 +1,5 @@
-"""Limits are what a shard plan keeps to; a Problem is one microbatch to place, in numbers. Whatever no planner can
-place raises here, by name."""
+"""Limits are the bounds of a shard plan; a Problem is one microbatch to place, in numbers. A microbatch that no planner
+can place raises here, naming the sequence or field."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ Placement = tuple[list[int], list[int]]  # degree and first device of every sequ
 
 @runtime_checkable
 class SequenceCost(Protocol):
-    """A cost model of sequences, such as `sharding.cost.CostModel`; seconds."""
+    """A cost model of sequences, such as `sharding.cost.CostModel`, in seconds."""
 
     def attention_seconds(self, length: int, /) -> float: ...
 
@@ -24,7 +24,7 @@ class SequenceCost(Protocol):
 
 @runtime_checkable
 class PlanCost(Protocol):
-    """A cost model of steps, such as `sharding.cost.CostModel`; seconds."""
+    """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
 
     def step_seconds(self, plan: ShardPlan, /) -> float: ...
 
@@ -33,15 +33,15 @@ class PlanCost(Protocol):
 class Limits:
     """The settings of every planner. Sizes are tokens.
 
-    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. No group
-    leaves its aligned block of the largest power of two that divides the devices (12: blocks of 4, odd counts: of 1).
-    `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
-    `alpha`: most tokens of a device over the mean (FlexRL's alpha). Exceeded, by as little as is found, only where one
-    sequence or one block of `max_degree` devices holds more than that at the highest degree.
-    `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
-    `tokens_per_device`: what a device's buffer holds, padding of chunks included; never exceeded. 0: no bound.
-    `short`, `cap`, `rounds_per_degree`: h_pack, H_pack and the most rounds of dynamic packing, see `plan.rounds`.
-    `tau`, `gamma`: degrees above `tau` leave a host, their traffic counts `gamma` times (SplitCost).
+    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
+    stays within an aligned block of the largest power of two that divides the devices (12: blocks of 4, odd numbers:
+    1). `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound. `alpha`: most tokens of a device
+    over the mean (FlexRL's alpha). It is exceeded, by as little as the search achieves, only if one sequence or one
+    block of `max_degree` devices holds more at the highest degree. `tolerance`: accepted excess of the largest compute
+    load over the smallest possible; within it, less traffic counts. `tokens_per_device`: the tokens of a device's
+    buffer, padding of chunks included; never exceeded. 0: no bound. `short`, `cap`, `rounds_per_degree`: h_pack, H_pack
+    and the most rounds of dynamic packing, see `plan.rounds`. `tau`, `gamma`: degrees above `tau` leave a host, and
+    their traffic counts `gamma` times (SplitCost).
     """
 
     max_degree: int = 0
@@ -68,7 +68,8 @@ class Limits:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
 
     def degree(self, num_devices: int) -> int:
-        """The largest degree on so many devices. Raises PlanError for a `max_degree` that these or heads forbid."""
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that devices or heads do not
+        allow."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         aligned = num_devices & -num_devices
@@ -90,8 +91,8 @@ class Limits:
 class Problem:
     """One microbatch to place. `lengths_I` int64 and `work_I` float64, by sequence.
 
-    No plan has a device with less than `least_compute` as its largest load, or than `least_memory` as its largest
-    number of tokens; `compute_limit` and `memory_limit` are what is aimed at, per device.
+    Under any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
+    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device.
     """
 
     lengths_I: np.ndarray
@@ -105,7 +106,7 @@ class Problem:
     memory_limit: float
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
-        """The executable plan. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
+        """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
         lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
         packing = {"short": self.limits.short, "cap": self.limits.cap, "most": self.limits.rounds_per_degree}
         executed = rounds(self.num_devices, lengths, degrees, firsts, **packing)
@@ -127,12 +128,12 @@ class Problem:
         )
 
     def weight(self, degree: int) -> float:
-        """The traffic of one token at this degree, over its whole group."""
+        """The traffic of one token at this degree, summed over its group."""
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 
 def planner(place: Callable[..., Placement]) -> Callable[..., ShardPlan]:
-    """Makes a planner out of `place(problem, **options)`. The planner takes and raises what `pose` does, and takes the
+    """Makes a planner of `place(problem, **options)`. The planner has the arguments and errors of `pose`, and takes the
     options by name."""
 
     def plan(
@@ -158,10 +159,10 @@ def pose(
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
     cost: SequenceCost | PlanCost | None = None,
 ) -> Problem:
-    """The problem of placing sequences of so many tokens (`lengths`) within `limits`.
+    """The problem of placing sequences of `lengths` tokens within `limits`.
 
-    The compute of a sequence is its `work` or else what `cost` says, attention and linear layers, or else `length**2`.
-    Raises PlanError, naming sequence or field, for whatever no planner could place.
+    The compute of a sequence is its `work`, or else `cost`'s seconds of attention and linear layers, or else
+    `length**2`. Raises PlanError, naming sequence or field, for a problem that no planner can solve.
     """
     degree = limits.degree(num_devices)
     lengths_I = np.asarray(lengths)
@@ -174,7 +175,8 @@ def pose(
     if work is not None:
         work_I = np.asarray(work, float)
     elif isinstance(cost, SequenceCost):
-        # Linear work too: planned on attention alone, tokens stay uneven by up to alpha, and cost as much as they save.
+        # Linear work counts, too: by attention alone, tokens would be uneven by up to alpha, which costs as much as it
+        # saves.
         work_I = np.array([float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths_I.tolist()])
     else:
         work_I = lengths_I.astype(float) ** 2
@@ -199,7 +201,7 @@ def pose(
                 f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
                 f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
             )
-        # Every round may add a token of padding.
+        # A round may add a token of padding.
         memory = max(least_memory, min(memory, float(room - degree.bit_length())))
     return Problem(
         lengths_I=lengths_I,
@@ -215,15 +217,15 @@ def pose(
 
 
 def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
-    """A bound below the largest load of a device under any plan: the mean, and that among the `k * blocks + 1` largest
-    sequences some `k + 1` meet in one block of `max_degree` devices."""
+    """A bound below the largest load of a device under any plan. It is the mean, or more: of the `k * blocks + 1`
+    largest sequences, some `k + 1` share one block of `max_degree` devices."""
     if not len(amounts_I):
         return 0.0
     blocks = num_devices // max_degree
     down = -np.sort(-amounts_I)
     total = np.concatenate([[0.0], np.cumsum(down)])
     k = np.arange((len(down) - 1) // blocks + 1)
-    last = k * blocks + 1  # the k + 1 smallest of the `last` largest
+    last = k * blocks + 1  # the k + 1 smallest of the `last` largest sequences
     meet = (total[last] - total[last - k - 1]).max() / max_degree
     return float(max(total[-1] / num_devices, meet))
 

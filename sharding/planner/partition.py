@@ -1,6 +1,6 @@
-"""Numbers dealt to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal sizes, and swaps.
+"""Deals numbers to bins of nearly equal sums: Karmarkar-Karp differencing, with and without equal sizes, and swaps.
 
-numpy only. A partition is the bin of each item, `[items]` int in `[0, bins)`. All of it is deterministic.
+numpy only. A partition is the bin of each item, `[items]` int in `[0, bins)`. All functions are deterministic.
 """
 
 import heapq
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Bins = list[tuple[float, list[int]]]  # the sum and the items of each, fullest first
+Bins = list[tuple[float, list[int]]]  # (sum, items) of each bin, fullest first
 
 
 def karmarkar_karp(
     work: Sequence[float] | Sequence[int] | np.ndarray, count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """The bin of each item, of `count`, by the largest differencing method (Karmarkar and Karp, 1982).
+    """Deals items to `count` bins by the largest differencing method (Karmarkar and Karp, 1982); returns their bins.
 
-    A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest of one
-    with the emptiest of the other, until one is left. Empty bins are not stored. With `equal_size`, the first partial
-    solutions are `count` items of similar work, one in each bin, so every bin ends with one of each: sizes are equal,
-    or differ by one where `count` does not divide the number of items.
+    A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest bin of
+    one with the emptiest of the other, until one partial solution is left. Empty bins are not stored. With
+    `equal_size`, the first partial solutions are `count` items of similar work, one in each bin. Every bin gets one
+    item of each, so that bins have equal sizes, or differ by one where `count` does not divide the number of items.
     """
     amounts = np.asarray(work, float)
     if equal_size:
@@ -35,7 +35,7 @@ def karmarkar_karp(
         _, _, left = heapq.heappop(heap)
         _, _, right = heapq.heappop(heap)
         overlap = max(len(left) + len(right) - count, 0)
-        alone = len(right) - overlap  # bins of `right` that meet an empty one
+        alone = len(right) - overlap  # bins of `right` that meet an empty bin
         meet = [
             (load + more, items + added)
             for (load, items), (more, added) in zip(left[len(left) - overlap :], reversed(right[alone:]), strict=True)
@@ -51,7 +51,7 @@ def karmarkar_karp(
 
 
 def longest_first(work_I: np.ndarray, count: int) -> list[int]:
-    """The bin of each item, of `count`: the largest first, each to the bin with the least so far."""
+    """Deals items to `count` bins, the largest first, each to the bin with the least so far; returns their bins."""
     heap = [(0.0, bin) for bin in range(count)]
     bins = [0] * len(work_I)
     for i in np.argsort(-work_I, kind="stable").tolist():
@@ -64,16 +64,16 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """`bins`, improved: as long as the fullest bin gets emptier by giving an item away, for nothing or for another one,
-    without filling another bin as much, the best such exchange is made. The largest sum never grows. With `equal_size`,
-    never for nothing, so that bins keep their numbers of items."""
+    """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if it gets
+    emptier and no other bin as full as it was. The best exchange is made as long as there is one. The largest sum never
+    grows. `equal_size` allows no gift for nothing, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)
         full = int(loads.argmax())
         inside, outside = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
         empty_handed = np.arange(0 if equal_size else count)
-        partner = np.concatenate([bins_I[outside], empty_handed])  # an item of it in return, or nothing
+        partner = np.concatenate([bins_I[outside], empty_handed])  # the item given in return, or nothing
         if not len(inside) or not len(partner):
             return bins_I.tolist()
         given = work_I[inside][:, None] - np.concatenate([work_I[outside], np.zeros(len(empty_handed))])[None]

@@ -1,4 +1,5 @@
-"""A placement is a plan in the making. Here are its score, its largest loads, and the blocks that it begins with."""
+"""A placement is a plan in the making. This file has its score, its largest loads, and the blocks that it begins
+with."""
 
 import numpy as np
 
@@ -6,16 +7,16 @@ from .descend import HARD, halves
 from .limits import Placement, Problem
 from .plan import over_devices
 
-SPARE = 0.03  # of the memory limit, for the devices within a block to even out
-MEMORY = 100.0  # what exceeding the memory limit counts, against compute
-GOOD = 0.25  # pressure below which nothing is dealt anew
-NEIGHBOURS = 6  # emptiest blocks that the fullest one deals anew with
+SPARE = 0.03  # share of the memory limit left free, so that the devices within a block can even out
+MEMORY = 100.0  # the weight of exceeding the memory limit, against compute
+GOOD = 0.25  # the pressure below which no block is dealt anew
+NEIGHBOURS = 6  # emptiest blocks with which the fullest one deals anew
 
-Score = tuple[float, float]  # what exceeds the limits of memory and compute (relative to them), then traffic
+Score = tuple[float, float]  # excess over the limits of memory and compute (relative to them), then traffic
 
 
 def dealt(problem: Problem, degree: int) -> list[int]:
-    """The block of `degree` devices of each sequence: as even as can be in compute, within the memory limit."""
+    """The block of `degree` devices of each sequence: as even as possible in compute, within the memory limit."""
     amounts = np.array([problem.work_I, problem.lengths_I])
     target = np.array([problem.least_compute or 1.0, max(problem.least_memory, (1 - SPARE) * problem.memory_limit)])
     spare = np.maximum([problem.compute_limit or 1.0, problem.memory_limit] / target - 1, 0.002) / [2, 1]
@@ -23,11 +24,12 @@ def dealt(problem: Problem, degree: int) -> list[int]:
 
 
 def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
-    """The block of each sequence, of `count` that none may span, as even as can be in compute and memory at once.
+    """The block, out of `count`, of each sequence: as even as possible in compute and memory at once.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of what one block should take, of which `room`, `[2]`, is
-    spare. Longest first to the least loaded; then the block with the most pressure (how far it exceeds 1, over what is
-    spare) and one of the others deal out anew what they have, as long as that helps.
+    `amounts`, `[2, sequences]`, are work and tokens in units of what one block should take; `room`, `[2]`, is the spare
+    part of these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its
+    excess over 1, divided by `room`. Then the block with the most pressure and another one deal their sequences anew,
+    as long as that helps.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -41,7 +43,7 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
         return over.max(1) + HARD * np.maximum(over[:, 1] - 1, 0.0)
 
     for i in np.argsort(-amounts.max(0), kind="stable").tolist():
-        # The larger of both after it counts, then the sum.
+        # The larger of both loads afterwards counts, then their sum.
         after = loads + amounts_I2[i]
         over = HARD * np.maximum(after[:, 1] - (1 + room[1]), 0.0)
         best = int((after.max(1) + 0.1 * loads.sum(1) + over).argmin())
@@ -74,7 +76,7 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
 
 
 def shares(problem: Problem) -> np.ndarray:
-    """`[2, sequences]`: work and tokens of each sequence in units of what one device may take."""
+    """`[2, sequences]`: work and tokens of each sequence in units of one device's limit."""
     return np.array([problem.work_I / (problem.compute_limit or 1.0), problem.lengths_I / problem.memory_limit])
 
 

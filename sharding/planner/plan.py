@@ -14,15 +14,15 @@ import numpy as np
 
 
 class PlanError(ValueError):
-    """There is no plan within the limits. Names the sequence or the field, and what to change."""
+    """No plan exists within the limits. The message names the sequence or the field, and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A round of a plan, which all devices do at once: one sequence group on each group of `degree` devices.
+    """A round of a plan, computed by all devices at once: one sequence group on each group of `degree` devices.
 
-    `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`; a stream
-    is cut into `degree` chunks of which the first ones may be one token longer.
+    `groups[g]` are the sequences, in order, of the packed stream of devices `[g * degree, (g + 1) * degree)`. A stream
+    is cut into `degree` chunks; the first chunks may be one token longer.
     """
 
     degree: int
@@ -31,10 +31,10 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Sequence `i` is computed by devices `[firsts[i], firsts[i] + degrees[i])`.
+    """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`.
 
-    `rounds` stand in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one of them. `work` is the compute of each sequence, in any unit: unless told otherwise the attention proxy
+    `rounds` are in the order of execution, degrees never increasing (highest sharding first); each sequence is in
+    exactly one of them. `work` is the compute of each sequence, in any unit; the default is the attention proxy
     `length**2`.
     """
 
@@ -46,8 +46,8 @@ class ShardPlan:
     rounds: tuple[Round, ...]
 
     def __post_init__(self) -> None:
-        """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, sequences
-        that are missing from the rounds, there twice, or in a round of another group."""
+        """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, or
+        sequences that are in no round, in two, or in a round of another group."""
         count = len(self.lengths)
         if not len(self.work) == len(self.degrees) == len(self.firsts) == count:
             raise PlanError("lengths, work, degrees and firsts must be of equal length")
@@ -131,12 +131,12 @@ def rounds(
     cap: int = 0,
     most: int = 1,
 ) -> tuple[Round, ...]:
-    """Packs the sequences of each group into sequence groups and those into rounds (dynamic packing, section 3.4).
+    """Packs the sequences of each group into sequence groups, and these into rounds (dynamic packing, section 3.4).
 
-    Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer ones
-    stand alone. There are at most `most` rounds a degree; `short` or `cap` of 0 makes one, and so does degree 1, which
-    has no all-to-all to hide. A round lasts as long as the longest stream of any of its groups, so streams are dealt
-    to the rounds longest first, each to where it lengthens the round least. The longest round of a degree comes first.
+    Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer
+    sequences stay alone. A degree has at most `most` rounds. It has one if `short` or `cap` is 0, and so has degree 1,
+    which has no all-to-all to hide. A round lasts as long as the longest stream of its groups. Streams are therefore
+    dealt longest first, each to the round that it lengthens least. The longest round of a degree comes first.
     """
     packed: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):
@@ -151,7 +151,7 @@ def rounds(
 
 
 def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
-    """Sequence groups: long sequences alone, short ones in the first one that has room."""
+    """Sequence groups: long sequences alone, each short one in the first group that has room."""
     packs = [[i] for i in indices if lengths[i] > short]
     alone, sizes = len(packs), []
     for i in (i for i in indices if lengths[i] <= short):
@@ -167,7 +167,7 @@ def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) 
 def _deal(
     packs: Sequence[Sequence[list[int]]], lengths: Sequence[int], count: int
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """`[count][groups]` the stream of each group in each round. The group with the most tokens is dealt first."""
+    """`[count][groups]`: the stream of each group in each round. The group with the most tokens is dealt first."""
 
     def size(pack: Sequence[int]) -> int:
         return sum(lengths[i] for i in pack)

@@ -1,8 +1,8 @@
-"""A search beyond the quick descent: beams over whole placements, repair of the best of them, then regrouping.
+"""A search beyond the quick descent: beams over complete placements, repair of the best ones, then regrouping.
 
-Repair takes some sequences of two or three blocks of devices out of a placement and places them anew, if that helps.
-Where loads are tight, a cheaper placement may need all blocks to change at once; with at most four blocks, regrouping
-prices every subset of the longest sequences instead.
+Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
+Where loads are tight, a cheaper placement may require changes in all blocks at once. With 2 or 4 blocks, regrouping
+therefore prices every subset of the longest sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,36 +12,36 @@ import numpy as np
 from .limits import Placement, Problem
 from .placement import Score, dealt, score, shares, weights
 
-# What unevenness counts in a beam, and how much of the limits it aims at, as a little is exceeded at the end. No
-# pair is best everywhere.
+# For each beam: the weight of unevenness, and the share of the limits that it aims at, since the last sequences exceed
+# that a little. No pair is best for all problems.
 STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999), (0.4, 0.999))
-WIDTH = 64  # ways that a beam keeps
+WIDTH = 64  # partial placements (ways) that a beam keeps
 BLOCK = 64  # devices that are searched together
 RUNGS = ((1024, 32), (10240, 64))  # ways times devices of all beams, then rounds of repair of the best two
-ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # times the limit of compute
-DEALS = 24  # rounds of repair for each of them
+ALLOWED = (1.0, 1.005, 1.01, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)  # factors on the compute limit
+DEALS = 24  # rounds of repair for each factor
 EPS = 1e-9
 
-HARD = 1e4  # what exceeding a limit counts in a beam, against traffic in units of what one device holds
-DUST = 0.04  # of a device's limit: smaller sequences only follow the best way, which they hardly change
+HARD = 1e4  # the weight of exceeding a limit in a beam, against traffic in units of one device's limit
+DUST = 0.04  # share of a device's limit: smaller sequences only follow the best way, which they hardly change
 
-EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # what unevenness counts in each of the tries of a round of repair, side by side
+EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # the weight of unevenness in each try of a round of repair; tries run side by side
 TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if they are larger than `LARGE`
 LARGE = 8
 FREED = 12  # sequences that a try places anew
 FEW = 16  # ways that the beams of repair and regrouping keep
 
-LONGEST = 16  # most sequences that are regrouped exactly: 2**16 subsets; shorter ones only follow the beam
+LONGEST = 16  # most sequences that are regrouped exactly (2**16 subsets); shorter ones only follow the beam
 DIVISIONS = (2, 4)  # numbers of blocks that are regrouped
-SUBSETS = 1000  # that are priced; fewer sequences are regrouped exactly where more subsets fit a block
+SUBSETS = 1000  # subsets that are priced; if more fit a block, fewer sequences are regrouped exactly
 EVEN = 0.1
 
 
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields ever better placements until the caller finds one good: from `starts`, beams and, with `mend`, repair;
-    then more of both; then the longest sequences regrouped."""
+    """Yields placements until the caller finds one good: from `starts`, by beams and, with `mend`, repair; then by more
+    of both; then with the longest sequences regrouped."""
     found = list(starts)
 
     def score_of(placement: Placement) -> Score:
@@ -61,8 +61,8 @@ def search(
 
 
 def beams(problem: Problem, cells: int) -> list[Placement]:
-    """A placement for each of the first entries of `STARTS`. Devices are searched in blocks of at most `BLOCK`, or one
-    group, side by side. `cells` bounds the ways times the devices of all of them."""
+    """A placement for each of the first entries of `STARTS`. Devices are searched side by side, in blocks of at most
+    `BLOCK` devices or one group. `cells` bounds the number of ways times the devices, over all beams."""
     top = top_degree(problem)
     units = problem.num_devices // top
     per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
@@ -103,13 +103,13 @@ def beam(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Degree and first device, within its block, of every sequence: `[blocks, sequences]` int each.
 
-    Beam search: the largest sequence first, each on any group of devices, in the best few ways so far. Blocks of
-    devices that share nothing are searched in lockstep, so one numpy call serves all of them.
+    Beam search places the largest sequence first, on any group of devices, in each of the best ways so far. Blocks of
+    devices that share nothing are searched in lockstep, so that one numpy call serves all of them.
 
-    `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of what one device may take, zero where a block has
-    fewer sequences. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices have already.
-    `weights[log2(p)]` is the traffic of a token at degree `p`, `even_K` what unevenness counts against it, and `width`
-    ways are kept. Where the limits cannot be kept to, they are exceeded by as little as is found.
+    `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero where a block has fewer
+    sequences. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices already have.
+    `weights[log2(p)]` is the traffic of a token at degree `p`, `even_K` the weight of unevenness against traffic; the
+    beam keeps `width` ways. Limits that can't be met are exceeded by as little as the search achieves.
     """
     (blocks, count), size = work_KI.shape, held_KRD.shape[-1]
     amounts_KRI = np.stack([work_KI, tokens_KI], 1)
@@ -122,7 +122,7 @@ def beam(
 
     block_K = np.arange(blocks)[:, None]
     loads_KBRD = held_KRD[:, None]
-    # Of each way: its traffic, what it exceeds the limits by, and the sum of its squared loads.
+    # For each way: its traffic, its excess over the limits, and the sum of its squared loads.
     traffic_KB, square_KB = np.zeros((2, blocks, 1))
     over_KB = np.maximum(loads_KBRD.max((2, 3)) - 1 - 1e-9, 0)
     parents, choices = [], []
@@ -155,7 +155,7 @@ def beam(
 
 
 def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -> np.ndarray:
-    """`[groups, devices]`: the share of each of these groups that each device computes."""
+    """`[groups, devices]`: the share of each group that each device computes."""
     device_D, last_I = np.arange(num_devices), first_I + degree_I
     return ((first_I[:, None] <= device_D) & (device_D < last_I[:, None])) / degree_I[:, None]
 
@@ -170,8 +170,8 @@ def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
-    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Of equal scores, those of devices
-    in another order, one is enough."""
+    """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Candidates of equal score differ
+    in the order of devices only, so that one is enough."""
     if keep == 1:
         return score_KC.argmin(1)[:, None]
     order_KC = np.argsort(score_KC, axis=1, kind="stable")
@@ -179,12 +179,12 @@ def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
     new_KC = np.ones(sorted_KC.shape, bool)
     new_KC[:, 1:] = np.diff(sorted_KC, axis=1) > 1e-10
     keep = min(keep, int(new_KC.sum(1).max()))
-    # Those that are new come first, in order; where one block has fewer than another, repetitions fill up.
+    # New scores come first, in order; a block that has fewer of them than another is filled up with repetitions.
     return np.take_along_axis(order_KC, np.argsort(~new_KC, axis=1, kind="stable")[:, :keep], 1)
 
 
 def top_degree(problem: Problem) -> int:
-    """The highest degree worth looking at first: that of a host, or what the longest sequence needs."""
+    """The highest degree to look at first: the degree of a host, or more if the longest sequence needs it."""
     need = float(shares(problem).max())
     degree = min(1 << (problem.limits.tau.bit_length() - 1), problem.max_degree)
     while degree < problem.max_degree and degree < need:
@@ -193,8 +193,8 @@ def top_degree(problem: Problem) -> int:
 
 
 def redealt(problem: Problem, degree: int) -> list[int]:
-    """The block of `degree` devices of each sequence, by repair with blocks for devices: slower, and better than
-    `dealt`. Where the limit of compute cannot be kept to, ever higher ones are tried."""
+    """The block of `degree` devices of each sequence, by repair with blocks in place of devices: slower than `dealt`,
+    and better. If the limit of compute can't be met, ever higher limits are tried."""
     block_I = dealt(problem, degree)
     amounts = shares(problem) / degree
     placement: Placement = ([1] * len(block_I), block_I)
@@ -220,11 +220,11 @@ def repair(
     good: Callable[[Placement], bool],
     rounds: int,
 ) -> Placement:
-    """A placement that is no worse by `score_of`, after so many rounds or as soon as it is `good`.
+    """A placement no worse by `score_of`, after `rounds` rounds of repair or as soon as it is `good`.
 
-    `amounts`, `[2, sequences]`: work and tokens in units of what one device may take. `weights[log2(p)]` is the traffic
-    of a token at degree `p`; the last one is that of a whole block. Sequences that cause traffic, and those on devices
-    that exceed a limit, are the likelier to be moved. The same arguments give the same placement.
+    `amounts`, `[2, sequences]`: work and tokens in units of one device's limit. `weights[log2(p)]` is the traffic of a
+    token at degree `p`; the last entry is that of a complete block. Sequences that cause traffic, and sequences on
+    devices that exceed a limit, are likelier to be moved. The same arguments give the same placement.
     """
     rng = np.random.default_rng(0)
     degrees, firsts = (np.array(row) for row in placement)
@@ -268,9 +268,9 @@ def repair(
 
 
 def regrouped(problem: Problem, size: int) -> Placement | None:
-    """The placement whose longest sequences send the least in blocks of `size` devices.
+    """The placement whose longest sequences cause the least traffic in blocks of `size` devices.
 
-    None where there are not 2 or 4 blocks, or no division of the longest sequences among them fits.
+    None unless there are 2 or 4 blocks and some division of the longest sequences among them fits.
     """
     count = problem.num_devices // size
     if count not in DIVISIONS:
@@ -322,7 +322,7 @@ def regrouped(problem: Problem, size: int) -> Placement | None:
 
 
 def _cheapest(cost: np.ndarray, everything: int, count: int) -> list[int] | None:
-    """The `count` disjoint subsets (2 or 4) that hold everything at the least sum of `cost`, indexed by subset."""
+    """The `count` disjoint subsets (2 or 4) that hold all sequences at the least sum of `cost`, indexed by subset."""
     number = np.arange(everything + 1)
     halves, partner = cost, number
     if count == 4:

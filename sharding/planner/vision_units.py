@@ -1,4 +1,4 @@
-"""Deals images and frame pairs to devices that run the vision tower: evenly, and near the tokens that wait for them."""
+"""Deals images and frame pairs to devices that run the vision tower: evenly, and near the tokens that show them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from .plan import PlanError
 
-TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may stay home
+TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may stay on their home devices
 EPS = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionPlan:
-    """Unit `u` of `units[u]` patches is computed by `devices[u]`."""
+    """Device `devices[u]` computes unit `u`, which has `units[u]` patches."""
 
     num_devices: int
     units: tuple[int, ...]
@@ -44,10 +44,10 @@ def spread_vision(
 ) -> VisionPlan:
     """Spreads units of the vision tower over the devices of their replica (`replica` consecutive devices; 0: all).
 
-    `units`: patches of each; equal ones in a row with the same home (the frame pairs of a video) are placed together.
-    `home_first`, `home_degree`: the devices that hold the tokens of each. Within each replica the largest load is at
-    most 1.05 of the mean, or else that of longest-first placement; within that, as much as is found stays home.
-    Raises PlanError for sizes or homes that cannot be.
+    `units`: patches of each unit. Equal units in a row with one home (the frame pairs of a video) are placed together.
+    `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
+    at most 1.05 of the mean, or else that of longest-first placement; within that, as many units as possible stay home.
+    Raises PlanError for impossible sizes or homes.
     """
     replica = replica or num_devices
     rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
@@ -90,7 +90,7 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
     if not runs:
         return
     mean = sum(run.count * run.size for run in runs) / replica
-    even = _spread(runs, base, replica, 0.0)  # nobody stays home on purpose: the most even of all
+    even = _spread(runs, base, replica, 0.0)  # no unit stays home on purpose: the most even of all
     most = max(TARGETS[0] * mean, float(even[0].max()))
     kept = even
     for target in (most, *(t * mean for t in TARGETS)):
@@ -102,8 +102,8 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
 
 
 def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Loads, patches at home, and units of each run on each device of a replica. Longest first; a unit stays home while
-    that leaves its device within `target`, else it goes where the load is least."""
+    """Loads, patches at home, and units of each run on each device of a replica. The longest run goes first. A unit
+    stays home while its device stays within `target`; else it goes to the least loaded device."""
     loads, home, placed = np.zeros(replica), 0, []
     for run in runs:
         counts = np.zeros(replica, np.int64)
@@ -123,7 +123,8 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
 
 
 def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.ndarray:
-    """Counts how many of `count` equal units each device gets if each goes to the least load with `room`."""
+    """Counts how many of `count` equal units each device gets if each unit goes to the least loaded device with
+    `room`."""
     heap = [(load, device) for device, load in enumerate(loads.tolist()) if room[device] > 0]
     heapq.heapify(heap)
     left, counts = room.tolist(), [0] * len(loads)
@@ -138,9 +139,9 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 
 
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
-    """Returns whether `devices` of `cap` patches each hold `patches`, spread in frame pairs of at most `frame`.
+    """Says whether devices of `cap` patches surely hold `patches`, spread in frame pairs of at most `frame` patches.
 
-    `spread_vision` gives no device more than 1.05 of the mean or, longest first, than the mean and one frame pair.
+    `spread_vision` gives no device more than 1.05 of the mean or, longest first, than the mean plus one frame pair.
     """
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)
