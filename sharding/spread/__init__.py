@@ -1,1 +1,1 @@
-"""Sequences that are spread over devices: the places of their tokens, attention over them, routes of features."""
+"""Sequences that several devices share: positions of their tokens, attention over them, routes of features."""

@@ -1,8 +1,8 @@
-"""Lays a microbatch whose sequences are spread over devices into its buffers.
+"""Lays a microbatch whose sequences are shared by several devices into its buffers.
 
-Every device has one dense row of `T` tokens: its chunks of all sequence groups that it takes part in, one round after
-the other. A round's part of the row is a view of it: at most `budget` tokens (a static size) from a column that may
-differ on each device. So MLPs see no padding but the end of the row, whatever the budgets of the rounds add up to.
+Every device has one dense row of `T` tokens: its chunks of all its sequence groups, one round after another. A round's
+part of the row is a view of it: at most `budget` tokens (a static size) from a column that may differ on each device.
+So MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .shapes import Sizes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The part of a shard plan that the devices need to know. Arrays have one row a device, like the token buffer.
+    """The part of a shard plan that the devices need. Arrays have one row a device, like the token buffer.
 
-    `starts_BJ` and `counts_BJ`: the columns `[start, start + count)` of round `j`; 0 tokens where a device has no part
-    in it. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)` and the round's columns later.
-    `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a chunk; of a
-    prompt before its responses).
+    `starts_BJ` and `counts_BJ`: round `j` has the columns `[start, start + count)`; 0 tokens if a device has no part in
+    the round. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)`, and the round's columns
+    later in it. `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a
+    chunk, or of a prompt before its responses).
 
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` of them.
@@ -42,11 +42,12 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for one wider than the mesh."""
+        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a group wider than the
+        mesh."""
         return trailing(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
-        """The device's hidden states, and behind them those that its group of the highest degree exports."""
+        """The device's hidden states, followed by the exports of its group of the highest degree."""
         if not self.exports_BX.shape[1]:
             return hidden_BTD
         exported = jnp.take_along_axis(hidden_BTD, jnp.asarray(self.exports_BX)[:, :, None], axis=1)
@@ -56,8 +57,8 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The place of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices, rounds of the
-    plan]`. The sizes of the buffers are open; see `needs`.
+    """The device and column of every token of a shard plan. `starts` and `counts` are those of `Spread`, `[devices,
+    rounds of the plan]`. The sizes of the buffers are still open; see `needs`.
     """
 
     plan: ShardPlan
@@ -70,8 +71,8 @@ class Layout:
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the device, the column) of every token, sequence after sequence. They are not kept: process 0 of many has
-        the layout of a whole step, and writes down little of it."""
+        """(device, column) of every token, sequence after sequence. They are computed anew at each call: process 0 of
+        many has the layout of a whole step, and writes little of it."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -87,10 +88,10 @@ class Layout:
         return device, column
 
     def imports(self, predecessors: np.ndarray) -> Imports:
-        """The hidden states that have to cross devices, if token `predecessors[i]` predicts token `i`."""
+        """The hidden states that must cross devices, if token `predecessors[i]` predicts token `i`."""
         device, column = self.places()
         foreign = np.flatnonzero(device[predecessors] != device)
-        place = device * (int(column.max(initial=0)) + 1) + column  # sorts by device, then column
+        place = device * (int(column.max(initial=0)) + 1) + column  # orders tokens by device, then column
         _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
         token = predecessors[foreign][first]
         source = device[token]
@@ -98,7 +99,7 @@ class Layout:
         return Imports(foreign, which, source, column[token], slot)
 
     def sized(self, sizes: Sizes) -> SizedLayout:
-        """The layout in buffers of these sizes, each at least what `needs` says; further rounds stay empty."""
+        """The layout in buffers of these sizes, each at least as `needs` says; additional rounds stay empty."""
         return SizedLayout(self, sizes)
 
     def names(self) -> list[str]:
@@ -109,8 +110,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Imports:
-    """Tokens whose predecessor lies on another device: token `foreign[i]` needs export `which[i]`, which is column
-    `column` of device `source`, in slot `slot` of what that device exports."""
+    """Tokens whose predecessor is on another device. Token `foreign[i]` needs export `which[i]`; export `e` is column
+    `column[e]` of device `source[e]`, in slot `slot[e]` of that device's exports."""
 
     foreign: np.ndarray
     which: np.ndarray
@@ -123,7 +124,7 @@ class Imports:
 
 
 class SizedLayout:
-    """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as `Spread` has them, and `cells`,
+    """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as in `Spread`, and `cells`,
     `device * columns + column` of every token."""
 
     def __init__(self, layout: Layout, sizes: Sizes) -> None:
@@ -147,10 +148,10 @@ class SizedLayout:
         return self.cells // self.columns
 
     def spread(self, predecessors: np.ndarray) -> tuple[np.ndarray, Spread]:
-        """(`predecessors` as `PackedTokens` has them, what the devices need to know).
+        """(`predecessors` as in `PackedTokens`, the `Spread`).
 
-        Where the predecessor lies in the token's own row, its column; otherwise, from `columns` on, an entry of what
-        the group of the highest degree exports, device by device.
+        If the predecessor is in the token's own row, its index is its column; otherwise, from `columns` on, it is an
+        index into the exports of the group of the highest degree, device by device.
         """
         imports = self._layout.imports(predecessors)
         exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
@@ -164,7 +165,7 @@ class SizedLayout:
 
     def padding(self) -> dict[str, float]:
         """The shares of padding: `mlp` of the rows' columns, and `all_to_all` of the tokens that are sent to the device
-        that gets most."""
+        that receives most."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -180,9 +181,9 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size; 1 is a column of the row, which passes all of the decoder.
+    """The cost of a unit of a buffer's size. A column of the row, which passes all of the decoder, costs 1.
 
-    Sharded rounds are sent, patches and features pass a smaller tower and the wire, exports are few.
+    Sharded rounds are sent; patches and features pass a smaller tower and the wire; exports are few.
     """
     if name.startswith("round/"):
         return 0.25 if _round_order(name)[0] < -1 else 0.05
@@ -197,7 +198,7 @@ def size_cost(sizes: Mapping[str, int]) -> float:
 
 
 def lay(plan: ShardPlan, cap: int = 0) -> Layout:
-    """Gives the tokens of `plan` their places. Raises PlanError where a device has more than `cap` (0: no bound)."""
+    """The layout of the tokens of `plan`. Raises PlanError if a device has more than `cap` tokens (0: no bound)."""
     num_devices, degrees = plan.num_devices, [round.degree for round in plan.rounds]
     starts, counts = np.zeros((2, num_devices, len(degrees)), np.int64)
     used = np.zeros(num_devices, np.int64)

@@ -1,9 +1,9 @@
 """Routes the features of the vision tower from the device that computed them to the devices that hold their tokens.
 
-The tower's work is spread evenly, whatever the tokens' places, so features must move. They do so in at most `log2`
-steps, one for each mesh axis of size two, as on a hypercube: in a step every device exchanges with its partner across
-that axis the features whose destination lies on the other side. The host plans who sends what; the program is the same
-on all devices, and a device without features takes part.
+The tower's work is spread evenly, wherever the tokens are, so that features must move. They move in at most `log2`
+steps, one for each mesh axis of size two, as on a hypercube. In a step every device exchanges features with its partner
+across that axis: those whose destination is on the other side. The host plans which device sends which features; the
+program is the same on all devices, and a device without features takes part.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .shapes import Sizes
 @dataclasses.dataclass(frozen=True)
 class ExchangeRoute:
     """The plan of an exchange: `sends[k][device]` are the rows of the device's buffer that cross axis `axes[k]` in step
-    `k`; what arrives is appended to the buffer, which begins as the device's own features. Unused entries send row 0.
+    `k`. Received rows are appended to the buffer, which begins as the device's own features. Unused entries send row 0.
     """
 
     sends: tuple[Any, ...]  # i32 [devices, count] each
@@ -34,7 +34,7 @@ class ExchangeRoute:
         return {f"send/{axis}": rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
 
     def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
-        """The device's own features and, behind them, all that came by. Runs inside a `shard_map`."""
+        """The device's own features, followed by all features that it received. Runs inside a `shard_map`."""
         buffer = features_MD
         for axis, rows in zip(self.axes, self.sends, strict=True):
             moving = buffer[jnp.asarray(rows)[0]]
@@ -43,8 +43,8 @@ class ExchangeRoute:
 
 
 def crossings(wanted_DD: np.ndarray) -> Sizes:
-    """The number of features that cross each axis, as `Route.needs` has it, if device `i` has `wanted_DD[i, j]`
-    features that device `j` needs; more than that where several devices need the same one."""
+    """The number of features that cross each axis, as in `ExchangeRoute.needs`, if device `i` has `wanted_DD[i, j]`
+    features for device `j`. It is too large if several devices need one feature."""
     num_devices = len(wanted_DD)
     block, device = replica_size(num_devices), np.arange(num_devices)
     at_DD, needs = wanted_DD.astype(np.int64), {}
@@ -65,12 +65,12 @@ def route(
     rows: int,
     counts: Mapping[str, int] | None = None,
 ) -> tuple[ExchangeRoute, np.ndarray]:
-    """Plans (the route, the row of `target`'s final buffer in which each wanted feature stands).
+    """Plans (the route, the row of each requested feature in the final buffer of its `target`).
 
-    Wanted feature `i` is row `row[i]` of the `rows` features of device `source[i]` and is needed on `target[i]`; one
-    feature may be wanted several times. `counts` are the sizes of what crosses each axis (`Route.needs` of a route
-    without them, or more); without them, exactly what is needed. Raises ValueError if a feature would have to leave
-    its replica: groups of sequences never do.
+    Requested feature `i` is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a
+    feature may be requested several times. `counts` are the sizes of each axis's transfer: `ExchangeRoute.needs` of a
+    route without `counts`, or more. Without them, sizes are exact. Raises ValueError if a feature would have to leave
+    its replica: sequence groups never do.
     """
     axes = binary_axes(num_devices)
     block = replica_size(num_devices)

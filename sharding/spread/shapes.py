@@ -1,8 +1,8 @@
-"""Keeps compiled shapes few for many batches: sizes that were used before are used again where they waste little.
+"""Keeps the number of compiled shapes small: buffer sizes that were compiled are used again where they waste little.
 
 Every distinct tuple of buffer sizes is a program of its own, which takes seconds to compile on a CPU and minutes on a
-cluster. Lengths differ in every batch; rounding each size to a coarse grid would waste a third of every buffer and
-still multiply the combinations of a dozen sizes. So sizes are chosen together, and remembered.
+cluster. Lengths differ in every batch. Rounding each size to a coarse grid would waste a third of every buffer, and
+still multiply the combinations of a dozen sizes. So all sizes are chosen together, and remembered.
 """
 
 import dataclasses
@@ -11,32 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Sizes = dict[str, int]  # by the name of the buffer
-Cost = Callable[[Mapping[str, int]], float]  # of a microbatch in buffers of these sizes
+Cost = Callable[[Mapping[str, int]], float]  # cost of a microbatch in buffers of these sizes
 
-BASE = "columns"  # the size that all others are in proportion to
-FIXED = ("frame", "exports")  # but for these, which are the largest that there ever were,
-GIVEN = "rows"  # and this one, which is as it is asked for
-COARSE = ("round/", "send/")  # vary so much that their shares are powers of two
-LEAST = 0.25  # of these shares
-SETTLED = 100  # requests without a new entry after which twice the slack is accepted, after twice so many three times
+BASE = "columns"  # the size that scales all others,
+FIXED = ("frame", "exports")  # except these, which never shrink,
+GIVEN = "rows"  # and this one, which is always exact
+COARSE = ("round/", "send/")  # sizes that vary so much that their shares are powers of two
+LEAST = 0.25  # the least of these shares
+SETTLED = 100  # requests without a new entry after which the accepted slack is doubled, after twice as many tripled
 
 
 @dataclasses.dataclass
 class ShapeBook:
-    """The sizes that have been compiled so far, at most `most` of them.
+    """The sizes that have been compiled so far, at most `most` entries.
 
-    A request is served by the cheapest entry that is large enough, if that costs at most `slack` more than a new one
-    would (see `patience`). A new entry has the columns that are asked for, rounded up by an eighth of an octave at
-    most; its other sizes are at least as large beside its columns as they ever were: what differs between entries is
-    then little else than their columns. The last place is kept for an entry of all caps, which holds whatever can be
-    asked for.
+    The cheapest entry that is large enough serves a request, if it costs at most `slack` more than a new entry would
+    (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its other
+    sizes are, beside its columns, at least as large as in all entries before, so that entries differ in little but
+    their columns. The last place is reserved for an entry of all caps, which holds every possible request.
 
-    Sizes made for some number of devices are of no use to others: each number has entries of its own, and `most` counts
-    them apart. Where microbatches of single devices and of all devices alternate (`odc`), `alone` of the `most` places
-    belong to the former. The order of requests decides, so it is part of a run's state: `state` and `load_state`.
+    Entries for one number of devices are useless for another number: each number has its own entries, and `most` counts
+    for each. If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the
+    `most` places. The order of requests decides, so that it is part of a run's state: `state` and `load_state`.
 
-    With `ahead`, a new entry is used from so many steps (`next_step`) later, to be compiled meanwhile; until then a
-    larger one is, where there is any. It doesn't matter how long compilations take: equal runs compute in equal sizes.
+    With `ahead`, a new entry is used only `ahead` steps (`next_step`) later, and compiled meanwhile. Until then a
+    larger entry serves, if there is one. The duration of compilations does not matter: equal runs compute in equal
+    sizes.
     """
 
     most: int = 32
@@ -47,7 +47,7 @@ class ShapeBook:
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
     served: dict[int, int] = dataclasses.field(default_factory=dict)  # requests since the last new entry, likewise
     coming: list[tuple[int, Sizes, int]] = dataclasses.field(default_factory=list)  # devices, entry, its first step
-    divided: dict[int, int] = dataclasses.field(default_factory=dict)  # `served` when a step was last divided, likewise
+    divided: dict[int, int] = dataclasses.field(default_factory=dict)  # `served` when a request was last divided
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -65,7 +65,8 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (the sizes of buffers now, new sizes to compile for later); without `ahead`, (`fit`'s, None)."""
+        """Returns (sizes of the buffers now, new sizes to compile for later, or None). Without `ahead`: (`fit`'s,
+        None)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -74,7 +75,7 @@ class ShapeBook:
             return sizes, None
         unready = [entry for number, entry, _ in self.coming if number == devices] + [sizes]
         ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
-        if not ready:  # nothing is large enough: it is compiled now
+        if not ready:  # no entry is large enough: the new one is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
             return sizes, None
         if new:
@@ -84,10 +85,10 @@ class ShapeBook:
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
-        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). With
-        `exact`, they are `needs`, as long as there are places, but for the frame bound, which never shrinks."""
+        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `exact`
+        sizes equal `needs` while places are free, except the frame bound, which never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
-        # Entries of other settings (a resumed run may have smaller buffers, or another strategy) take no place.
+        # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
         if exact and len(entries) < places - 1:
             frame = max((sizes.get("frame", 0) for sizes in usable), default=0)
@@ -101,7 +102,7 @@ class ShapeBook:
         self.served[devices] = self.divided[devices] = 0
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
-        else:  # what has no cap grows
+        else:  # sizes without a cap grow
             names = {name for known in [needs, caps, *usable] for name in known}
             known = [needs, *usable]
             sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
@@ -110,7 +111,7 @@ class ShapeBook:
         return sizes
 
     def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
-        """The entry that serves a request; None where `fit` would make a new one."""
+        """The entry that serves a request; None if `fit` would make a new entry."""
         usable = self._usable(needs, caps, devices)
         holding = _holding(usable, needs)
         if not holding:
@@ -122,8 +123,8 @@ class ShapeBook:
         return best if cost(best) <= (1 + self.patience(devices)) * fresh else None
 
     def patience(self, devices: int) -> float:
-        """The share by which an entry may cost more than a new one would: `slack`, and the more the longer none was
-        needed, since what is seldom asked for saves little."""
+        """The share by which an entry may cost more than a new entry would. It grows from `slack` with the number of
+        requests since the last new entry, since new entries for rare requests save little."""
         return self.slack * (1 + self.served.get(devices, 0) / SETTLED)
 
     def settled(self, devices: int) -> bool:
@@ -131,26 +132,26 @@ class ShapeBook:
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Takes note that requests were made smaller in the place of a new entry. If others follow soon, lengths have
-        grown for good: they get theirs."""
+        """Notes that a request was divided into smaller ones, and no entry made for it. If another such request follows
+        soon, lengths have grown for good, and it gets an entry."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
-        """Forgets what was compiled."""
+        """Forgets all entries."""
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The columns of entries for so many devices, ascending, from `least` to `most`, with so many rows (0: without
-        a number of rows)."""
+        """The columns, from `least` to `most`, of the entries for so many devices with so many `rows` (0: entries
+        without a number of rows), ascending."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
     def full(self, devices: int) -> bool:
-        """Says whether another entry for so many devices would take their last place."""
+        """Says whether another entry for so many devices would take the last place."""
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
-        """The entries within the caps that have a number of rows if `needs` has one, and none if it has none."""
+        """The entries within the caps that have a number of rows, if `needs` has one, or else have none."""
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
@@ -187,7 +188,7 @@ class ShapeBook:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
-        # Of late: not in all checkpoints.
+        # Newer fields, which older checkpoints lack.
         self.served = {int(devices): count for devices, count in state.get("served", {}).items()}
         self.divided = {int(devices): count for devices, count in state.get("divided", {}).items()}
         self.step = state.get("step", 0)
@@ -209,7 +210,7 @@ def _doubled(need: int) -> int:
 
 
 def round_up(need: int, cap: int = 0) -> int:
-    """The next of a geometric series with eight members an octave, all multiples of 8; never above `cap` (0: none)."""
+    """The next member of a geometric series (eight an octave, multiples of 8); never above `cap` (0: none)."""
     step = max(1 << max(need.bit_length() - 4, 0), 8)
     size = -(-need // step) * step
     return min(size, cap) if cap and need <= cap else size

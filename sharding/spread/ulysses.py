@@ -1,27 +1,27 @@
-"""Attention over sequences that are spread over groups of devices, each sequence over its own number (FlexUlysses).
+"""Attention over sequences that groups of devices share, each sequence with its own number of devices (FlexUlysses).
 
-Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads; an all-to-all turns
+Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, attention is local, and a second all-to-all goes back (Ulysses). FlexRL
 section 3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The first
-round's tokens travel while unsharded sequences are computed, each further round's while the one before is computed. The
-backward pass is written out and does the same, in the same order; a transposed forward pass would run in reverse and
-wait for every transfer.
+round's tokens travel while unsharded sequences are computed, each further round's while the round before is computed.
+The backward pass is written out and does the same, in the same order; a transposed forward pass would run in reverse
+and wait for every transfer.
 
-For the backward pass every round keeps q, k, v as they arrived, its output and the log-sum-exp: to send q, k and v a
-second time would double the traffic of that pass. Whoever lacks the memory wraps layers in `jax.checkpoint`.
+For the backward pass every round keeps q, k, v as received, its output and the log-sum-exp: sending q, k and v a second
+time would double the traffic of that pass. To save this memory, wrap layers in `jax.checkpoint`.
 
-Why this can't deadlock. All devices run one program, so that all issue the same collectives in the same order; what
-differs on each device (columns, counts, tiles) is data, and a device without a token in a round still exchanges its
+Why this can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
+counts and tiles differ between devices, but they are data, and a device without a token in a round still exchanges its
 padding. Number the collectives in that order. Groups of one collective are disjoint and cover all devices; groups of
 two are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for ever, and look
-at the lowest-numbered collective in which one of them waits. It waits for a device of its group that has not come so
-far: that one waits in a lower-numbered collective (a contradiction) or computes, which ends, as the loops over tiles
-have a fixed length. So that device comes, and the collective ends. This holds for asynchronous starts too, as long as
-they run in the order in which the compiled program issues them.
+at the lowest-numbered collective in which a device waits. It waits for a device of its group that has not reached this
+collective. That device waits in a lower-numbered collective (a contradiction), or it computes, which ends, as the loops
+over tiles have a fixed length. So it reaches the collective, which then ends. This also holds for asynchronous starts,
+as long as they run in the order in which the compiled program issues them.
 
-The order of degrees is not needed for it, but never increases either in one direction: a device leaves a group's
-exchange only for one of the same group or of one within it. XLA:GPU keeps that order; XLA:CPU drops the barriers that
-state it, and runs another one, the same on all devices.
+The argument does not need the order of degrees. They still never increase in one direction: a device leaves a group's
+exchange only for an exchange of the same group or of a group within it. XLA:GPU keeps that order; XLA:CPU drops the
+barriers that state it, and runs another order, the same on all devices.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ Attention = Callable[[Array, Array, Array], Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundColumns:
-    """A device's part of one round: some columns of its row from `start`, of which the `valid` ones are the round's.
+    """A device's part of one round: columns of its row from `start`; the `valid` columns belong to the round.
 
-    The other columns belong to other rounds or are the row's padding. They are masked: they are read as zeros (segment
-    0, too), and left alone where the round's results are written.
+    The other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them
+    (segment 0, too), and `write` leaves them unchanged.
     """
 
     start: Any  # i32 []
@@ -57,7 +57,7 @@ class RoundColumns:
         return jnp.where(self._mask(part), part, jnp.zeros_like(part))
 
     def write(self, row: Array, part: Array) -> Array:
-        """The row with `part` in the valid columns, and all others as they were."""
+        """The row with `part` in the valid columns, all others unchanged."""
         part = jnp.where(self._mask(part), part, self._part(row))
         return jax.lax.dynamic_update_slice_in_dim(row, part, self.start, 0)
 
@@ -71,8 +71,8 @@ class RoundColumns:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it. `tiles` are those of the whole group's stream, `axes` the mesh axes of the group:
-    none for a group of one device."""
+    """One round as a device sees it. `tiles` are those of the group's stream, `axes` the mesh axes of the group (none
+    for a group of one device)."""
 
     columns: RoundColumns
     tiles: tiles.Tiles
@@ -89,15 +89,15 @@ def spread_attention(
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at least
     `spread.axes`; each device has one row (B = 1).
 
-    What all layers share (views, gathered segments, tile lists) is computed here, once: call it outside the scan over
-    the layers and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding gives
-    zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that increase;
-    `attend` raises PlanError for a degree above the number of heads.
+    Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
+    scan over the layers, and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding
+    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that
+    increase; `attend` raises PlanError for a degree above the number of heads.
     """
     views = views_of(spread, segments_BT, branches_BT, tile)
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
-        if not views:  # nobody has a token
+        if not views:  # no device has a token
             return jnp.zeros_like(q_BTNH)
         return _attend(k_BTKH.shape[2], q_BTNH[0], k_BTKH[0], v_BTKH[0], views)[None]
 
@@ -191,10 +191,10 @@ def _execute(
 ) -> tuple[list[Array], list[PyTree]]:
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
-    The barriers make the order a fact of the program and not a scheduler's choice: no round's exchange starts before
-    the one ahead of it has arrived, and none is computed before all ahead of it are. What is left to the scheduler is
-    to start an exchange as soon as it may, that is, together with the computation of the round before it; on GPUs it
-    does so under `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
+    Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
+    arrived, and no round is computed before all rounds ahead are. The scheduler only decides to start an exchange as
+    soon as it may, that is, together with the computation of the round before; on GPUs it does so under
+    `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
@@ -210,7 +210,7 @@ def _execute(
             return result.reshape(*x.shape[:2], *result.shape[1:]), keep
 
     arrived = exchange(sharded[0], outgoing[sharded[0]], "send") if sharded else None
-    done: dict[int, Array] = {}  # computed, but not sent back so far
+    done: dict[int, Array] = {}  # computed and not yet sent back
     for j in alone:
         done[j], kept[j] = attend(j, outgoing[j])
     for place, j in enumerate(sharded):
@@ -259,7 +259,7 @@ def _sum_copies(x: Array, K: int, deal: Deal) -> Array:
 
 
 def _to_devices(x: Array, deal: Deal) -> Array:
-    """`[T, heads, ...]` -> `[degree, T, heads / degree, ...]`: what goes to each device of the group."""
+    """`[T, heads, ...]` -> `[degree, T, heads / degree, ...]`: the part for each device of the group."""
     return jnp.moveaxis(x.reshape(x.shape[0], deal.degree, -1, *x.shape[2:]), 1, 0)
 
 
