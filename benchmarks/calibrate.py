@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from benchmarks.measured_costs import Rows
     from sharding.cost import CostModel
 
-CPU_DEVICES = 8  # forced where there is no accelerator
+CPU_DEVICES = 8  # devices of the CPU, where there is no accelerator
 FORCE = "xla_force_host_platform_device_count"
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 2 with one line on standard error for what cannot be measured or written."""
+    """Returns the exit status: 0, or 2 with one line on standard error for what cannot be measured or written."""
     options = _parser().parse_args(argv)
     out = pathlib.Path(options.out)
     if options.devices < 0 or options.devices == 1 or options.repeats < 0:
         return _fail("--devices must be at least 2 (0 is all there are) and --repeats must not be negative")
     if not out.parent.is_dir():
         return _fail(f"--out={out}: there is no folder {out.parent}")
-    if FORCE not in os.environ.get("XLA_FLAGS", ""):  # before JAX starts; accelerators do not mind
+    if FORCE not in os.environ.get("XLA_FLAGS", ""):  # before JAX starts; accelerators ignore the flag
         flags = f"{os.environ.get('XLA_FLAGS', '')} --{FORCE}={options.devices or CPU_DEVICES}"
         os.environ["XLA_FLAGS"] = flags.strip()
     from benchmarks.cost_fit import named, save

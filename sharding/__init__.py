@@ -1,1 +1,1 @@
-"""Spreads work and weights over devices. This package knows no model, no algorithm and no configuration."""
+"""Spreads work and weights over devices. This package refers to no model, no algorithm and no configuration."""

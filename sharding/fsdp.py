@@ -1,10 +1,9 @@
 """Fully sharded data parallelism: every device holds a slice of every weight and computes its own rows.
 
-A layer's weights are gathered when the walk reaches the layer and dropped after it; the transpose of the gather
-scatters and sums their gradients, so that these are never whole on a device either. Sequences may be spread over
-groups of the same devices: the batch says so (`sharding.spread`), and the forward pass it is given attends over them.
-All of it is one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a
-reduce-scatter.
+A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
+scatters and sums their gradients, so that no device ever holds a complete gradient either. Groups of the same devices
+may share sequences: the batch says so (`sharding.spread`), and the forward pass attends over the groups. All of it is
+one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
 """
 
 from collections.abc import Callable
@@ -32,13 +31,13 @@ class Fsdp:
 
     `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
     device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
-    a pytree like the batch, or a prefix of it. Weights are kept in their declared dtype and cast to `compute_dtype`
-    before they are sent, which halves the traffic of bf16; `remat` and `unroll` are those of the walk. Weights whose
+    a pytree like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype`
+    before they are sent, which halves the traffic of bf16. `remat` and `unroll` are those of the walk. Weights whose
     declaration says `frozen` have no gradients.
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
-    where each sequence is computed, and the batch is composed after the plan, so a run may change planners between two
-    steps. `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
+    where each sequence is computed, and the batch is composed after the plan: a run may change planners between steps.
+    `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Fsdp:
         )
 
     def shard(self, params: Params) -> Params:
-        """The parameters, laid on the mesh, without a copy where they lie there already."""
+        """The parameters, laid on the mesh; those that lie there already are not copied."""
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
@@ -90,7 +89,7 @@ class Fsdp:
         return unflatten_dict({path: leaf for path, leaf in by_path(params).items() if path in self._frozen})
 
     def with_trained(self, params: Params, trained: Params) -> Params:
-        """The parameters with `trained` in the place of the weights that are trained."""
+        """The parameters, with `trained` replacing the weights that are trained."""
         return unflatten_dict(by_path(params) | by_path(trained)) if self._frozen else trained
 
     def shard_trained(self, tree: Params) -> Params:
@@ -100,8 +99,8 @@ class Fsdp:
     def place(self, batch: Batch) -> Batch:
         """The host arrays of a batch (or of its inputs), laid on the mesh.
 
-        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if these devices do
-        not divide them.
+        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError for a number of rows
+        that these devices do not divide.
         """
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
@@ -135,7 +134,7 @@ class Fsdp:
         return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
 
     def _on_mesh(self, local: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-        # Replication is checked: an output claimed to be equal on all devices that is not ends in an error here.
+        # Replication is checked: if an output is declared equal on all devices and is not, an error is raised here.
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
@@ -144,7 +143,7 @@ class Fsdp:
     def _varying(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
         cut = self.rules.cut(spec, self.mesh)
         replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
-        # Its transpose sums the gradient over these axes; here, it does so after the scatter, on the slice.
+        # The transpose of this sums the gradient over these axes: after the scatter, on the slice.
         return jax.lax.pcast(local, replicated_over, to="varying") if replicated_over else local
 
     def _cast(self, local: jax.Array) -> jax.Array:
@@ -155,9 +154,9 @@ class Fsdp:
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
-        """The whole weight with the product of its adapters, which is added to the shards before they are cast and
-        gathered. The adapter that has the axis along which the weight is cut is cut as the weight is, for `rules`
-        choose by axes; the other is gathered, in float32."""
+        """The complete weight with the product of its adapters, which is added to the shards before they are cast and
+        gathered. One adapter has the axis along which the weight is cut: it is cut in the same way, for `rules` choose
+        by axes. The other adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = self.rules.cut(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)
@@ -201,7 +200,7 @@ def _put(tree: Batch, shardings: PyTree) -> Batch:
 
     def put(array: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            return jax.device_put(array, sharding)  # it is on the mesh already
+            return jax.device_put(array, sharding)  # already on the mesh
         whole = np.asarray(array)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -214,12 +213,13 @@ def _is_abstract(tree: PyTree) -> bool:
 
 def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
-        return rows  # it is on the mesh already
+        return rows  # already on the mesh
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """The rows of an array, cut by rows over the mesh, on devices of this process: all, if it is the only one."""
+    """The rows on devices of this process, of an array that is cut by rows over the mesh; all rows in a single
+    process."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): two small matrices beside a weight, whose product is added to it.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): the product of two small matrices is added to a weight.
 
-A model with adapters is one with more weights: beside `q` (`[in..., out...]`, frozen) stand `q_lora_a` (`[in..., R]`)
-and `q_lora_b` (`[R, out...]`), which are trained. No model reads them: a walk adds `factor * a @ b` to the shard of
-`q` that a device holds when a layer is used, in float32, before it is cast and gathered. So every way of spreading
-work computes with the very weights that engines are given (`merged`).
+A model with adapters has more weights: beside `q` (`[in..., out...]`, frozen) are `q_lora_a` (`[in..., R]`) and
+`q_lora_b` (`[R, out...]`), which are trained. No model reads the two: when a layer is used, a walk adds `factor * a @
+b` in float32 to the shard of `q` that a device holds, before it casts and gathers the sum. So every strategy computes
+with the same weights that engines get (`merged`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from .weights import Initializer, WeightSpec, by_path
 
-A, B = "_lora_a", "_lora_b"  # behind the name of the weight
+A, B = "_lora_a", "_lora_b"  # suffixes of the weight's name
 Weight: TypeAlias = tuple[WeightSpec, jax.Array]
 Path: TypeAlias = tuple[Any, ...]
 
@@ -63,8 +63,8 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def merge(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`: of a layer, or of shards that
-    match."""
+    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arguments are those of one
+    layer, or matching shards of them."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)
@@ -77,13 +77,13 @@ def plain(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapted(tree: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights that have adapters, of a tree like the parameters."""
+    """The weights that have adapters, out of a tree like the parameters."""
     declared, leaves = by_path(specs), by_path(tree)
     return unflatten_dict({path: leaf for path, leaf in leaves.items() if path in declared and declared[path].lora})
 
 
 def merged(weights: Mapping[str, Any], adapters: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """The `adapted` weights with their adapters added."""
+    """The weights of `adapted` with their adapters added."""
     declared, found = by_path(specs), by_path(adapters)
 
     def merged_weight(path: Path, value: Array) -> Array:

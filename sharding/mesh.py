@@ -1,7 +1,7 @@
 """The device mesh: one outer axis (replicas or hosts), then axes of size two.
 
-Over axes of size two, a sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)`
-axes, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
+A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size two, so that
+nested groups need no mesh of their own. FSDP shards over all axes at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ from jax.sharding import AxisType, Mesh
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 GPU_PLATFORMS = ("gpu", "cuda")
-REPLICA = "replica"  # the outer axis: whatever does not factor into twos, or more if asked
+REPLICA = "replica"  # the outer axis: the odd factor of the number of devices, or more if asked for
 
 
 class MeshError(ValueError):
-    """The devices can't be arranged as asked. The message says what is there and what was asked for."""
+    """The devices can't be arranged as asked. The message says which devices there are, and what was asked for."""
 
 
 def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, replicas: int = 0) -> Mesh:
     """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
 
-    `num_devices=0` takes all of them; `devices` are all that JAX sees unless given. `replicas` is the size of the
-    outer axis and leaves a power of two for the rest; 0 is the odd part of the device count (1 for 8, 3 for 6).
+    `num_devices=0` takes all of them; without `devices`, these are all that JAX sees. `replicas` is the size of the
+    outer axis and leaves a power of two for the rest; 0 takes the odd factor of the device count (1 for 8, 3 for 6).
     """
     devices = jax.devices() if devices is None else devices
     if not devices:
@@ -53,7 +53,7 @@ def binary_axes(num_devices: int) -> tuple[str, ...]:
 
 
 def replica_size(num_devices: int) -> int:
-    """The devices of a replica of `make_mesh(num_devices)`, those of its axes of size two: no sequence leaves them."""
+    """The devices of a replica of `make_mesh(num_devices)`: no sequence is spread over more than one replica."""
     return num_devices & -num_devices
 
 
@@ -63,7 +63,7 @@ def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
 
 
 def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
-    """The last `log2(degree)` of these axes of size two. Raises MeshError for a degree that is no group of them."""
+    """The last `log2(degree)` of these axes of size two. Raises MeshError for a degree that no product of them has."""
     twos = degree.bit_length() - 1
     if degree < 1 or degree != 1 << twos or twos > len(axes):
         raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")
@@ -71,9 +71,10 @@ def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
 
 
 # By default one collective is under way at a time, so that a round's all-to-all back, or a gather of weights, keeps the
-# next round's from starting; and a start is placed as late as its estimated duration allows, where a loop over tiles
-# counts for nothing: in the backward pass that is after the attention which should hide it. Seen in schedules compiled
-# for 8 H100 by jax 0.10.2. All of them get one queue (`operation_queue_id`), that is, they still run in program order.
+# next round's all-to-all from starting. A start is also scheduled as late as its estimated duration allows, and a loop
+# over tiles counts for nothing in that: in the backward pass it comes after the attention that should hide it. Both
+# were seen in schedules compiled for 8 H100 by jax 0.10.2. All collectives get one queue (`operation_queue_id`), that
+# is, they still run in program order.
 GPU_OVERLAP: Mapping[str, int | bool] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -81,5 +82,5 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
-    """Options for `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses` in them; empty but on GPUs."""
+    """Options for `jax.jit(..., compiler_options=...)` of programs that contain `spread.ulysses`; empty but on GPUs."""
     return dict(GPU_OVERLAP) if mesh.devices.flat[0].platform in GPU_PLATFORMS else {}

@@ -1,4 +1,4 @@
-"""The target: the device that programs are traced for, where that is not the one that runs them."""
+"""The target: the device that programs are traced for, which may differ from the device that traces them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .mesh import GPU_PLATFORMS, Device
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device, as far as choices depend on it while programs are traced."""
+    """A kind of device: the facts that choices depend on while a program is traced."""
 
     platform: str  # cpu, gpu, ...
     capability: int = 0  # the compute capability of NVIDIA GPUs, 90 for 9.0; 0 for all other devices
 
     @staticmethod
     def of(device: Device) -> Target:
-        """The target that this device is, which may be one that is only described."""
-        version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD's are gfx942, ...
+        """The target that a device is; the device may be only described."""
+        version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD has gfx942, ...
         return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)
 
     @property
@@ -35,7 +35,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """JAX's default device, but within `compiling_for`. A mesh on devices of another platform has no capability."""
+    """The target of `compiling_for`, or else JAX's default device. On a mesh of the other kind (GPU or CPU): a target
+    of its platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -46,7 +47,7 @@ def target() -> Target:
 
 @contextlib.contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
-    """Makes everything that is traced within choose for this target."""
+    """Makes all choices while tracing within the block for this target."""
     token = _given.set(target)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Computes log-probabilities over the vocabulary in chunks of tokens: whole logits never exist, forward or backward.
+"""Computes log-probabilities over the vocabulary in chunks of tokens: logits of all tokens never exist at once.
 
 With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
 logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser. NVIDIA GPUs
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .kernels import head
 
-CHUNK_LOGITS = 1 << 26  # logits of a chunk whose size is not given: 256 MB in float32
+CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
 
 
 def token_logprobs(
@@ -26,12 +26,12 @@ def token_logprobs(
     """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
     `temperature` is a positive number for all tokens, or one for each.
 
-    `allowed_V` restricts the softmax to the tokens that an engine may sample. Without that, probability would leak to
-    the others: they are never sampled, so no reward ever takes it back.
+    `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
+    other tokens: they are never sampled, so that no reward ever takes it back.
 
-    Both float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses from V. On NVIDIA GPUs,
-    where `head` computes, only gradients of logits exist, and so many at once.
+    Both are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
+    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. On NVIDIA GPUs,
+    where `head` computes, logits never exist in memory, and `chunk` is the tokens whose gradients of logits do.
     Raises ValueError for a chunk or a temperature that makes no sense.
     """
     if chunk < 0:

@@ -1,6 +1,6 @@
-"""The common part of all ways of spreading training over a mesh: the walk over a model's layers, and types.
+"""The walk over a model's layers, which every strategy shares, and the types of losses and results.
 
-A strategy walks a stack of layers as it wants: it decides where weights come from and what the backward pass keeps. A
+A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
 `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
 """
@@ -30,17 +30,17 @@ Y = TypeVar("Y")
 
 
 def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
-    """A rematerialisation policy: the backward pass keeps everything but what came out of an all-gather."""
+    """A rematerialisation policy: the backward pass keeps all values except the results of all-gathers."""
     return not primitive.name.startswith("all_gather")
 
 
-HOST_MEMORY = "pinned_host"  # as JAX names it; GPUs read and write it by themselves
+HOST_MEMORY = "pinned_host"  # JAX's name; GPUs read and write this memory by themselves
 _LAYER_INPUT = "layer input"
-REMAT: dict[str, Callable[..., Any] | None] = {  # what the backward pass keeps of a layer beside its input
+REMAT: dict[str, Callable[..., Any] | None] = {  # values of a layer, beside its input, that the backward pass keeps
     "none": _all_but_gathered,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights; attention runs again
-    "layer": None,  # nothing
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # nothing, and the input goes to the host
+    "layer": None,  # none
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # none, and the input goes to the host
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_LAYER_INPUT],
         offload_src="device",
@@ -53,21 +53,21 @@ REMAT: dict[str, Callable[..., Any] | None] = {  # what the backward pass keeps 
 class Walk:
     """The single-device walk, and the base of all others.
 
-    `gather(spec, local)` turns the local shard of an (unstacked) weight into the whole weight, in the compute
-    dtype. `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept but
-    gathered weights, which are gathered again, or else the whole model would lie on every device between forward and
-    backward. `merge(weight, a, b)` does so for a weight that has adapters, and adds their product
-    (`lora`); models without adapters need none.
+    `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute
+    dtype. `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept except
+    gathered weights. These are gathered again: otherwise every device would hold the complete model between forward and
+    backward pass. `merge(weight, a, b)` gathers a weight that has adapters and adds their product (`lora`); models
+    without adapters need none.
     """
 
     gather: Gather | None = None
     merge: Merge | None = None
     remat: str = "none"
-    # With remat `none`, stacks of at most so many layers are written out: nothing that is kept is copied into stacks.
+    # With remat `none`, the loop over at most so many layers is written out: kept values need no copy into stacks.
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its whole weights; call it where they are needed, so that they live briefly."""
+        """The module with its complete weights. Call it where they are needed, so that they live briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -79,7 +79,7 @@ class Walk:
         whole: dict[tuple, nnx.Variable] = {}
         for path, variable in weights.items():
             spec, local = declared(path)
-            if is_adapter(path):  # nobody reads it further
+            if is_adapter(path):  # adapters are merged into their weight, and nothing else reads them
                 whole[path] = variable
             elif spec.lora and self.merge is not None:
                 whole[path] = variable.replace(self.merge((spec, local), *map(declared, beside(path))))
@@ -105,7 +105,7 @@ class Walk:
         length = jax.tree.leaves(stacked)[0].shape[0]
         written_out = length <= self.unroll and self.remat == "none"
         if self.remat != "none" or self.gather is not None:
-            # What is computed again must not be merged with the first time; within a scan it can't be.
+            # Values that are computed again must not be merged with the first ones; within a scan they can't be.
             body = jax.checkpoint(body, prevent_cse=written_out, policy=REMAT[self.remat])
         return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
 
@@ -116,10 +116,10 @@ class Walk:
         step: Callable[[Module, Carry, X], tuple[Carry, Y]],
         xs: Iterable[X],
     ) -> tuple[Carry, list[Y]]:
-        """Does what `scan` does over layers that are separate modules: returns the last carry and the list of `y`.
+        """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`.
 
-        The loop is written out, and nothing is copied out of a stack: a decoding engine would pay for that at every
-        token.
+        The loop is written out, so that nothing is copied out of a stack, for which a decoding engine would pay at
+        every token.
         """
         ys = []
         for layer, x in zip(layers, xs, strict=True):
@@ -128,7 +128,7 @@ class Walk:
         return carry, ys
 
 
-Params: TypeAlias = dict[str, Any]  # nested, one leaf a weight; stacked layers have a leading axis
+Params: TypeAlias = dict[str, Any]  # nested, one leaf for each weight; stacked layers have a leading axis
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +137,7 @@ class Tally:
     """The quantities that a microbatch contributes to a step, by name. Every entry is a float32 scalar."""
 
     sums: dict[str, Any]  # added up over rows, devices and microbatches; leaves may be arrays or their shardings
-    maxima: dict[str, Any]  # the largest over the same
+    maxima: dict[str, Any]  # the largest over rows, devices and microbatches
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -146,6 +146,6 @@ class Tally:
         )
 
 
-# Both run on one device's share of the rows, with the model's weights behind the walk.
+# Both run on one device's share of the rows; the walk gives them the model's weights.
 Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
 Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows

@@ -25,17 +25,18 @@ Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 class WeightSpec:
     """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend.
 
-    The spec of a layer's weight leaves out the leading layer axis `L` of the stack: it is what one layer sees.
+    The spec of a layer's weight leaves out the leading layer axis `L` of the stack: it describes the weight of one
+    layer.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Initializer = dataclasses.field(compare=False)
     dtype: DTypeLike = jnp.float32
-    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: no matrix
-    outputs_first: bool = False  # whether the dimensions that are summed over stand last, as an engine keeps them
-    frozen: bool = False  # it is not trained
-    lora: float = 0.0  # factor on the product of the adapters beside it (`sharding.low_rank`); 0: it has none
+    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: not a matrix
+    outputs_first: bool = False  # the dimensions that are summed over come last, as in an engine
+    frozen: bool = False  # not trained
+    lora: float = 0.0  # factor on the product of its adapters (`sharding.low_rank`); 0: it has none
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -44,14 +45,14 @@ class WeightSpec:
             raise ValueError(f"axis names of one weight must differ, got {self.axes}")
 
     def turned(self) -> WeightSpec:
-        """The same matrix, its outputs first."""
+        """The same matrix with its outputs first."""
         order = [*range(self.inputs, len(self.axes)), *range(self.inputs)]
         shape, axes = tuple(self.shape[i] for i in order), tuple(self.axes[i] for i in order)
         return dataclasses.replace(self, shape=shape, axes=axes, outputs_first=True)
 
 
 def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight; with `stack`, that many weights, drawn independently, along a leading axis."""
+    """Creates the declared weight; with `stack`, so many weights, drawn independently, along a leading axis."""
     if stack is None:
         value = spec.init(rngs.params(), spec.shape, spec.dtype)
     else:
@@ -72,8 +73,8 @@ class Cut:
 class ShardingRules:
     """The choice of the logical axis of a weight that FSDP cuts: the first of `order` whose size the mesh divides.
 
-    Where the whole mesh divides none, the same with fewer mesh axes, outer ones left out first: the weight is then
-    cut over the largest suffix that fits, and replicated over the rest (all of it on a mesh of 3, say).
+    If the whole mesh divides none, the mesh axes are tried without the outer ones: the weight is then cut over the
+    largest suffix of the mesh axes that fits, and replicated over the others (over all of a mesh of 3, say).
     """
 
     order: tuple[str, ...] = ("V", "F", "D", "N", "K", "H", "X")
@@ -120,12 +121,12 @@ def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def like(arrays: PyTree) -> PyTree:
-    """Abstract arrays with the shapes, types and shardings of these, which may be abstract, too."""
+    """Abstract arrays with the shapes, dtypes and shardings of `arrays`, which may be abstract, too."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 
 def by_path(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Returns the leaves of a nested parameter dict by the keys that lead there."""
+    """The leaves of a nested parameter dict, by their paths of keys."""
     return dict(flatten_dict(dict(params)))
 
 
@@ -136,10 +137,11 @@ def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Mo
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A weight from the host on its devices, each of which gets its share only. Every process has the whole value."""
+    """Puts a weight from the host onto its devices, each of which gets its share only. Every process has all of
+    `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
-        _dispatch(np.float32(0))  # at a call, the runtime lets go of host values whose transfer is done, as a rule
+        _dispatch(np.float32(0))  # at a call, the runtime usually frees host values whose transfer is done
         return array
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -150,22 +152,22 @@ def _dispatch(nothing: jax.Array) -> jax.Array:
 
 
 def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) -> jax.Array:
-    """The stack `[L, ...]` of `depth` layers of one weight, put together on its devices.
+    """The stack `[L, ...]` of `depth` layers of one weight, assembled on its devices.
 
     The host holds one layer at a time; a device holds its share of the stack and of one layer.
     """
     stack: jax.Array | None = None
-    for number, value in zip(range(depth), layers, strict=False):  # there may be more
+    for number, value in zip(range(depth), layers, strict=False):  # the iterable may have more
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
-        # A wait at each layer: values that are on their way would pile up on the host. No name holds on to one.
+        # Waits at each layer: otherwise values in transfer would pile up on the host. No name keeps a value alive.
         stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
     assert stack is not None, "a stack has layers"
     return stack
 
 
 def _of_a_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack, which is never cut along its layers."""
+    """The sharding of one layer of a stack; stacks are never cut along their layers."""
     return NamedSharding(sharding.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -175,7 +177,7 @@ def _with_layer(stack: jax.Array, layer: jax.Array, number: jax.Array | int) -> 
 
 
 def on_first_device(model: nnx.Module) -> dict[str, Any]:
-    """A sharding for each weight that puts it on JAX's default device, this process's first one if none is set."""
+    """For each weight, a sharding on JAX's default device, or this process's first device if none is set."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (a device or a platform's name)
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default or None)[0]
     return map_weights(lambda *_: SingleDeviceSharding(device), model)
