@@ -12,11 +12,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def bind() -> None:
-    """Has this process end when its parent does."""
+    """Makes this process end when its parent does."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended in the meantime
+        if os.getppid() != parent:  # the parent has ended meanwhile
             sys.exit(1)
 
 

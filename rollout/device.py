@@ -33,17 +33,17 @@ from .weights.published import by_name, check_shapes, served
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """New tokens of some slots, on the host: the only thing that is copied from the device."""
+    """New tokens of some slots, on the host. Nothing else is copied from the device."""
 
     slots_B: np.ndarray
     tokens_BR: np.ndarray
     logprobs_BR: np.ndarray
-    count_B: np.ndarray  # number of tokens of each row that count; the others are filling
-    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)  # why requests got no pixels, by rid
+    count_B: np.ndarray  # number of tokens of each row that count; the others are padding
+    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)  # by rid: why a request got no pixels
 
     @property
     def finite_B(self) -> np.ndarray:
-        """A boolean for each slot: all its log-probs are finite. The other slots were given arbitrary tokens."""
+        """A boolean for each slot: all its log-probs are finite. Other slots have arbitrary tokens."""
         counted_BR = np.arange(self.tokens_BR.shape[1]) < self.count_B[:, None]
         return (np.isfinite(self.logprobs_BR) | ~counted_BR).all(axis=1)
 
@@ -65,10 +65,10 @@ def _as_on_disk(
 
 
 class DeviceState:
-    """Weights and cache on the devices. Layers of `model` are copied, other weights where they do not lie so already;
-    all are cast to `dtype` (None: as they are). An abstract model has none, and `params` is None until they come."""
+    """Weights and cache on the devices. Layers of `model` are copied, other weights only if they need another layout;
+    all are cast to `dtype` (None: not cast). With an abstract model, `params` is None until the first update."""
 
-    params: LayerParams | None  # None: none came yet, or a failure left some of them behind
+    params: LayerParams | None  # None: before the first update, or after a failure that lost some of them
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class DeviceState:
         self._abstract, self._text = models.abstract(model.config), model.config.text
         self._walk, self._dtype = walk, dtype
         self.limits = limits
-        self._served = {  # every weight as it is handed in, but in the dtype that is served
+        self._served = {  # every weight in the layout of updates and in the dtype that is served
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
         }
         self._settle(layout)
         self.params = None
         if not is_abstract(model):
             self._replace(models.split(model)[1])
-        self.cache: KVCache | None = None  # made when needed; None after a failure or while asleep
-        self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # program and bucketed sizes of every call so far
+        self.cache: KVCache | None = None  # made at its first use; None after a failure or while asleep
+        self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
 
     def _settle(self, layout: EngineLayout) -> None:
         """Prepares shardings and programs for these devices."""
@@ -101,7 +101,7 @@ class DeviceState:
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
         layer = layout.weights(self._engine_model.layers, stacked=False)
         self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
-        rows = self._rows if len(layout.devices) > 1 else None  # the programs of one device serve any other, too
+        rows = self._rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
         self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
@@ -111,18 +111,18 @@ class DeviceState:
         self._settle(layout)
         try:
             self.take(self)
-        except BaseException:  # no room there: it goes on where it was
+        except BaseException:  # no memory there: stays on the old devices
             self._settle(before)
             raise
 
     def take(self, source: DeviceState) -> None:
-        """Serves the weights that `source` serves: the very arrays, where they are on the same device."""
+        """Serves the weights of `source`; arrays on the same device are shared."""
         if source.params is not None:
             self.params = jax.block_until_ready(jax.device_put(source.params, self._by_layers))
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns (name, tensor) of every weight as servers read checkpoints, in the dtype that is served. The weights
-        are those of now, and stay in memory until the iterator has ended."""
+        """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
+        The weights are the present ones, and stay in memory until the iterator has ended."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
@@ -138,8 +138,8 @@ class DeviceState:
         return _as_on_disk(held)
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights (`split_layers`). Raises EngineError, which names the tensor, where names, shapes or
-        dtypes differ from the old ones or a value is not finite; the old ones then stay."""
+        """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, where names, shapes or dtypes
+        differ from the old weights or a value is not finite; the old weights then stay."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
         for name, weight in new.items():
@@ -152,15 +152,15 @@ class DeviceState:
         check_finite(params, self._dtype)
         try:
             self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self._matrices, self.params)
-        except BaseException:  # no room: some of the old weights are gone
+        except BaseException:  # no memory: some of the old weights are gone
             self.params = None
             raise
 
     def start(self, plan: StartPlan) -> NewTokens:
         """Prefills prompts into pages and draws the first token of each sample that is complete.
 
-        A request whose pixels can't be had is computed with blank ones, so that nobody else loses anything: its tokens
-        mean nothing, and it is among the `lost`."""
+        If a request's pixels can't be fetched, it is computed with blank ones, so that no other request suffers. Its
+        tokens mean nothing, and it is in `lost`."""
         none, lost = np.zeros(0, np.int32), dict[str, Exception]()
         parts = [(none, none, np.zeros(0, np.float32))]
         drawn = []
@@ -204,7 +204,8 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Fills in the patches of a request. If they can't be had, they stay as is, and it is among the `lost`."""
+        """Fills in the patches of a request. If they can't be fetched, they stay blank, and the request is in
+        `lost`."""
         try:
             if rid not in lost:
                 into_PX[:] = self.pixels.take(tensor)
@@ -212,7 +213,7 @@ class DeviceState:
             lost[rid] = error
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
-        """Computes the groups that are missing, one after the other."""
+        """Computes the planned groups one after another; returns the features of the prompt."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)
@@ -239,8 +240,8 @@ class DeviceState:
         return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
 
     def room(self, share: float, unknown: int) -> int:
-        """The tokens that the cache may hold in this share of the memory that is free now, on the fullest device; in
-        `unknown` bytes where devices don't tell."""
+        """The tokens that fit a cache in `share` of the free memory of the fullest device; in `unknown` bytes if
+        devices don't report it."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}

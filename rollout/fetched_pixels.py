@@ -1,7 +1,7 @@
-"""Pixels that are elsewhere, for an engine: fetched while the device computes, no more than are needed next.
+"""Fetches the pixels of an engine's prompts while the device computes, and no more than the next turns need.
 
-Prompts travel without pixels (`models.shadow`). What a turn computes on is fetched for it, piece by piece, and what the
-next one will compute on meanwhile; nothing is kept once it was used.
+Prompts travel without pixels (`models.shadow`). The pixels of a turn are fetched for that turn, piece by piece, and the
+pixels of the next turn meanwhile; used pixels are not kept.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 
 from models.shadow import Fetch, Rows, ShadowTensor
 
-THREADS = 4  # that wait for whoever has the pixels
-AHEAD_PATCHES = 8192  # fetched before they are asked for, at most: of one or two turns
+THREADS = 4  # threads that wait for pixels
+AHEAD_PATCHES = 8192  # most patches fetched before `take`: those of one or two turns
 
 
 class FetchedPixels:
-    """Fetches the patches of prompts by `fetch`, which is None for an engine that gets them with its prompts. One
-    thread uses it at a time."""
+    """Fetches the patches of prompts by `fetch`, which is None for an engine whose prompts have pixels. One thread uses
+    it at a time."""
 
     def __init__(self, fetch: Fetch | None) -> None:
         self._fetch = fetch
-        self._wanted: deque[ShadowTensor] = deque()  # next, in this order
+        self._wanted: deque[ShadowTensor] = deque()  # to be fetched, in this order
         self._held: dict[tuple[Rows, ...], concurrent.futures.Future[list[np.ndarray]]] = {}
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """Says which tensors will be taken next, in this order, and no others: the first are fetched from now on."""
+        """Announces the tensors that `take` will get, in this order, and no others; begins to fetch the first ones."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -58,8 +58,8 @@ class FetchedPixels:
         return fetched
 
     def take(self, tensor: ShadowTensor) -> np.ndarray:
-        """Returns the patches when they have come; they are not kept. Raises what `fetch` raises, ShadowError for
-        patches of another shape, ValueError for pixels that are not finite."""
+        """Waits for the patches and returns them; they are not kept. Raises the errors of `fetch`, ShadowError for
+        patches of another shape, and ValueError for pixels that are not finite."""
         rows = tensor.elsewhere
         if not rows:
             return tensor.materialize(_nothing)
@@ -69,7 +69,7 @@ class FetchedPixels:
         return tensor.materialize(lambda _: fetched)
 
     def close(self) -> None:
-        """Ends the fetches, those under way as soon as they return. It may be called again."""
+        """Cancels the fetches; those under way end when they return. May be called again."""
         self.expect(())
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from .engine import SamplingParams, TokenChunk
 
-MAX_TOKENS = 128  # applies where neither the flag nor the model's positions say otherwise
+MAX_TOKENS = 128  # used if neither the flag nor the model's positions set a limit
 FILE = "generation_config.json"
-# Fields that change what is sampled and that the engine doesn't have, with the value that leaves all as it is.
+# Fields that change sampling and that the engine lacks, each with its neutral value.
 UNKNOWN_TO_ENGINE = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -45,7 +45,7 @@ UNKNOWN_TO_ENGINE = {
 def _number(
     kind: Callable[[str], Any], low: float | int, high: float | int = float("inf"), *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: a number from `low` (`above`: not `low` itself) to `high`."""
+    """An argparse type: a number from `low` (`above`: greater than `low`) to `high`."""
 
     def parse(text: str) -> Any:
         try:
@@ -100,9 +100,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The marked text and its media in the order of the marks; marks are put in front where the text has none.
+    """The marked text and its media in the order of the marks; a text without marks gets them at its beginning.
 
-    Raises ValueError where marks and files differ in number.
+    Raises ValueError if marks and files differ in number.
     """
     from models.processing.processor import MARK, MARKS
 
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
     processor = _with_bounds(Processor.load(options.model), options)
     text, media = options.prompt, []
-    if processor.vision or options.image or options.video:  # to a model that reads text only, marks are words
+    if processor.vision or options.image or options.video:  # a text model reads marks as words
         text, media = arrange(text, options.image, options.video)
     if options.raw:
         prompt = processor.prepare(text, media)
@@ -183,11 +183,11 @@ def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor
 def how_to_sample(
     folder: pathlib.Path, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
 ) -> SamplingParams:
-    """The sampling of a checkpoint folder, with the settings that are given in their place.
+    """The sampling of a checkpoint folder; settings that are given replace the folder's.
 
     Values that its generation_config.json leaves out are off: no top-k, no top-p, temperature 1. Without
-    `do_sample: true` it means greedy. Raises ValueError naming the file for values that can't be meant, and for a
-    `top_p` or `top_k` that would do nothing because the result is greedy.
+    `do_sample: true` sampling is greedy. Raises ValueError, naming the file, for impossible values, and for a
+    `top_p` or `top_k` without effect because the result is greedy.
     """
     from .engine import SamplingParams
 
@@ -223,7 +223,7 @@ def not_applied(folder: pathlib.Path) -> str:
 
 
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
-    """The number of tokens that may be generated. Raises ValueError where the model's positions don't suffice."""
+    """The number of tokens that may be generated. Raises ValueError if the model has too few positions."""
     from models.hf_config import read_config
 
     file = pathlib.Path(options.model) / "config.json"

@@ -1,9 +1,9 @@
 """The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
-The engine works in turns, each one call into a worker thread: a *start* prefills waiting prompts into free pages
-and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns it
-delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values: running
-samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
+The engine works in turns; each turn is one call into a worker thread. A *start* prefills waiting prompts into free
+pages and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns
+the engine delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values:
+running samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
 
-UNKNOWN_MEMORY = 4 << 30  # bytes of a cache, at most, where devices don't tell how much memory is free
-LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share their compiled programs
+UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache where devices don't report their free memory
+LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share compiled programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -49,7 +49,7 @@ Arguments = TypeVarTuple("Arguments")
 class CacheUsage:
     bytes: int  # of keys and values, over all devices of the engine; 0 while there is no cache
     pages: int
-    peak_pages: int  # that samples had at once, at most
+    peak_pages: int  # most pages that samples held at once
 
 
 class JaxEngine:
@@ -57,15 +57,14 @@ class JaxEngine:
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
     share a cache of `kv_tokens` tokens. 0: as many as all slots may need, but no more than `kv_fraction` of the device
-    memory that is free before the first request, or `UNKNOWN_MEMORY` bytes where devices don't tell (CPUs).
-    `steps_per_sync` tokens a sample are decoded between two looks of the host: more is cheaper, fewer lets chunks,
-    aborts and new weights through sooner; what is sampled does not depend on it.
-    `compute_dtype` casts the weights as they come in (None: as they are).
-    `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
-    `model` may be abstract; the weights then come with the first `update_weights`. Arrays of a real one are shared as
-    those that `update_weights` gets.
-    `fetch` is asked for the pixels of prompts that have none (`models.shadow`), from several threads, when they are
-    prefilled or are next. A request whose pixels it can't give is lost, with the reason.
+    memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
+    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short ones let chunks, aborts and new weights
+    through sooner. The sampled tokens do not depend on it. `compute_dtype` casts new weights (None: they keep their
+    dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
+    `model` may be abstract; the weights then come with the first `update_weights`. The arrays of any other model are
+    shared, as `update_weights` shares its own. `fetch` is called for the pixels of prompts without pixels
+    (`models.shadow`), from several threads, when they are prefilled in this turn or the next. A request whose pixels it
+    can't give is lost, with the reason.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class JaxEngine:
             shadows=fetch is not None,
         )
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
-        self._kv_known = self._kv_given  # else it is found out before the first request
+        self._kv_known = self._kv_given  # otherwise determined before the first request
         layout = EngineLayout.of(devices)
         self._device = DeviceState(model, walk, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
@@ -113,7 +112,7 @@ class JaxEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held while the device works; fair, so nobody waits longer than a turn
+        self._turn = asyncio.Lock()  # held while the device works; fair, so that no task waits longer than a turn
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class JaxEngine:
         """Queues the request at once (not at the first `await`) and returns the stream of its chunks.
 
         Raises EngineError for a request that can't be served (`rollout.requests`), which then leaves no trace.
-        Closing, cancelling or dropping the stream aborts.
+        Closing, cancelling or dropping the stream aborts the request.
         """
         self._attach()
         if not self.has_weights:
@@ -135,8 +134,8 @@ class JaxEngine:
         return TokenStream(mailbox, functools.partial(self._abandon, job))
 
     def _size_cache(self) -> None:
-        """Decides how much the cache holds: once, so that requests and pages keep their meaning. The longest sequence
-        fits, however little is free."""
+        """Sets the size of the cache, once: requests and pages then keep their meaning. The longest sequence always
+        fits, however little memory is free."""
         full = dataclasses.replace(self._limits, kv_tokens=0).pages * PAGE_TOKENS
         room = self._device.room(self._kv_fraction, UNKNOWN_MEMORY) // PAGE_TOKENS * PAGE_TOKENS
         tokens = max(min(full, room), pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS)
@@ -145,7 +144,7 @@ class JaxEngine:
         self._kv_known = True
 
     async def abort(self, rid: str) -> None:
-        """Returns when the slots are free. Tokens of the turn in flight are kept, before the `ABORT`."""
+        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`."""
         self._scheduler.mark_aborted(rid)
         async with self._between_turns():
             pass
@@ -153,12 +152,12 @@ class JaxEngine:
     def _abandon(self, job: Job) -> None:
         for sample in job.samples:
             sample.aborted = True
-        if not self._turn.locked():  # else whoever holds it reaps
+        if not self._turn.locked():  # otherwise the holder of `_turn` reaps
             self._deliver(self._scheduler.reap())
 
     async def between_turns(self, work: Callable[[], Result], /) -> Result:
-        """Calls `work` in the engine's thread while no turn is in flight, and returns what it returns: so another
-        model computes on the engine's devices. Whoever waits for the device gets it in the order of asking."""
+        """Calls `work` in the engine's thread while no turn is in flight, and returns its result, so that another model
+        can compute on the engine's devices. Callers get the device in the order of their calls."""
         async with self._between_turns():
             return await self._in_thread(work)
 
@@ -167,11 +166,11 @@ class JaxEngine:
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serves `params` from the next token on.
 
-        Arrays that lie as they are served already are not copied: do not donate them before the next update.
+        Arrays that already have the engine's layout are not copied: do not donate them before the next update.
 
-        Raises EngineError, which names the tensor, where names, shapes or dtypes differ and where a value is not
-        finite; the old weights then stay. Where an update fails on its way (no memory), the engine is left without
-        weights, and its requests are lost.
+        Raises EngineError, naming the tensor, where names, shapes or dtypes differ or a value is not finite; the old
+        weights then stay. If an update fails on its way (no memory), the engine has no weights, and its requests are
+        lost.
         """
         async with self._between_turns():
             try:
@@ -184,15 +183,16 @@ class JaxEngine:
             self._scheduler.invalidate()
 
     async def rename_weights(self, version: int) -> None:
-        """Calls the weights that are served `version` from the next token on."""
+        """Gives the present weights the number `version` from the next token on."""
         async with self._between_turns():
             self._version = version
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns (name, tensor) of every weight as served, by name and in the layout of a Hugging Face checkpoint.
+        """Returns (name, tensor) of every weight that is served, by name and in the layout of a Hugging Face
+        checkpoint.
 
-        Each is copied to the host when it is asked for, in any thread; until the last one, an update would not free
-        the memory of those it replaces. Raises EngineError where the engine has no weights."""
+        Each tensor is copied to the host when it is asked for, in any thread. Until the last one is, an update does not
+        free the memory of the weights that it replaces. Raises EngineError if the engine has no weights."""
         async with self._between_turns():
             return self._device.disk_tensors()
 
@@ -201,14 +201,14 @@ class JaxEngine:
         return self._device.params is not None
 
     async def copy_weights(self, source: JaxEngine) -> None:
-        """Serves, as the same version, the weights that `source` serves, which has the same model."""
+        """Serves the weights and version of `source`, an engine with the same model."""
         async with self._between_turns(), source._between_turns():
             await self._in_thread(self._device.take, source._device)
             self._version = source._version
             self._scheduler.invalidate()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Goes on with the same weights, as the same version, on these devices: they are moved there piece by piece."""
+        """Continues with the same weights and version on these devices; weights are moved there piece by piece."""
         layout = EngineLayout.of(devices)
         async with self._between_turns():
             if self._scheduler.jobs:
@@ -226,7 +226,7 @@ class JaxEngine:
             pass
 
     async def resume(self, *, by_seed: bool = False) -> None:
-        """Goes on generating. With `by_seed`, what waits is taken up in the order of seeds, not in that of coming."""
+        """Continues generating. With `by_seed`, waiting requests are admitted in the order of seeds, not of arrival."""
         if by_seed:
             self._scheduler.by_seed()
         self._paused = False
@@ -234,7 +234,8 @@ class JaxEngine:
         self._kick()
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Gives the cache memory back (`Engine.sleep`). With `weights`, these go, too: it needs new ones to go on."""
+        """Frees the cache's memory (`Engine.sleep`). With `weights`, frees theirs, too: it then needs new ones to go
+        on."""
         async with self._between_turns():
             if self._scheduler.running:
                 raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
@@ -250,7 +251,7 @@ class JaxEngine:
         self._kick()
 
     async def close(self) -> None:
-        """Waits for the turn in flight; streams that are still open fail with EngineError. It may be called again, also
+        """Waits for the turn in flight; streams that are still open fail with EngineError. May be called again, also
         while an earlier call waits."""
         if self._closed:
             return
@@ -274,28 +275,28 @@ class JaxEngine:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices that the engine computes on: whoever is lent the engine may use them."""
+        """The devices that the engine computes on; a borrower of the engine may use them."""
         return self._device.layout.devices
 
     @property
     def shadows(self) -> bool:
-        """Says whether prompts may come without pixels, which the engine then fetches."""
+        """Says whether prompts may lack their pixels, which the engine then fetches."""
         return self._limits.shadows
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """The size of the cache, and how much of it was ever in use at once."""
+        """The size of the cache, and the most of it that was ever in use."""
         return CacheUsage(self._device.cache_bytes, self._scheduler.pool.total, self._scheduler.pool.peak)
 
     @property
     def compiled_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Every (program, bucketed sizes) used so far: each one was compiled once."""
+        """Every (program, bucketed sizes) used so far; each was compiled once."""
         return tuple(sorted(self._device.shapes))
 
     # --- the loop -------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Binds to the running event loop. What an earlier loop left behind when it closed is dropped."""
+        """Binds to the running event loop. Jobs of an earlier, closed loop are dropped."""
         self._refuse_if_closed()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -306,7 +307,7 @@ class JaxEngine:
         self._lose(self._scheduler.clear(), "the event loop of this request was closed")
 
     def _kick(self) -> None:
-        """Starts the loop unless it runs already; it ends by itself when there is nothing to do."""
+        """Starts the loop unless it runs already; the loop ends when no job is left."""
         if self._ready() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="rollout engine")
 
@@ -315,10 +316,10 @@ class JaxEngine:
 
     @contextlib.asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """Holds the device, so that no turn is in flight; samples aborted in the meantime end on the way out."""
+        """Holds the device, so that no turn is in flight; samples aborted meanwhile end when the block ends."""
         self._attach()
         async with self._turn:
-            self._refuse_if_closed()  # in the meantime
+            self._refuse_if_closed()  # perhaps closed while waiting
             try:
                 yield
             finally:
@@ -344,7 +345,7 @@ class JaxEngine:
         self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
-        """Serves the running samples, and finds out whose fault it is if that fails."""
+        """Runs one turn. If it fails, the scheduler is told which jobs it served, to find the faulty one."""
         self._scheduler.next_turn()
         try:
             new = await self._new_tokens()
@@ -381,7 +382,7 @@ class JaxEngine:
         return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
-        """Has the pixels of this turn fetched, and those of the next turns meanwhile."""
+        """Starts to fetch the pixels of this turn, and then those of the next turns."""
         if self._limits.shadows:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
             ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)
@@ -400,8 +401,8 @@ class JaxEngine:
     def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
         """Fails the streams of jobs that the scheduler has dropped.
 
-        The cache goes with them. It may be lost with a failed turn, or hold values that are not finite: masked entries
-        must be finite, too, or the next sample in such a slot would suffer.
+        Drops the cache, too. It may be lost with a failed turn, or hold values that are not finite: masked entries must
+        be finite, or they would spoil the next sample in their slot.
         """
         self._device.cache = None
         self._fail(jobs, reason, cause)
@@ -409,7 +410,7 @@ class JaxEngine:
     @staticmethod
     def _fail(jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
-            traceback.clear_frames(cause.__traceback__)  # whoever keeps the error would keep the turn's arrays, too
+            traceback.clear_frames(cause.__traceback__)  # a kept error would keep the turn's arrays
         for job in jobs:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause
@@ -428,10 +429,10 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """The whole response to one prompt, by an engine of its own; it copies the layers: keep no `model` where memory is
-    short.
+    """The complete response to one prompt, by an engine of its own. The engine copies the layers: keep no `model` where
+    memory is short.
 
-    `on_chunk` gets each chunk as it comes and ends the response by returning True; the chunk still counts. Raises
+    `on_chunk` gets each chunk as it comes, and ends the response by returning True; that chunk still counts. Raises
     EngineError for a request that the engine refuses, or a model that computes no finite log-probs.
     """
     room = doubling(len(prompt) + sampling.max_new_tokens, LEAST_CACHE)

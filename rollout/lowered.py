@@ -1,4 +1,4 @@
-"""An embedded engine's arrays and programs for devices that are not there: shapes, and what is lowered from them."""
+"""An embedded engine's arrays and programs for devices that are only described: shapes, and lowered programs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class EngineArrays:
 
     params: LayerParams
     cache: KVCache
-    handed_in: Params  # the weights as an update brings them: stacks of layers, in the dtype that is served
+    handed_in: Params  # the weights of an update: stacks of layers, in the served dtype
 
     @staticmethod
     def of(model: Decoder, kv_tokens: int, compute_dtype: DTypeLike | None, devices: Sequence[Any]) -> EngineArrays:
-        """Arguments are those of `JaxEngine`; the model may be abstract. Raises EngineError as the engine does."""
+        """Takes the arguments of `JaxEngine`; the model may be abstract. Raises EngineError as the engine does."""
         layout, text = EngineLayout.of(devices), model.config.text
         abstract = models.abstract(model.config)
         turned, _ = engine_model(abstract)
@@ -69,12 +69,13 @@ def lowered_programs(
     begun: Sequence[int] = (),
     merge_unit: int = 1,
 ) -> dict[str, jax.stages.Lowered]:
-    """The programs that need most, by name, not compiled yet: `prefill` of as many prompts like the given one, which is
-    the longest, as a call takes, or of the last chunk of a sequence where that is more; `features` of its largest group
-    of frame pairs, where its features are computed by groups; `decode` of all slots at their full length.
+    """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like the given one,
+    which is the longest, as a call takes, or the last chunk of a sequence if that needs more. `features` has the
+    prompt's largest group of frame pairs, if its features are computed by groups. `decode` has all slots at their full
+    length.
 
-    `begun` are the lengths of a prompt's responses that are prefilled with it, where requests go on after their cache
-    was dropped. `merge_unit` patches are a feature.
+    `begun` are the lengths of a prompt's responses that are prefilled with it: requests continue after their cache was
+    dropped. `merge_unit` patches make a feature.
     """
     limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
     graphdef, _ = models.split(engine_model(model)[0])
@@ -112,7 +113,7 @@ def lowered_programs(
 
 
 def _whole(devices: Sequence[Any]) -> Sharding:
-    """The sharding under which each device has all of an array."""
+    """The sharding under which each device holds all of an array."""
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
     return NamedSharding(make_mesh(devices=devices), PartitionSpec())
@@ -135,6 +136,6 @@ def _packed(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> Ite
 
 
 def _scores(batch: PrefillBatch) -> int:
-    """The scores that a head computes."""
+    """The number of attention scores of a head in a prefill."""
     B, T = batch.inputs.tokens_BT.shape
     return B * T * (T + (0 if batch.context is None else batch.context.pages_BC.shape[1] * PAGE_TOKENS))

@@ -1,13 +1,13 @@
 """The compiled programs of the embedded engine: prefill prompts, fill pages, start samples, decode a round.
 
-They are pure functions of weights, cache and small host arrays. Nothing depends on values, only on bucketed
-shapes, so that the number of compilations stays small.
+They are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes only, not
+on values, so that the number of compilations stays small.
 
-The cache is a pool of pages (`rollout.pages`), and a sample's entries are those of its pages in their order. A round of
-decoding reads a *view*: the pages of the active slots, as many as the longest of them needs, gathered once into rows.
-New keys and values collect in a small buffer of the round and are written back once. So a nearly empty engine pays for
-what runs, not for all slots, and the loop over tokens never copies the cache. A view that would take much memory is
-gathered layer by layer at each token instead, so that a large cache does not exist twice.
+The cache is a pool of pages (`rollout.pages`); a sample's entries are those of its pages, in order. A round of decoding
+reads a *view*: the pages of the active slots, as many as the longest sample needs, gathered once into rows. New keys
+and values collect in a small buffer of the round and are written back once. So an engine pays only for the slots that
+run, and the loop over tokens never copies the cache. A view that would take much memory is gathered layer by layer at
+each token instead, so that a large cache does not exist twice.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .engine_weights import LayerParams, model_by_layers
 from .pages import PAGE_TOKENS
 from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
 
-VIEW_BYTES = 1 << 30  # a round gathers a view of so many bytes at once; a larger one by layers, at each token
+VIEW_BYTES = 1 << 30  # largest view that a round gathers at once; a larger one layer by layer, at each token
 T = TypeVar("T")
 Rows = tuple[Array, Array]  # keys and values [L, B, K, T, H] of a prefill
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 
 
 def doubling(size: int, least: int, most: int | None = None) -> int:
-    """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but no more than `most`.
+    """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but at most `most`.
 
-    It never depends on what an engine did before: the last bits of a result go by the shape.
+    It depends on nothing that an engine did before, since the last bits of a result depend on the shape.
     """
     bucket = least
     while bucket < size:
@@ -53,7 +53,7 @@ def doubling(size: int, least: int, most: int | None = None) -> int:
 
 
 def geometric(size: int, least: int) -> int:
-    """The bucket of `doubling`, with another one half-way between each two: 16, 24, 32, 48, 64, 96, ..."""
+    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`: 16, 24, 32, 48, 64, 96, ..."""
     bucket = doubling(size, least)
     if bucket > least and size <= bucket * 3 // 4:
         bucket = bucket * 3 // 4
@@ -74,7 +74,7 @@ class PageWrites:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The cached entries that stand before the rows of a prefill: the first `length_B` of the pages `pages_BC`."""
+    """The cached entries before the rows of a prefill: the first `length_B` entries of the pages `pages_BC`."""
 
     pages_BC: Int[AnyArray, "B C"]
     length_B: Int[AnyArray, " B"]
@@ -83,28 +83,28 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries that no sample has are stale, and finite."""
+    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries of no sample are stale, and finite."""
 
-    k_LCKSH: PyTree  # arrays; JAX also builds this class of one sharding for each
+    k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
     v_LCKSH: PyTree
 
     @staticmethod
     def shape(text: TextConfig, pages: int) -> tuple[int, ...]:
-        """`[L, C, K, S, H]` of the keys, and of the values, for so many pages. Heads stand before tokens, as a round
+        """`[L, C, K, S, H]` of the keys, and of the values, for so many pages. Heads come before tokens, as a round
         reads them: gathered pages need no transposition."""
         return text.num_layers, pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
 
     @staticmethod
     def tokens_in(text: TextConfig, dtype: DTypeLike, bytes: int) -> int:
-        """The tokens whose keys and values take so many bytes."""
+        """The number of tokens whose keys and values take so many bytes."""
         return bytes // (2 * math.prod(KVCache.shape(text, 1)) // PAGE_TOKENS * jnp.dtype(dtype).itemsize)
 
     def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
-        """The entries of some pages in one layer, `[B, K, T, H]`. An out-of-range page reads another one's entries."""
+        """The entries of these pages in one layer, `[B, K, T, H]`. An out-of-range page reads some other page."""
 
         def gather(x_LCKSH: Array) -> Array:
             L, C, K, S, H = x_LCKSH.shape
-            rows = x_LCKSH.reshape(L * C, K * S * H)  # plain rows are what the CPU gathers fastest
+            rows = x_LCKSH.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
             found = jnp.take(rows, jnp.minimum(pages_BC, C - 1) + layer * C, axis=0, mode="clip")
             B, V = pages_BC.shape
             return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
@@ -116,7 +116,7 @@ class KVCache:
         return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
 
     def append(self, layers: list[LayerRows], entries_BR: Int[Array, "B R"]) -> KVCache:
-        """Writes `layers` to these entries, counted through all pages; what is out of range is dropped."""
+        """Writes `layers` to these entries, numbered through all pages; out-of-range entries are dropped."""
         pages_BR, places_BR = entries_BR // PAGE_TOKENS, entries_BR % PAGE_TOKENS
 
         def write(x: Array, new: tuple[Array, ...]) -> Array:
@@ -127,8 +127,8 @@ class KVCache:
         return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """Fills pages from prefilled rows. Several pages may read one column: so samples share the prefill of their
-        prompt."""
+        """Fills pages from prefilled rows. Several pages may read one column, so that samples share their prompt's
+        prefill."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
@@ -161,10 +161,10 @@ def cached_attention(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Starts:
-    """Samples to start from prefilled rows. `index_B` counts the tokens of the response so far (0 without prefix)."""
+    """Samples to start from prefilled rows. `index_B` is the number of tokens of the response (0 without prefix)."""
 
     row_B: Int[AnyArray, " B"]
-    last_B: Int[AnyArray, " B"]  # the column of its last token
+    last_B: Int[AnyArray, " B"]  # the column of the sample's last token
     index_B: Int[AnyArray, " B"]
     sampling: SlotSampling
 
@@ -174,21 +174,21 @@ class Starts:
 class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
-    pages_BC: Int[AnyArray, "B C"]  # of its entries, those that the longest sample has; out of range: none
-    entries_BR: Int[AnyArray, "B R"]  # that the round's tokens get, counted through all pages; out of range: none
+    pages_BC: Int[AnyArray, "B C"]  # pages of its entries, as many as the longest sample has; out of range: none
+    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages; out of range: none
     token_B: Int[AnyArray, " B"]  # last token of the sample
     position_B: Int[AnyArray, " B"]  # its rotary position
     length_B: Int[AnyArray, " B"]  # entries in the cache
     index_B: Int[AnyArray, " B"]  # tokens of the response so far
-    remaining_B: Int[AnyArray, " B"]  # tokens it may still get; 0: padding
+    remaining_B: Int[AnyArray, " B"]  # tokens that it may still get; 0: padding
     sampling: SlotSampling
 
 
 class EnginePrograms:
     """The compiled programs of one architecture. Engines of equal settings share them (`programs`).
 
-    `rows` is the sharding of keys and values where several devices compute together: it holds from program to program,
-    so that a cache can be donated. All else follows from how the weights lie.
+    `rows` is the sharding of keys and values if several devices compute together. All programs keep it, so that a cache
+    can be donated. All other layouts follow from the weights'.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class EnginePrograms:
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
     def _features(self, params: LayerParams, vision: VisionInput) -> Float[Array, "M D"]:
-        """The features of some frame pairs of a prompt that has too many for one prefill."""
+        """The features of some frame pairs, for a prompt that has too many patches for one prefill."""
         model, _ = model_by_layers(self.graphdef, params)
         with self._divided():
             features_MD = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
@@ -216,12 +216,12 @@ class EnginePrograms:
     def _keep(
         self, rows_FD: Float[Array, "F D"], features_MD: Float[Array, "M D"], row: Int[AnyArray, ""]
     ) -> Float[Array, "F D"]:
-        """Puts features at their place among those of their prompt."""
+        """Writes features to their rows among the features of their prompt."""
         return jax.lax.dynamic_update_slice_in_dim(rows_FD, features_MD, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Over several devices the compiler divides the program, which it can't with the GPU kernel of the vision
-        tower."""
+        """With several devices, selects portable code for the compiler to divide; it can't divide the vision tower's
+        GPU kernel."""
         return contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -232,9 +232,9 @@ class EnginePrograms:
         context: Context | None = None,
         features_FD: Float[Array, "F D"] | None = None,
     ) -> tuple[Rows, Array]:
-        """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of what follows the
-        `context` that is in the cache; every token of a row sees all of the row's context. `features_FD` were computed
-        before, and stand in the place of pixels."""
+        """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
+        a cached `context`; every token of a row sees all of the row's context. `features_FD`, computed before, replace
+        pixels."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
         if context is not None:
@@ -266,7 +266,7 @@ class EnginePrograms:
         return rows if self.rows is None else jax.lax.with_sharding_constraint(rows, self.rows)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """The head stands first, and is kept there: for few rows, the CPU is up to twice as fast this way round."""
+        """Logits, with the head as the left factor: for few rows, CPUs are up to twice as fast this way."""
         head = model.head_weight(self.walk)
         logits_VB = jnp.einsum("VD,BD->VB", head, hidden_BD, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(logits_VB).T
@@ -284,7 +284,7 @@ class EnginePrograms:
         writes: PageWrites,
         starts: Starts,
     ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
-        """Copies prefilled rows into the samples' pages and draws each one's first token."""
+        """Copies prefilled rows into the samples' pages and draws each sample's first token."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
@@ -296,9 +296,9 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and how many of them count.
+        """Decodes up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and the number of them that count.
 
-        A sample ends at a stop id (counted) or when nothing remains; the round ends with its last sample.
+        A sample ends at a stop id (counted) or when its limit is reached; the round ends with its last sample.
         """
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
@@ -315,7 +315,7 @@ class EnginePrograms:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary = model.rotary(positions_3B1)
             pages_BC = batch.pages_BC
-            if not at_once:  # what depends on the step stays in the loop
+            if not at_once:  # values that depend on the step stay in the loop
                 pages_BC, _ = jax.lax.optimization_barrier((pages_BC, i))
 
             def step(
@@ -366,4 +366,4 @@ class EnginePrograms:
         return cache, tokens_BR, logprobs_BR, count_B
 
 
-programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share what is compiled
+programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share compiled programs

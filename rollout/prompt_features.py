@@ -1,7 +1,7 @@
 """The features of prompts whose images and videos are too many for one program: computed by groups of frame pairs.
 
-Attention of the vision tower never leaves a frame pair, so that features are the same whichever frame pairs are
-computed together. A group's pixels are fetched for it alone; what is kept are the features, while the prompt is
+Attention of the vision tower never leaves a frame pair, so that features do not depend on which frame pairs are
+computed together. A group's pixels are fetched for that group alone; only the features stay, while the prompt is
 prefilled.
 """
 
@@ -19,33 +19,33 @@ from models.shadow import ShadowTensor
 
 from .programs import geometric
 
-LEAST_FEATURES = 16  # features of the vision tower
+LEAST_FEATURES = 16  # least features of a compiled program
 
 
 class FrameGroup(NamedTuple):
-    """Neighbouring frame pairs that are computed together: the patches `start .. stop`, `padded` in all."""
+    """Neighbouring frame pairs that are computed together: the patches `start .. stop`, padded to `padded` patches."""
 
     start: int
     stop: int
     padded: int
-    row: int  # of its first feature among all that are kept
+    row: int  # row of its first feature in `PromptFeatures.rows`
 
 
 @dataclasses.dataclass(eq=False)
 class PromptFeatures:
-    """The features of one prompt, as far as they are planned; `rows` `[F, D]` are on the device, which fills them in.
-    Each group has room for its padding, too: groups may come in any order."""
+    """The features of one prompt, computed group by group. `rows`, `[F, D]`, is on the device, which fills it in. Each
+    group has room for its padding, too, so that groups may be computed in any order."""
 
     vision: VisionInput
     merge_unit: int
     groups: tuple[FrameGroup, ...]
     size: int  # F
-    planned: set[int] = dataclasses.field(default_factory=set)  # numbers of groups
+    planned: set[int] = dataclasses.field(default_factory=set)  # numbers of the groups that are computed or planned
     rows: Array | None = None
 
     @staticmethod
     def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
-        """Divides a prompt into groups of at most `most` patches, unless a frame pair has more; none is planned yet."""
+        """Divides a prompt into groups of at most `most` patches, or of one larger frame pair; none is planned yet."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided
         groups: list[FrameGroup] = []
@@ -59,7 +59,7 @@ class PromptFeatures:
         return PromptFeatures(prompt.vision, merge_unit, tuple(groups), geometric(row, LEAST_FEATURES))
 
     def places(self, feature_index_T: np.ndarray) -> np.ndarray:
-        """The row of `rows` for each index of a feature; -1 stays -1."""
+        """The row of `rows` for each feature index; -1 stays -1."""
         group_T = self._groups(feature_index_T)
         starts = np.array([group.start for group in self.groups]) // self.merge_unit
         rows = np.array([group.row for group in self.groups])
@@ -67,12 +67,12 @@ class PromptFeatures:
         return np.where(feature_index_T >= 0, moved_T, -1).astype(np.int32)
 
     def missing(self, feature_index_T: np.ndarray) -> tuple[int, ...]:
-        """The groups that are to be computed before these features are there, in order."""
+        """The groups that these features need and that are not planned yet, in order."""
         shown = feature_index_T[feature_index_T >= 0]
         return tuple(sorted(set(self._groups(shown).tolist()) - self.planned))
 
     def plan(self, feature_index_T: np.ndarray) -> tuple[int, ...]:
-        """The groups that are to be computed for these features now; from here on they are planned."""
+        """Returns the groups that these features need and that are not planned yet; marks them as planned."""
         groups = self.missing(feature_index_T)
         self.planned |= set(groups)
         return groups
@@ -101,5 +101,5 @@ class FeatureWork(NamedTuple):
 
 
 def padded_patches(patches: int, merge_unit: int) -> int:
-    """The patches of the compiled program that has room for so many."""
+    """The patches of the smallest compiled program that has room for `patches`."""
     return merge_unit * geometric(patches // merge_unit, LEAST_FEATURES)

@@ -1,7 +1,7 @@
-"""The two ends of a request: checked before it is entered into the books, and the stream that its consumer reads.
+"""The two ends of a request: the check before the scheduler accepts it, and the stream that its consumer reads.
 
-A request is checked whole, so that a refused one leaves no trace. `checked` gives it back in plain types (Python's
-numbers, tuples, int32 and float32 arrays): what comes behind it needs no checks of its own, and a caller who changes a
+A request is checked completely before it is accepted, so that a refused one leaves no trace. `checked` returns it in
+plain types (Python's numbers, tuples, int32 and float32 arrays). Later code needs no checks, and a caller who changes a
 list afterwards changes nothing. A stream is an async iterator that ends its request when it is closed, cancelled or
 dropped.
 """
@@ -30,32 +30,32 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, 
 from .pages import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
-MOST_SAMPLES = 65536  # that one request may ask for
-# Below this, logits divided by the temperature come near to the score of forbidden tokens, or leave float32.
+MOST_SAMPLES = 65536  # that one request may have
+# Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """The requests that an engine can serve, and how many samples at once."""
+    """The bounds of the requests that an engine can serve, and how many samples run at once."""
 
     slots: int
-    max_sequence_tokens: int  # of a prompt and its response
+    max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
-    steps_per_sync: int = 4  # tokens a sample in one round, at most
-    small_model: bool = True  # rather fill up a batch than compile another shape
-    kv_tokens: int = 0  # that the cache holds; 0: all slots at full length
-    shadows: bool = False  # patches may be elsewhere: there is somebody to fetch them
+    steps_per_sync: int = 4  # most tokens a sample in one round
+    small_model: bool = True  # batches are filled up rather than compiled in another shape
+    kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
+    shadows: bool = False  # patches may be shadow tensors, which the engine fetches
 
     @property
     def pages(self) -> int:
-        """Pages of the cache."""
+        """The number of pages of the cache."""
         return pages_for(self.kv_tokens) or self.slots * pages_for(self.max_sequence_tokens)
 
 
 def checked(request: Any, limits: EngineLimits) -> GenerateRequest:
-    """The request in plain types. Raises EngineError, a line that names the field, for one that can't be served."""
+    """The request in plain types. Raises EngineError, one line naming the field, for a request that can't be served."""
     if not isinstance(request, GenerateRequest):
         raise EngineError(f"a GenerateRequest is wanted, not {_shown(request)}")
     if not isinstance(request.rid, str):
@@ -97,14 +97,14 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
 
 
 def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
-    """The reason for which a response with these tokens is whole already; None where it goes on."""
+    """The reason for which a response with these tokens is already complete; None if it continues."""
     if ids and ids[-1] in sampling.stop_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(ids) >= sampling.max_new_tokens else None
 
 
 def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
-    """The sampling of a request in plain types. Raises ValueError, a line that names the field."""
+    """The sampling of a request in plain types. Raises ValueError, one line naming the field."""
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {_shown(sampling)}")
     temperature, top_p = (as_number(name, getattr(sampling, name)) for name in ("temperature", "top_p"))
@@ -112,7 +112,7 @@ def checked_sampling(sampling: Any, vocabulary: int) -> SamplingParams:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a float32 of at least {LEAST_TEMPERATURE}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]")
-    # Ids outside the vocabulary can't be sampled; without them a list is never longer than the vocabulary.
+    # Ids outside the vocabulary can't be sampled. Without them no list is longer than the vocabulary.
     stop, forbidden = (
         tuple(sorted({id for id in _ids(name, getattr(sampling, name)) if 0 <= id < vocabulary}))
         for name in ("stop_ids", "forbidden_ids")
@@ -176,7 +176,7 @@ def _vision(vision: Any, config: VisionConfig, shadows: bool) -> VisionInput:
 
 
 def _patches(patches_PX: Any, values: int, shadows: bool) -> np.ndarray | ShadowTensor:
-    """The patches, checked. Of a shadow tensor, only shape and dtype are: nobody has seen its values yet."""
+    """The patches, checked. Only shape and dtype of a shadow tensor are checked: its values are fetched later."""
     name = "prompt.vision.patches_PX"
     if isinstance(patches_PX, ShadowTensor):
         if not shadows:
@@ -196,7 +196,7 @@ def _is_integer(kind: type) -> bool:
 
 
 def as_integer(name: str, value: Any, least: int | None = LEAST, most: int | None = MOST) -> int:
-    """The value as an int. Raises ValueError, which names the field, for what is none, or not in these bounds."""
+    """The value as an int. Raises ValueError, naming the field, for any other value and outside these bounds."""
     if not _is_integer(type(value)):
         raise ValueError(f"{name}={_shown(value)} must be an integer")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -205,7 +205,7 @@ def as_integer(name: str, value: Any, least: int | None = LEAST, most: int | Non
 
 
 def as_number(name: str, value: Any) -> float:
-    """The value as a float. Raises ValueError, which names the field, for what is no number, or not finite."""
+    """The value as a float. Raises ValueError, naming the field, for a value that is no finite number."""
     if not (_is_integer(type(value)) or isinstance(value, float | np.floating)):
         raise ValueError(f"{name}={_shown(value)} must be a number")
     try:
@@ -218,8 +218,8 @@ def as_number(name: str, value: Any) -> float:
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    """The token ids as plain integers. Prefixes are long and this runs on the event loop, so only the set of their
-    types is looked at."""
+    """The token ids as plain integers. Checks the set of their types only: prefixes are long, and this runs on the
+    event loop."""
     flat = isinstance(ids, tuple | list) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
     if not flat or not all(map(_is_integer, set(map(type, ids)))):
         raise ValueError(f"{name}={_shown(ids)} must be a tuple of integers")
@@ -251,7 +251,7 @@ def _integers(name: str, value: Any, shape: tuple[int | None, ...], least: int =
 
 
 def _shown(value: Any) -> str:
-    """A short line, whatever the value: a number of 5,000 digits has no `repr`, that of an array has several lines."""
+    """The value in a short line: an int of 5,000 digits has no `repr`, and an array's has several lines."""
     try:
         return " ".join(reprlib.repr(value).split())
     except Exception:
@@ -259,8 +259,8 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds this, never the stream, so that a stream that nobody
-    reads any more is noticed."""
+    """Chunks on their way to one consumer. The engine holds the mailbox and not the stream: it then notices a stream
+    that was dropped."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -280,7 +280,7 @@ class Mailbox:
         self.close()
 
     def close(self, error: Exception | None = None) -> None:
-        """Takes no more chunks; the consumer gets those that are there, then the error or the end."""
+        """Takes no more chunks. The consumer gets the remaining chunks, then the error or the end."""
         if not self._closed:
             self._closed, self._error = True, error
         if not self.loop.is_closed():
@@ -320,13 +320,13 @@ class TokenStream(AsyncIterator[TokenChunk]):
         return chunk
 
     async def aclose(self) -> None:
-        """Aborts what is still running; the stream ends here, without what was not read yet."""
+        """Aborts the samples that still run; the stream ends here, without its unread chunks."""
         self._mailbox.discard()
         if self._dropped.detach() is not None:
             self._abandon()
 
 
 def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]) -> None:
-    """Abandons a stream, which any thread may have collected, on its loop. If that has ended, nothing is left to do."""
+    """Abandons a stream on its loop; any thread may have collected the stream. Does nothing if the loop has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(abandon)

@@ -1,7 +1,7 @@
 """Draws tokens: every slot of a decode step has its own parameters, so that one compiled step serves them all.
 
 Log-probs follow the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole
-vocabulary (temperature 1 where greedy), without forbidden ids, not renormalised for top-k or top-p.
+vocabulary without forbidden ids (temperature 1 if greedy), not renormalised for top-k or top-p.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from models.inputs import AnyArray
 
-CANDIDATES = 256  # most probable tokens that top-k and top-p look at before they sort a whole vocabulary
-NEVER = np.float32(-1e30)  # the score of a token that must not be drawn; finite, so that no NaN can arise
+CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
+NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 def sample_keys(seed_B2: UInt32[Array, "B 2"], sample_B: Int[Array, " B"]) -> Array:
-    """The key of each sample. Token `t` is drawn with `fold_in(key, t)`: nothing else enters its randomness."""
+    """The key of each sample. Token `t` is drawn with `fold_in(key, t)`, and with no other randomness."""
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed_B2, impl="threefry2x32"), sample_B)
 
 
@@ -57,9 +57,9 @@ def sample(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Draws one token a slot: `(tokens_B, logprobs_B)`.
 
-    Forbidden ids are taken out first, then all but the `top_k` most probable, then all but the smallest set of
-    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The draw adds Gumbel
-    noise and takes the maximum, so that a token's fate depends on its own logit and noise, not on an order of
+    Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
+    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The draw adds Gumbel noise and
+    takes the maximum, so that whether a token is drawn depends on its own logit and noise, not on an order of
     summation. `index_B` is the token's index in its response.
     """
     greedy_B = params.temperature_B == 0
@@ -83,7 +83,7 @@ def sample(
     def sort() -> Array:
         return _sample_sorted(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
 
-    def limited() -> Array:  # sorting a large vocabulary is dear: only when a slot asks for it and a few don't do
+    def limited() -> Array:  # sorting a large vocabulary is slow: only if a slot's limits need more than the candidates
         if logits_BV.shape[1] <= CANDIDATES:
             return jnp.where(limited_B, sort(), plain())
         few_B, settled_B = _sample_candidates(logits_BV, noise_BV, params.top_p_B, params.top_k_B)
@@ -96,14 +96,14 @@ def sample(
 
 
 def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> Array:
-    """Draws within top-k and top-p, by sorting the vocabulary of every slot in order of falling probability."""
+    """Draws within top-k and top-p, after sorting every slot's vocabulary by falling probability."""
     V = logits_BV.shape[1]
     ids_BV = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int32), logits_BV.shape)
     negated_BV, ids_BV, noise_BV = jax.lax.sort((-logits_BV, ids_BV, noise_BV), num_keys=1, is_stable=True)
     rank_V = jnp.arange(V)[None, :]
     kept_BV = rank_V < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, -negated_BV, NEVER), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total of all tokens that are more probable
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total of all more probable tokens
     enough_B = jnp.where(top_p_B < 1.0, top_p_B, jnp.inf)  # a rounded sum may reach 1 too early
     kept_BV &= (before_BV < enough_B[:, None]) | (rank_V == 0)
     best_B = jnp.argmax(jnp.where(kept_BV, noise_BV - negated_BV, NEVER), axis=-1)
@@ -111,8 +111,8 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """(what `_sample_sorted` draws, found among the most probable tokens; for which slots these were enough)."""
-    logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal ones rank by token id here, too
+    """(the draws of `_sample_sorted`, among the most probable tokens only; the slots for which these suffice)."""
+    logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]
     few_B = (top_k_B > 0) & (top_k_B <= CANDIDATES)

@@ -1,18 +1,18 @@
 """The engine's bookkeeping of requests, samples, slots and pages: pure host code without device, clock or event loop.
 
 Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
-submissions give equal batches. A slot is a place in the tables; what a sample has in the cache is in its pages, which
-it gets when they are free, in the order of submission, too. The full pages of a prompt are held by all samples of its
-request together. A sample that has pages and nothing in them (new, or the weights changed) is to be *started* from
-prefilled rows; all others are decoded.
+submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages, which it
+gets when they are free, also in the order of submission. All samples of a request share the full pages of its prompt. A
+sample with pages and nothing in them (new, or after a change of weights) must be *started* from prefilled rows; all
+others are decoded.
 
-Pages are given for the tokens that are there, not for those that may come: responses end long before their limit more
-often than not. Where a round finds no free page, the youngest sample that has any loses its pages and is started again
-later, with the tokens that it has (it is *preempted*). The oldest one never loses any to others, and every request
-alone fits the pool, so somebody always gets on.
+A sample gets pages for the tokens that it has, not for those that may follow: most responses end long before their
+limit. If a round finds no free page, the youngest sample with pages loses them. It is *preempted*, and started again
+later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the pool,
+so that some sample always advances.
 
-A turn that failed is done again. If it served one request, that one is lost; if it served several, these are
-*suspects*: each has its turns to itself until it gets through a round, so that only those are lost that fail alone.
+A turn that failed is done again. If it served a single request, that request is lost. If it served several, these
+become *suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .prompt_features import PromptFeatures
 from .requests import EngineLimits, checked, ended_before
 from .slots import SlotTable
 
-PREFILL_TOKENS = 4096  # of one turn, so that rounds come in between; what is not cut may have more
-CHUNK_TOKENS = 2048  # of one prompt, or of what a sample has, in one prefill; a multiple of a page
+PREFILL_TOKENS = 4096  # of one turn, so that rounds run in between; a prompt that can't be cut may have more
+CHUNK_TOKENS = 2048  # of one prompt, or of a sample's tokens, in one prefill; a multiple of a page
 
 
 @dataclasses.dataclass(eq=False)
 class RunningSample:
-    """One response in the making. `slot` is -1 while it waits and after it ended. `place` is for `rollout.turns`: the
-    batch in which its prompt was prefilled and its place there, until it is started."""
+    """One response in the making. `slot` is -1 while the sample waits, and after it ended. `place` is for
+    `rollout.turns`: the prefill batch of its prompt and its rows there, until the sample is started."""
 
     job: Job
     index: int
     slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)  # of its entries, in their order
-    filled: int = 0  # of its own entries, those that chunks have written; whole pages
+    pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
+    filled: int = 0  # cache entries of the sample that chunks have written; full pages
     place: Any = None
     aborted: bool = False
     ended: bool = False
@@ -52,22 +52,22 @@ class RunningSample:
 
     @property
     def waiting(self) -> bool:
-        """Says whether the sample has no pages yet, or none any more."""
+        """Says whether the sample has no pages, because it is new or was preempted."""
         return not (self.pages or self.ended or self.aborted)
 
     def forget_context(self) -> None:
-        """Drops what was prefilled behind pages of the prompt that are gone."""
+        """Drops a prefill that was computed behind pages of the prompt: these were freed."""
         if self.place is not None and self.place[1].skip:
             self.place = None
 
     @property
     def age(self) -> tuple[bool, int, int]:
-        """The order in which samples get pages; the last one loses them first."""
+        """The order in which samples get pages; the last sample loses them first."""
         return not self.job.suspect, self.job.number, self.index
 
     @property
     def written(self) -> int:
-        """The number of first entries that are in the cache before the sample is started; whole pages."""
+        """The number of cache entries, from the first on, that are written before the start; full pages."""
         return max(self.filled, self.job.filled) if self.pages else 0
 
 
@@ -78,11 +78,11 @@ class Job:
     request: GenerateRequest
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
-    number: int = 0  # in the order of submission
+    number: int = 0  # counts submissions
     suspect: bool = False  # a turn that it shared with others failed
-    pages: list[int] = dataclasses.field(default_factory=list)  # the full ones of the prompt, while any sample has them
-    filled: int = 0  # of their entries, those that are written; whole pages
-    features: PromptFeatures | None = None  # of its images and videos, between the chunks of its prompt
+    pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
+    filled: int = 0  # written entries of these pages; full pages
+    features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
 
     @property
     def open(self) -> bool:
@@ -102,15 +102,15 @@ class Scheduler:
         self.resize(limits)
         self.jobs: dict[str, Job] = {}
         self.occupant: list[RunningSample | None] = [None] * limits.slots
-        self.cached_N = np.zeros(limits.slots, bool)  # the slot's cache holds its sample
+        self.cached_N = np.zeros(limits.slots, bool)  # the cache holds the slot's sample
         self.waiting: deque[RunningSample] = deque()
-        self._pageless: set[RunningSample] = set()  # that hold a slot
+        self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
-        self._starting: dict[Job, list[RunningSample]] = {}  # in the turn that is prepared or in flight
-        self._more_to_start = False  # than fits one turn
+        self._starting: dict[Job, list[RunningSample]] = {}  # in the turn that is planned or in flight
+        self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:
-        """Takes in how many pages there are, while there are no requests."""
+        """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
         self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
@@ -120,8 +120,8 @@ class Scheduler:
         return sum(sample is not None for sample in self.occupant)
 
     def submit(self, request: GenerateRequest, sink: Any = None) -> tuple[Job, list[Delivery]]:
-        """Queues a request. Raises EngineError for one that can never be served, which then leaves no trace; chunks
-        are of samples whose prefix is already a whole response."""
+        """Queues a request; returns it with final chunks of samples whose prefix already is a complete response. Raises
+        EngineError for a request that can never be served, which then leaves no trace."""
         request = checked(request, self.limits)
         if request.rid in self.jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
@@ -138,7 +138,7 @@ class Scheduler:
         return job, done
 
     def by_seed(self) -> None:
-        """Requests of which no sample has a slot yet are taken up in the order of their seeds, whenever they came."""
+        """Puts the requests of which no sample has a slot yet in the order of their seeds, whatever their arrival."""
         new = [job for job in self.jobs.values() if all(sample.slot < 0 for sample in job.samples)]
         numbers = sorted(job.number for job in new)
         for number, job in zip(numbers, sorted(new, key=lambda job: job.request.seed), strict=True):
@@ -146,8 +146,8 @@ class Scheduler:
         self.waiting = deque(sorted(self.waiting, key=lambda sample: (sample.job.number, sample.index)))
 
     def next_turn(self) -> None:
-        """Gives free slots and pages to those who wait, and decides what the next turn is: a start, or a round, for
-        which it makes room. Where there is more to start than fits one turn, rounds come in between."""
+        """Gives free slots and pages to waiting samples, and decides the next turn: a start, or a round, for which it
+        makes room. If more samples wait for a start than fit one turn, rounds come in between."""
         self._admit()
         due, self._more_to_start = self._more_to_start, False
         self._starting = {}
@@ -174,7 +174,7 @@ class Scheduler:
         if not self._pageless:
             return
         held_B = np.flatnonzero(self.table.pages_N > 0)
-        # A page more for each that can use one: who gets pages now should not lose them at once.
+        # Another page for each sample that can use one, so that a sample with new pages does not lose them at once.
         spare = int((self.table.pages_N[held_B] < self.table.wanted_pages(held_B, PAGE_TOKENS)).sum())
         samples = sorted(self._pageless, key=lambda sample: sample.age)
         slots_B = np.array([sample.slot for sample in samples])
@@ -186,7 +186,7 @@ class Scheduler:
             spare += grows
 
     def _give(self, sample: RunningSample, wanted: int, spare: int) -> bool:
-        """Gives a sample its first pages, if so many and `spare` more are free. Returns whether it did."""
+        """Gives a sample its first `wanted` pages, if `spare` more are free. Returns whether it did."""
         job, shared = sample.job, len(sample.job.request.prompt) // PAGE_TOKENS
         if self.pool.free < wanted - len(job.pages) + spare:
             return False
@@ -200,7 +200,7 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Gives each sample that is decoded the pages for the tokens of a round, the oldest first."""
+        """Gives each sample in the cache the pages for the tokens of a round, the oldest first."""
         slots_B, steps = self.to_decode(), self.limits.steps_per_sync
         wanted_B = self.table.wanted_pages(slots_B, steps)
         short_B = wanted_B > self.table.pages_N[slots_B]
@@ -219,7 +219,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sample: RunningSample) -> None:
-        """Takes a sample's pages away; those of its prompt are free when no other sample has them."""
+        """Takes a sample's pages away; pages of its prompt are freed with their last holder."""
         job = sample.job
         self.pool.release(sample.pages)
         sample.pages, sample.filled, sample.place = [], 0, None
@@ -232,12 +232,12 @@ class Scheduler:
                 sibling.forget_context()
 
     def to_start(self) -> dict[Job, list[RunningSample]]:
-        """Samples that the next turn starts, by job: a round if there are none."""
+        """The samples that the next turn starts, by job; if empty, the turn is a round."""
         return self._starting
 
     def upcoming(self) -> Iterator[Job]:
-        """The jobs that wait for a start behind the turn that was planned, in about the order in which they get it.
-        One whose images and videos that turn does not finish is among them."""
+        """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. A job whose
+        images and videos are not finished by that turn is one of them."""
         slots = np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N).tolist()
         held = (sample for sample in map(self.occupant.__getitem__, slots) if sample is not None)
         pageless = sorted(self._pageless, key=lambda sample: sample.age)
@@ -248,8 +248,7 @@ class Scheduler:
                 yield sample.job
 
     def _to_start(self) -> dict[Job, list[RunningSample]]:
-        """Samples that hold pages and have nothing decoded in them, in the order of their slots, as many as fit one
-        turn."""
+        """Samples that hold pages and are not in the cache, in the order of their slots, as many as fit one turn."""
         alone, spent = self._alone(), 0
         jobs: dict[Job, list[RunningSample]] = {}
         for slot in np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N):
@@ -266,37 +265,37 @@ class Scheduler:
         return jobs
 
     def _to_compute(self, sample: RunningSample, first: bool) -> int:
-        """Tokens that must be computed to start a sample; without those of the prompt unless it is the `first`."""
+        """The tokens to compute before a sample starts; the prompt's count only for the `first` sample of a job."""
         if sample.place is not None:
             return 0
         prompt = len(sample.job.request.prompt)
         return prompt + self.response_tokens(sample) - max(sample.written, 0 if first else prompt)
 
     def to_decode(self) -> np.ndarray:
-        """Slots with a sample in the cache, ascending."""
+        """The slots whose samples are in the cache, ascending."""
         slots_B = np.flatnonzero(self.cached_N)
         if (alone := self._alone()) is not None:
             slots_B = np.intersect1d(slots_B, [sample.slot for sample in alone.samples])
         return slots_B.astype(np.int32)
 
     def _alone(self) -> Job | None:
-        """The first suspect that has pages: the next turn serves nobody else."""
+        """The first suspect that has pages: the next turn serves only this job."""
         suspects = (job for job in self.jobs.values() if job.suspect)
         return next((job for job in suspects if any(sample.pages for sample in job.samples)), None)
 
     def at_turn(self) -> list[Job]:
-        """The jobs that the next turn serves, or the one in flight: those to start if there are any."""
+        """The jobs of the next turn, or of the turn in flight: those to start if there are any."""
         return list(self._starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:
-        """The jobs whose samples run in some slots."""
+        """The jobs whose samples run in these slots."""
         samples = (self.occupant[slot] for slot in slots_B.tolist())
         return list(dict.fromkeys(sample.job for sample in samples if sample is not None))
 
     def blame(self, jobs: list[Job]) -> list[Job]:
-        """Takes in that a turn failed for these jobs: a single job is lost and returned, several become suspects.
+        """Notes that a turn failed for these jobs: a single job is lost and returned, several become suspects.
 
-        The cache can't be relied on after that: all running samples are to be started again.
+        The cache can't be trusted afterwards: all running samples must be started again.
         """
         self.invalidate()
         if len(jobs) == 1:
@@ -306,11 +305,11 @@ class Scheduler:
         return []
 
     def response_tokens(self, sample: RunningSample) -> int:
-        """The number of tokens that a sample has so far, its prefix included."""
+        """The number of tokens that a sample has, its prefix included."""
         return len(sample.job.prefix(sample.index)) if sample.slot < 0 else int(self.table.produced_N[sample.slot])
 
     def response(self, sample: RunningSample) -> np.ndarray:
-        """The tokens that a sample has so far, its prefix included."""
+        """The tokens that a sample has, its prefix included."""
         if sample.slot < 0:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
@@ -318,7 +317,7 @@ class Scheduler:
     def record(
         self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray, version: int
     ) -> list[Delivery]:
-        """Takes in the first `count_B` new tokens of each slot; ends what is complete and what was aborted."""
+        """Adds the first `count_B` new tokens to each slot; ends samples that are complete or aborted."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
         decoded = bool(self.cached_N[slots_B].all())
         self.cached_N[slots_B] = True
@@ -341,13 +340,13 @@ class Scheduler:
         return deliveries
 
     def _end(self, sample: RunningSample) -> None:
-        """Frees the slot, and forgets the job with its last sample."""
+        """Frees the slot; the last sample of a job removes the job."""
         self._free(sample)
         if not sample.job.open:
             del self.jobs[sample.job.request.rid]
 
     def _end_with(self, sample: RunningSample, finish: FinishReason) -> Delivery:
-        """Ends a sample without new tokens; returns the chunk that says so."""
+        """Ends a sample without new tokens; returns its last chunk."""
         self._end(sample)
         return sample.job, TokenChunk(sample.job.request.rid, sample.index, (), (), (), finish, sample.preemptions)
 
@@ -360,7 +359,7 @@ class Scheduler:
         sample.ended, sample.place = True, None
 
     def mark_aborted(self, id: str) -> None:
-        """Marks a request (`rid`) or one sample (`rid/i`); unknown ids are ignored. `reap` ends what is marked."""
+        """Marks a request (`rid`) or one sample (`rid/i`) as aborted, for `reap` to end; ignores unknown ids."""
         job = self.jobs.get(id)
         if job is not None:
             for sample in job.samples:
@@ -372,25 +371,25 @@ class Scheduler:
             job.samples[int(index)].aborted = True
 
     def reap(self) -> list[Delivery]:
-        """Ends all marked samples, running or waiting. Not to be called while a round is on the device."""
+        """Ends all marked samples, running or waiting. Must not be called while a round is on the device."""
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)
         return [self._end_with(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
-        """Forgets the cache, as after a change of weights: running samples are to be started again."""
+        """Forgets the cache, as after a change of weights: running samples must be started again."""
         for sample in filter(None, self.occupant):
             self._release(sample)
         for sample in self.waiting:
             sample.place = None
 
     def clear(self) -> list[Job]:
-        """Drops everything; returns the jobs that were open."""
+        """Drops all jobs; returns them."""
         return self.drop(list(self.jobs.values()))
 
     def drop(self, jobs: list[Job]) -> list[Job]:
-        """Forgets jobs, without chunks; returns them."""
+        """Removes jobs, without chunks; returns them."""
         for job in jobs:
             del self.jobs[job.request.rid]
             for sample in job.samples:

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"FLUXJAX_MEDIA_BYTES={media_bytes} must be a whole number")
     with bound_socket(options.host, options.port) as listening:
         server, engine = _built(options, int(media_bytes))
-        asyncio.Runner().run(_serve(server, engine, listening))  # not closed: that would wait for threads
+        asyncio.Runner().run(_serve(server, engine, listening))  # closing it would wait for threads
 
 
 def _built(options: argparse.Namespace, media_bytes: int) -> tuple[RolloutServer, JaxEngine]:
@@ -105,7 +105,7 @@ def _built(options: argparse.Namespace, media_bytes: int) -> tuple[RolloutServer
         version=int(options.weight_version),
     )
     config = model.config
-    del model  # the engine has its own layers
+    del model  # the engine has its own copy of the layers
     file = read_json(folder / "config.json", needed=True)
     info = {
         "model_path": options.model,
@@ -134,4 +134,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python would wait for its threads: a turn on the device, weights on their way from disk
+    os._exit(code)  # Python would wait for its threads: a turn on the device, or weights being read

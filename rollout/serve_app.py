@@ -1,9 +1,9 @@
 """The routes of a rollout server: the embedded engine behind SGLang's HTTP contract, as an ASGI application.
 
-Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. Unlike there, an update of weights
-does not wait for running samples, which go on under the new ones; versions are numbers; a reply's text comes with its
-last token; and nothing that a client sends ends the server. All routes run on the engine's event loop; JSON and media
-of requests are read in threads.
+Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are four differences: an update
+of weights does not wait for running samples, which continue under the new weights; versions are numbers; a reply's text
+comes with its last token; and no message of a client ends the server. All routes run on the engine's event loop;
+threads read JSON and media of requests.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .wire import BadRequest, Json
 
 MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
-MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # what sleep gives back
+MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory that sleep frees
 
 
 class RolloutServer:
     """The routes over one engine; `app` is the application.
 
-    `dtype` is what the engine serves; weights from disk are cast to it. With a `token`, every route but `/health` wants
-    it. `info` is shown by `/model_info` and `/server_info`.
+    Weights from disk are cast to `dtype`, which the engine serves. If there is a `token`, every route but `/health`
+    requires it. `/model_info` and `/server_info` show `info`.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class RolloutServer:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
         self._reader = RequestReader(config, processor, media_bytes, shadows=engine.shadows)
-        self._answers: dict[str, SampleAnswer] = {}  # of samples in flight, by rid
+        self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
-        self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
+        self._queried = time.monotonic(), engine.stats().tokens_generated  # at the last request of loads
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
         self.app: ASGIApp = Guarded(
@@ -91,7 +91,7 @@ class RolloutServer:
         yield route("/metrics", self._show_metrics, "GET")
 
     async def stop(self, grace: float) -> None:
-        """Takes no more requests, and ends those that run as aborted; waits so many seconds for their replies."""
+        """Takes no more requests, aborts those that run, and waits at most `grace` seconds for their replies."""
         self._stopping = True
         deadline = time.monotonic() + grace
         try:
@@ -130,14 +130,15 @@ class RolloutServer:
             self._answers.pop(answer.sample.rid, None)
 
     async def _abort(self, prefix: str) -> None:
-        """Ends all samples whose rid begins like that; those that are not submitted yet, as soon as they are."""
+        """Aborts all samples whose rid begins with `prefix`; samples that are not submitted yet, at their
+        submission."""
         found = [answer for rid, answer in self._answers.items() if rid.startswith(prefix)]
         for answer in found:
             answer.aborted = True
         await self._end(found)
 
     async def _end(self, answers: Iterable[SampleAnswer]) -> None:
-        # All at once: each waits for the turn in flight.
+        # All at once, since each abort waits for the turn in flight.
         await asyncio.gather(*(self._engine.abort(answer.engine_id) for answer in answers if answer.engine_id))
 
     async def _abort_request(self, request: Request) -> Response:
@@ -159,7 +160,7 @@ class RolloutServer:
 
     async def _continue(self, request: Request) -> Response:
         read_json_object(await request.body())
-        await self._engine.resume(by_seed=True)  # what came over a network came in any order
+        await self._engine.resume(by_seed=True)  # requests over a network arrive in any order
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     # --- memory ---------------------------------------------------------------------------------
@@ -176,9 +177,9 @@ class RolloutServer:
         return JSONResponse(None)
 
     async def _flush_cache(self, request: Request) -> Response:
-        return PlainTextResponse("Cache flushed.\n")  # there is none beyond the samples that run
+        return PlainTextResponse("Cache flushed.\n")  # there is no cache beside that of the running samples
 
-    # --- what the server is and does ------------------------------------------------------------
+    # --- state and settings of the server ---------------------------------------------------------
 
     @property
     def _version(self) -> int:

@@ -1,4 +1,4 @@
-"""One call of `POST /generate` under way: its samples' tokens as they come, and the reply that is made of them."""
+"""One call of `POST /generate` under way: collects its samples' tokens, and makes the reply of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def error_json(message: str, status: int) -> Json:
 
 
 class AsciiJSON(JSONResponse):
-    """JSON that can say whatever a client said, half of a surrogate pair, too."""
+    """JSON in ASCII: it can repeat any text of a client, half of a surrogate pair, too."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
@@ -35,18 +35,19 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 @dataclasses.dataclass
 class SampleAnswer:
-    """The tokens, log-probs and versions that a sample has so far, and how many of them the client was told."""
+    """The tokens, log-probs and versions that a sample has so far, and the number of tokens already sent to the
+    client."""
 
     sample: BodySample
-    engine_id: str = ""  # by which the engine can abort it; empty until it was submitted
-    prompt_tokens: int = 0  # with those begun earlier; placeholders expanded
-    aborted: bool = False  # perhaps before it was submitted
+    engine_id: str = ""  # the id for aborting it in the engine; empty until it was submitted
+    prompt_tokens: int = 0  # placeholders expanded, tokens begun earlier included
+    aborted: bool = False  # perhaps before its submission
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
     preemptions: int = 0
-    told: int = 0  # tokens of the last event
+    told: int = 0  # tokens in the last event
     complete: bool = False  # the last event was the final one
 
     def add(self, chunk: TokenChunk) -> None:
@@ -56,13 +57,13 @@ class SampleAnswer:
         self.finish, self.preemptions = chunk.finish, chunk.preemptions
 
     def due(self) -> bool:
-        """Says whether an event is to be sent: for the first token, for `interval` more, or for the end."""
+        """Says whether to send an event: for the first token, for `interval` more, or for the end."""
         if self.finish is not None:
             return not self.complete
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
     def as_json(self, version: int, decode: Callable[[Sequence[int], bool], str]) -> Json:
-        """The reply, or an event: all tokens so far. Text comes with the last one only."""
+        """The reply, or an event, with all tokens so far. Only the last one has text."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
             "id": self.sample.rid,
@@ -82,7 +83,7 @@ class SampleAnswer:
 
 
 class Call(Response):
-    """The reply to a body. A client that goes away, or a cancelled reply, ends the samples."""
+    """The reply to a body. If the client leaves or the reply is cancelled, the samples end."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[Incoming], generate: Callable[..., TokenStream]) -> None:
-        """Queues all requests, or none: raises EngineError for one that can't be served."""
+        """Queues all requests in the engine. Raises EngineError for a request that can't be served; `close` ends the
+        rest."""
         for part in incoming:
             self._streams.append((part, generate(part.request)))
             prompt = len(part.request.prompt)
@@ -109,7 +111,7 @@ class Call(Response):
                 answer.prompt_tokens = prompt + answer.sample.begun
 
     async def close(self) -> None:
-        """Ends what is still running. It may be called again."""
+        """Ends the samples that still run. May be called again."""
         self._leave(self)
         streams, self._streams = self._streams, []
         for _, stream in streams:
@@ -154,7 +156,7 @@ class Call(Response):
         await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
 
     async def _events(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
-        """Sends events as tokens come. Tokens that come while a slow client takes an event go into the next one."""
+        """Sends events as tokens come. Tokens that arrive while a slow client takes an event go into the next event."""
         while True:
             self._news.clear()
             over = all(task.done() for task in collecting)

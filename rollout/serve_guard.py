@@ -1,4 +1,4 @@
-"""The parts that applications which listen for the trainer share: the token, answers to what went wrong, `/health`."""
+"""The common parts of all servers that listen for the trainer: the token, answers to errors, `/health`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .engine import EngineError
 from .serve_calls import error_response
 from .wire import BadRequest
 
-LEFT = 499  # the status that is logged for a client that went away
-MOST = 4 << 30  # bytes of a request: a bucket of weights may be one large tensor, in base64
+LEFT = 499  # status that is logged for a client that left
+MOST = 4 << 30  # most bytes of a request: a bucket of weights may be one large tensor, in base64
 
 
 class Guarded:
-    """Answers 401 to those without the token, whose connections end with their first answer, 413 to a body of more than
-    `most` bytes, which is not read to its end, and 503 to all while the server stops."""
+    """Answers 401 to requests without the token, and closes their connections; 413 to a body of more than `most` bytes,
+    without reading the rest; and 503 to all requests while the server stops."""
 
     def __init__(self, app: ASGIApp, token: str, stopping: Callable[[], bool], most: int = MOST) -> None:
         self._app, self._stopping, self._most = app, stopping, most
@@ -43,7 +43,7 @@ class Guarded:
         await (refusal or self._app)(scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Refuses a body that comes in pieces without saying its length, as soon as it is too long."""
+        """Refuses a body without a declared length as soon as it exceeds `most` bytes."""
         came = 0
 
         async def bounded() -> Message:
@@ -58,16 +58,16 @@ class Guarded:
 
 
 def health_route(path: str = "/health") -> Route:
-    """The route by which a process says that it is well: it answers."""
+    """The route that answers as long as the process runs."""
 
     async def health(request: Request) -> Response:
-        return Response(headers={"connection": "close"})  # to strangers, too
+        return Response(headers={"connection": "close"})  # strangers may ask, too
 
     return Route(path, health, methods=["GET"])
 
 
 def error_handlers() -> Any:
-    """The functions that make answers of exceptions, by type, for Starlette."""
+    """The functions that turn exceptions into answers, by type, for Starlette."""
     return {
         BadRequest: _refused,
         EngineError: _refused,

@@ -1,8 +1,8 @@
-"""Bodies of `POST /generate` as the engine's requests: what `rollout.wire` writes, and what any client of SGLang sends.
+"""Reads bodies of `POST /generate` as requests of the engine; `rollout.wire` or any client of SGLang writes them.
 
-A body is read in two steps, so that it can be aborted in between: its JSON (`read_body`), and its media, which take
-decoding (`RequestReader`). Samples that differ in nothing but their number and what they have so far become one
-request, whose prompt is prefilled once. Whatever is wrong with a body raises `wire.BadRequest`, which names the field.
+A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its media, which must be
+decoded (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
+prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLING = {
     "stream_interval", "skip_special_tokens", "sampling_seed", "custom_params", "no_stop_trim",
     "spaces_between_special_tokens",
 }  # fmt: skip
-NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # values of SGLang's fields that ask for nothing, beside 0
+NOTHING = {"repetition_penalty": 1, "logprob_start_len": -1}  # neutral values of SGLang's fields, beside 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BodySample:
     rid: str
     ids: tuple[int, ...]
     begun: int
-    number: int  # that draws depend on
+    number: int  # on which draws depend
     seed: int
     sampling: SamplingParams
     interval: int  # tokens between two events of a stream
@@ -64,7 +64,7 @@ class Body:
 
 
 def read_json_object(raw: bytes) -> Json:
-    """The object of a request; empty for an empty body."""
+    """The JSON object in a request's body; empty for an empty body."""
     try:
         content = json.loads(raw) if raw else {}
     except (ValueError, RecursionError) as error:
@@ -75,7 +75,7 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """A body without its media. `eos_ids` end a response, beside its `stop_token_ids`, unless it has `ignore_eos`."""
+    """Reads a body without its media. A response ends with `eos_ids` and its `stop_token_ids`, unless `ignore_eos`."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
@@ -123,7 +123,7 @@ def _entries(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
-    """Raises BadRequest for a field that is not `read` and asks for something; SGLang's other fields may be there."""
+    """Raises BadRequest for a field that is not in `read` and has an effect; neutral fields of SGLang are allowed."""
     for name, value in fields.items():
         nothing = NOTHING.get(name, False)
         wishes = [wish for wish in (value if isinstance(value, list) else [value]) if wish is not None]
@@ -146,7 +146,7 @@ def _sample(
     if not isinstance(custom, dict):
         raise BadRequest("sampling_params.custom_params must be an object")
     begun = _integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
-    # Without one, the samples of a prompt must differ all the same.
+    # Without a seed, the samples of a prompt must still differ.
     given = custom.get("seed", params.get("sampling_seed"))
     number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
     interval = params.get("stream_interval")
@@ -178,8 +178,8 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
 
 
 class ServedMedia:
-    """Media in our format by their key, for the samples that come without patches. Beyond `capacity` bytes, those that
-    were not asked for longest go; the newest stays. Threads may share it."""
+    """Media in our format by their key, for samples without patches. Beyond `capacity` bytes, the media whose last use
+    is longest ago are dropped; the newest stay. Threads may share it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._bytes = capacity, 0
@@ -187,7 +187,7 @@ class ServedMedia:
         self._lock = threading.Lock()
 
     def put(self, media: Json) -> None:
-        """Keeps media with patches that were read once: what can't be read must not take a key."""
+        """Stores media with patches that were read successfully: unreadable media must not take a key."""
         with self._lock:
             if (old := self._kept.pop(media["key"], None)) is not None:
                 self._bytes -= _size(old)
@@ -211,16 +211,15 @@ def _size(media: Json) -> int:
 
 
 class RequestReader:
-    """Prepares the prompts of bodies for one model; `capacity` bytes of media are kept. `shadows`: patches may be
-    elsewhere, where the engine fetches them."""
+    """Prepares the prompts of bodies for one model; keeps up to `capacity` bytes of media. `shadows`: patches may be
+    tickets, for an engine that fetches pixels."""
 
     def __init__(self, config: AnyConfig, processor: Processor, capacity: int, *, shadows: bool = False) -> None:
         self._config, self._processor, self._shadows = config, processor, shadows
         self._store = ServedMedia(capacity)
 
     def requests(self, body: Body) -> list[Incoming]:
-        """The requests that a body makes, none of them checked by the engine yet. It decodes media: call it in a
-        thread."""
+        """The requests of a body, not yet checked by the engine. Decodes media: call it in a thread."""
         sent: dict[str, Json] = {}  # only one sample of a batch has the patches
         ours = [self._ours(sample, sent) for sample in body.samples]
         shown = list(map(_prompt_key, body.samples, ours))
@@ -238,7 +237,7 @@ class RequestReader:
             if key not in prompts:
                 prompts[key] = self._prompt(first, ours[places[0]], sent)
             request = GenerateRequest(
-                f"{first.rid}/",  # never the name of a sample, which has a number behind it
+                f"{first.rid}/",  # never a sample's name, which ends with a number
                 prompts[key],
                 first.sampling,
                 n=len(samples),
@@ -250,7 +249,7 @@ class RequestReader:
         return incoming
 
     def _ours(self, sample: BodySample, sent: dict[str, Json]) -> dict[str, Json]:
-        """The media of a sample in our format, by field; those that come with patches are added to `sent`."""
+        """The media of a sample in our format, by field; adds media with patches to `sent`."""
         found: dict[str, Json] = {}
         for field, entries in sample.media.items():
             ours = [media for media in map(our_media, entries) if media is not None]
@@ -303,12 +302,12 @@ class RequestReader:
         left = {kind: iter(sample.media.get(f"{kind}_data", ())) for kind in ("image", "video")}
         try:
             return self._processor.prepare_ids(ids, [(kind, _source(next(left[kind]))) for kind in kinds])
-        except ValueError as error:  # of media and prompts
+        except ValueError as error:  # raised for media and prompts
             raise BadRequest(f"media of {sample.rid!r}: {error}") from None
 
 
 def _prompt_key(sample: BodySample, ours: Mapping[str, Json]) -> Hashable:
-    """A key that is equal for all samples of one prompt."""
+    """A key that all samples of one prompt share."""
     prompt = len(sample.ids) - sample.begun
     media: Hashable = tuple(sorted(sample.media.items()))
     if ours:
@@ -324,7 +323,7 @@ def _positions(media: Json, prompt: int) -> Hashable:
 
 
 def _source(entry: str) -> str | bytes:
-    """The path or the content that an entry of `image_data` or `video_data` means."""
+    """The path or content that an entry of `image_data` or `video_data` refers to."""
     if not entry.startswith("data:"):
         if len(entry) < 4096 and os.path.isfile(entry):
             return entry

@@ -1,7 +1,7 @@
-"""The routes of a rollout server that change weights or look at them.
+"""The routes of a rollout server that change or check weights.
 
-A version comes from a folder of this host, from one that hosts share (`/pull_weights`, which is in forks of SGLang
-only), or in buckets. Buckets take effect together, at the end: until then, the server serves what it had.
+A version comes from a folder of this host, from a folder that hosts share (`/pull_weights`, which only forks of SGLang
+have), or in buckets. Buckets take effect together, at the end: until then, the server serves the old weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ Handler = Callable[[Json], Awaitable[Json]]
 
 
 class WeightRoutes:
-    """The routes for an engine's weights, which are cast to `dtype`, as it serves. `abort_all` ends all samples."""
+    """The routes for an engine's weights, which are cast to `dtype` as the engine's are. `abort_all` aborts all
+    samples."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class WeightRoutes:
         abort_all: Callable[[], Awaitable[None]],
     ) -> None:
         self._engine, self._config, self._dtype, self._abort_all = engine, served(config), dtype, abort_all
-        self._lock = asyncio.Lock()  # held while weights change or are looked at
-        self._session: dict[str, np.ndarray] | None = None  # what came in buckets
+        self._lock = asyncio.Lock()  # held while weights are changed or checked
+        self._session: dict[str, np.ndarray] | None = None  # tensors of the buckets so far
         self._session_version: int | None = None
 
     def routes(self) -> Iterator[Route]:
@@ -69,7 +70,7 @@ class WeightRoutes:
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
 
     def _reported(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Whatever is wrong with new weights, the server goes on with those that it has."""
+        """Answers errors of `handler` with a message; the server then continues with the weights that it has."""
 
         async def handle(request: Request) -> Response:
             body = read_json_object(await request.body())
@@ -98,7 +99,7 @@ class WeightRoutes:
         return {"message": f"Weights of {folder} are served as version {self._version}."}
 
     async def _begin(self, body: Json) -> Json:
-        self._session, self._session_version = {}, None  # what came of one that broke off is forgotten
+        self._session, self._session_version = {}, None  # drops the buckets of an update that was broken off
         return {"message": "Success"}
 
     async def _from_tensors(self, body: Json) -> Json:
@@ -130,7 +131,7 @@ class WeightRoutes:
         return {"message": "Success"}
 
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
-        """A checkpoint of what the engine has, with the new tensors in their places."""
+        """Writes a checkpoint of the engine's weights, some of them replaced by the new tensors."""
         if unknown := sorted(new.keys() - held.keys()):
             raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
         tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width
@@ -190,7 +191,7 @@ def _tensors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def weight_version(text: object, name: str = "weight_version") -> int:
-    """The number that a version says in decimal digits, as it would be written again. Raises BadRequest."""
+    """The number in a version's text: decimal digits without leading zeros. Raises BadRequest."""
     if not isinstance(text, str) or not text.isdecimal() or len(text) > 18 or str(int(text)) != text:
         raise BadRequest(f'{name} must be a string with a number in decimal digits, as "7"')
     return int(text)
@@ -202,8 +203,8 @@ def _given_version(body: Json) -> int | None:
 
 
 def _on_host(model: Decoder) -> Params:
-    """The shardings of weights from disk. On the host, if JAX has it: the engine then moves them to its devices piece
-    by piece, and frees the old ones as it does."""
+    """Shardings of weights from disk, on the host if JAX has a CPU backend. The engine then moves weights to its
+    devices piece by piece, and frees the old ones meanwhile."""
     try:
         place = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda

@@ -1,4 +1,5 @@
-"""The state of an engine's slots on the host: what each one's sample is, and has so far, as arrays over the slots."""
+"""The state of an engine's slots on the host: settings, tokens and pages of each slot's sample, as arrays over
+slots."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from .pages import PAGE_TOKENS, pages_for
 from .programs import DecodeRound, doubling
 from .sampling import SlotSampling, seed_words
 
-LEAST_IDS = 8  # stop and forbidden ids a slot; doubled when a request brings more
+LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a request has more
 
 
 class SlotTable:
     """The state of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
 
     def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
-        self.no_page = pages  # out of range: nothing is written there
-        self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # of each slot's entries
-        self.pages_N = np.zeros(slots, np.int32)  # the first so many are its pages; 0: all are stale
+        self.no_page = pages  # out of range: entries of this page are dropped
+        self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # pages of a slot's entries
+        self.pages_N = np.zeros(slots, np.int32)  # the number of valid pages in a row of `page_NC`; 0: all are stale
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
         self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
@@ -33,7 +34,7 @@ class SlotTable:
         self.forbidden_ids_NI = np.full((slots, LEAST_IDS), -1, np.int32)
 
     def assign(self, request: GenerateRequest, samples: list[int], slots: list[int], prefixes: list[tuple]) -> None:
-        """Gives free slots to samples of one request, which begin with these tokens."""
+        """Gives free slots to samples of one request, whose responses begin with `prefixes`."""
         sampling = request.sampling
         self.prompt_N[slots] = len(request.prompt)
         self.next_position_N[slots] = request.prompt.next_position
@@ -50,19 +51,19 @@ class SlotTable:
         self.forbidden_ids_NI = _with_ids(self.forbidden_ids_NI, slots, sampling.forbidden_ids)
 
     def place(self, slot: int, pages: list[int]) -> None:
-        """Notes the pages that the sample of a slot has now."""
+        """Records the pages of a slot's sample."""
         self.page_NC[slot, : len(pages)] = pages
         self.page_NC[slot, len(pages) :] = self.no_page
         self.pages_N[slot] = len(pages)
 
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
-        """The pages that some slots need for so many more tokens each, or for as many as they may get, of which the
-        last one is never in the cache."""
+        """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's keys
+        and values are never cached, so it needs no room."""
         entries_B = np.minimum(self.produced_N[slots_B] + steps, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
 
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds the first `count_B` (at least 1) tokens to each slot; returns who hit a stop id, and who the limit."""
+        """Adds the first `count_B` (at least 1) tokens to each slot; returns (hit a stop id, hit the limit) by slot."""
         fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]
         column_BR = self.produced_N[slots_B][:, None] + np.arange(tokens_BR.shape[1])
         row_BR = np.broadcast_to(slots_B[:, None], column_BR.shape)
@@ -73,7 +74,7 @@ class SlotTable:
         return stop_B, self.produced_N[slots_B] >= self.limit_N[slots_B]
 
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
-        """The parameters of some slots, filled up to `size` rows with those of slot 0 (never looked at)."""
+        """The sampling parameters of these slots, filled up to `size` rows with those of slot 0 (never read)."""
         slots_B = _filled(slots_B, size, 0)
         return SlotSampling(
             self.temperature_N[slots_B],
@@ -86,8 +87,8 @@ class SlotTable:
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
-        """The input of the decode program for `steps` tokens, filled up to `size` rows with nothing to do. The first
-        `view_pages` pages of each slot are read."""
+        """The input of the decode program for `steps` tokens, filled up to `size` rows that do nothing. The round reads
+        the first `view_pages` pages of each slot."""
         padding = size - len(slots_B)
         produced_B = self.produced_N[slots_B]
         cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
@@ -116,14 +117,14 @@ def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
-    """The ids, no wider than these slots need: no other request, past or present, may decide the compiled shape."""
+    """The ids, no wider than these slots need, so that other requests never decide the compiled shape."""
     return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
 
 
 def _with_ids(ids_NI: np.ndarray, slots: list[int], ids: tuple[int, ...]) -> np.ndarray:
-    """Writes a list of ids for some slots, into a wider table if need be; returns the table."""
+    """Writes the ids into the rows of `slots`, in a wider table if necessary; returns the table."""
     width = doubling(len(ids), ids_NI.shape[1])
-    if width > ids_NI.shape[1]:  # `np.pad` takes longer than all the rest of a start
+    if width > ids_NI.shape[1]:  # `np.pad` takes longer than the rest of a start
         ids_NI = np.pad(ids_NI, ((0, 0), (0, width - ids_NI.shape[1])), constant_values=-1)
     ids_NI[slots] = -1
     ids_NI[slots, : len(ids)] = ids

@@ -1,7 +1,8 @@
-"""A model whose layers lie in host memory and travel to the device while others compute: a judge beside an engine.
+"""A model whose layers are in host memory and travel to the device while other layers compute: a judge beside an
+engine.
 
 Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
-all its layers on the device. Work goes layer by layer, and whoever asks for it can let others have the device between
+all its layers on the device. Work goes layer by layer, and its caller may let other programs have the device between
 two layers (`rollout.streamed_judge`).
 """
 
@@ -30,23 +31,23 @@ from .streamed_plan import DeviceSpeed, streamed_places, travel
 from .streamed_programs import KeyValues, Parts, programs
 
 Result = TypeVar("Result")
-Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device is done with it
-LEAST_TOKENS = 16  # of a row
+Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
+LEAST_TOKENS = 16  # least tokens of a row
 
-# One layer: (its weights, the parts that travel meanwhile, hidden states, its number) -> (hidden states, the parts)
+# One layer: (its weights, parts that travel meanwhile, hidden states, its number) -> (hidden states, those parts)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
 
 
 class StreamedModel:
-    """A text model, or the decoder of one with vision, on one device of this process; None: the first.
+    """A text model, or the decoder of a model with vision, on one device of this process; None: the first.
 
-    `resident` layers stay there. None chooses for each batch (`streamed_plan.resident_layers`): by `pace`, and by
-    `free_bytes` of device memory for layers and activations, or what the device says is free where that is None; a
-    device that says nothing (a CPU) counts as large enough. At most `resident` + 2 layers are on the device at once.
-    `batch_tokens` (rows x row length) are computed together, or one row, if that is longer. `compute_dtype` casts the
-    weights; without it they must have one dtype. The host holds them once, in pinned memory.
+    `resident` layers stay on the device. None chooses their number for each batch (`streamed_plan.resident_layers`), by
+    `pace` and by `free_bytes` of device memory for layers and activations. `free_bytes=None` takes the free memory that
+    the device reports; a device that reports none (a CPU) counts as large enough. At most `resident` + 2 layers are on
+    the device at once. `batch_tokens` (rows x row length) are computed together, or a single longer row.
+    `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once, in pinned memory.
 
-    One batch at a time: it belongs to one thread after another. Raises EngineError.
+    One batch runs at a time; one thread after another may use the model. Raises EngineError.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class StreamedModel:
         outer = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
         self._outer: Params = jax.tree.map(lambda x: jax.device_put(np.asarray(x, self.dtype), self._on_device), outer)
         self._resident: dict[int, Params] = {}
-        self._first: Parts = ()  # the first streamed layer, which the next pass begins with
+        self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
     @staticmethod
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
-        """The model in a checkpoint folder; weights never pass through the accelerator. `settings` as above.
+        """The model in a checkpoint folder; its weights never pass through the accelerator. `settings` as above.
 
-        While it loads, the host holds the weights twice. Raises as `models.load` does, too."""
+        While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         return StreamedModel(models.load(path, shardings=lambda model: map_weights(lambda *_: host, model)), **settings)
 
@@ -105,26 +106,26 @@ class StreamedModel:
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The numbers of the layers that stay on the device now."""
+        """The numbers of the layers that are resident now."""
         return tuple(sorted(self._resident))
 
     def release(self) -> None:
-        """Gives the device memory of all layers back; the next batch brings them again."""
+        """Frees the device memory of all layers; the next batch brings them again."""
         self._resident, self._first = {}, ()
 
-    # --- what it answers --------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """For each prompt, the log-probability (nats) of each answer behind it, the sum over the answer's tokens.
+        """For each prompt, the log-probability (nats) of each answer behind it, summed over the answer's tokens.
 
-        One pass for all answers: each is a branch behind the prompt."""
+        All answers take one pass: each is a branch behind the prompt."""
         self.check("prompt", prompts)
         self.check("answer", answers)
         if not answers:
             raise EngineError("there are no answers to score")
-        tail = sum(len(answer) - 1 for answer in answers)  # nothing follows an answer's last token
+        tail = sum(len(answer) - 1 for answer in answers)  # an answer's last token predicts nothing
         scores: dict[int, tuple[float, ...]] = {}
         for members, T in self._batches(prompts, tail):
             rows = doubling(len(members), 1)
@@ -152,9 +153,9 @@ class StreamedModel:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> Work[list[tuple[int, ...]]]:
-        """The likeliest tokens behind each prompt, one after the other, up to a stop id, which is the last one.
+        """The most probable tokens behind each prompt, one by one, up to and including a stop id.
 
-        Every token is a pass, which takes as long as the streamed layers' transfers: for short verdicts only."""
+        Every token takes a pass, as long as the transfers of all streamed layers: for short verdicts only."""
         self.check("prompt", prompts)
         if max_new_tokens < 1:
             raise EngineError(f"max_new_tokens must be positive, got {max_new_tokens}")
@@ -185,7 +186,7 @@ class StreamedModel:
         return [texts[index] for index in range(len(prompts))]
 
     def check(self, what: str, sequences: Sequence[Sequence[int]]) -> None:
-        """Checks sequences. Raises EngineError for one that is no sequence of the model's tokens."""
+        """Raises EngineError for a sequence that is empty, or has other ids than the model's tokens."""
         for number, tokens in enumerate(sequences):
             if not len(tokens):
                 raise EngineError(f"{what} {number} is empty")
@@ -196,7 +197,8 @@ class StreamedModel:
                 )
 
     def _batches(self, prompts: Sequence[Sequence[int]], tail: int) -> Iterator[tuple[list[int], int]]:
-        """(numbers of the prompts, row length) of each batch: prompts of similar length, the shortest first."""
+        """(numbers of the prompts, row length) of each batch; prompts of similar length go together, the shortest
+        first."""
         members: list[int] = []
         length = 0
         for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
@@ -219,7 +221,7 @@ class StreamedModel:
         kept: list[KeyValues],
         room: int = 0,
     ) -> Work[jax.Array]:
-        """The hidden states behind the layers. With `room`, `kept` gets keys and values."""
+        """The hidden states after all layers. With `room`, `kept` gets keys and values."""
         B, T = tokens_BT.shape
         self._settle(B, T, room)
         x, rotary = self._programs.embed(self._outer, tokens_BT, positions_BT)
@@ -250,7 +252,7 @@ class StreamedModel:
         layers = self.text.num_layers
         streamed = [number for number in range(layers) if number not in self._resident]
         arriving = list(self._first or jax.device_put(self._host[0], self._on_device)) if streamed else []
-        self._first = ()  # a pass that is given up leaves nothing behind
+        self._first = ()  # a pass that is given up leaves no layer behind
         for number, (target, parts) in enumerate(travel(layers, streamed)):
             upcoming = tuple(self._host[target][part] for part in parts)
             layer: Params | Parts
@@ -261,14 +263,14 @@ class StreamedModel:
             x, fetched = step(layer, upcoming, x, number)
             del layer
             arriving += fetched
-            # The host would otherwise run ahead, and memory for layers would be taken long before they are needed.
+            # Otherwise the host would run ahead, and take memory for layers long before they are needed.
             jax.block_until_ready((x, fetched))
             yield
         self._first = tuple(arriving)
         return x
 
     def _settle(self, rows: int, tokens: int, room: int) -> None:
-        """Brings the layers that are to stay for such a batch to the device, and lets go of the others."""
+        """Brings the layers that are resident for such a batch to the device, and frees all others."""
         wanted = set(range(self.text.num_layers)) - set(
             streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
         )
@@ -282,7 +284,7 @@ class StreamedModel:
     def _residents(self, rows: int, tokens: int, room: int) -> int:
         if self._given is not None:
             return self._given
-        # A batch that generates consists of passes over one token a row.
+        # A batch that generates is a series of passes over one token a row.
         computed, context = (1, tokens + room) if room else (tokens, 0)
         compute = self._pace.compute_seconds(self.text, rows, computed, context, self.layer_bytes)
         needed = streamed_plan.pass_bytes(self.text, rows, tokens, room, self.dtype.itemsize)
@@ -295,7 +297,7 @@ class StreamedModel:
         )
 
     def _free(self) -> int | float:
-        """Bytes of device memory for layers and activations."""
+        """The device memory for layers and activations, in bytes."""
         if self._free_bytes is not None:
             return self._free_bytes
         memory = self.device.memory_stats() or {}
@@ -306,7 +308,7 @@ class StreamedModel:
 
 
 def finish(work: Work[Result]) -> Result:
-    """Does all of it at once."""
+    """Runs the work to its end without a break."""
     while True:
         try:
             next(work)

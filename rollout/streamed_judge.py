@@ -1,8 +1,8 @@
 """A layer-streamed judge that shares a device with an engine: its layers compute between the engine's turns.
 
 Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
-multiprocessors. In one process on one device, programs run one after the other, so here the judge gets time instead: a
-layer at a time, and no more than a share. Neither form was tried on a GPU.
+multiprocessors. Programs of one process run one after another on a device, so that the judge gets a share of the time
+here instead: one layer at a time. Neither form was tried on a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class Turns(Protocol):
-    """Whoever has the device: `JaxEngine.between_turns`."""
+    """The owner of the device: `JaxEngine.between_turns`."""
 
     def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
 
 
 def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
-    """`turns` that belong to `loop`, as an engine's do, for a judge that is asked from another one."""
+    """`turns` that belong to `loop`, as an engine's do, for a judge that is called from another loop."""
 
     async def turn(work: Callable[[], Result]) -> Result:
         return await turns(work)
@@ -38,26 +38,26 @@ def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """Prompts that somebody waits for."""
+    """The prompts of one waiting call, and their answers."""
 
     prompts: Sequence[Sequence[int]]
     answers: list | None = None
 
 
 class StreamedJudge:
-    """`model`, asked from one event loop. What waits and is asked alike is computed together: a pass takes as long for
-    one prompt as for a few.
+    """Answers calls from one event loop by `model`. Waiting calls of equal arguments are computed together: a pass
+    takes as long for one prompt as for a few.
 
-    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in a thread of its own.
+    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in its own thread.
     The judge computes for at most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`,
-    in which the engine has its turns. An engine that waits for the device gets it after one layer at the latest.
+    while the engine has its turns. An engine that waits for the device gets it after one layer at the latest.
     """
 
     def __init__(self, model: StreamedModel, turns: Turns | None = None, share: float = 1.0) -> None:
         if not 0 < share <= 1:
             raise EngineError(f"share={share}: it must be above 0 and at most 1")
         self.model, self.share = model, share
-        self.layers_computed, self.seconds = 0, 0.0  # and how long the device was the judge's
+        self.layers_computed, self.seconds = 0, 0.0  # seconds of the device that the judge used
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="judge")
         self._turns = turns or self._in_thread
         self._busy = asyncio.Lock()
@@ -79,12 +79,12 @@ class StreamedJudge:
         return await self._ask(("generate", *alike), prompts, lambda prompts: self.model.generate(prompts, *alike))
 
     async def release(self) -> None:
-        """Gives the device memory of the layers back, when the batch in work is done."""
+        """Frees the device memory of the layers, after the present batch."""
         async with self._busy:
             self.model.release()
 
     async def close(self) -> None:
-        """Ends the batch in work after its current layer: it, and all that come later, fail with EngineError."""
+        """Ends the present batch after its current layer. That batch and all later ones fail with EngineError."""
         self._closed = True
         await self.release()
         self._thread.shutdown(wait=False)
@@ -92,15 +92,16 @@ class StreamedJudge:
     async def _ask(
         self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
     ) -> list:
-        """The answers to `prompts`, by the work that `start` makes of all prompts that are asked `alike`."""
-        self.model.check("prompt", prompts)  # nobody else's batch fails for it
+        """The answers to `prompts`, by the work that `start` makes of the prompts of all waiting calls with this
+        `alike`."""
+        self.model.check("prompt", prompts)  # a bad prompt must not fail the batch of another call
         asked = _Asked(prompts)
         self._waiting.setdefault(alike, []).append(asked)
         try:
             async with self._busy:
                 if asked.answers is None:
                     await self._answer(list(self._waiting[alike]), start)
-                if asked.answers is None:  # what failed together is tried alone: it may be another one's fault
+                if asked.answers is None:  # the batch failed, perhaps by another call's fault: tries this one alone
                     await self._answer([asked], start)
                 assert asked.answers is not None
                 return asked.answers
@@ -139,19 +140,19 @@ class StreamedJudge:
 
 
 async def _to_its_end(step: Awaitable[Result]) -> Result:
-    """Waits for a layer also where whoever asked has given up: the next batch finds the model between two layers."""
+    """Waits for a layer even if the caller was cancelled, so that the next batch finds the model between two layers."""
     task = asyncio.ensure_future(step)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # it is nobody's any more
+            task.exception()  # marks the error as retrieved
         raise
 
 
 def _next_layer(work: Work[Result]) -> tuple[float, tuple[Result] | None]:
-    """(seconds, the result where that is all)."""
+    """(seconds of the layer, the result if it was the last one)."""
     start = time.perf_counter()
     try:
         next(work)

@@ -2,8 +2,8 @@
 
 Flexes (RollPacker, section 4.3) keeps most of a judge's layers in host memory, sends them over PCIe while others
 compute, and changes their number with the sequence length, so that the judge fits beside the actor; it has no formula.
-The rule here is derived from the pipeline: of `S` streamed layers among `L`, evenly spread, each travels while `L // S`
-layers compute. Longer rows let more layers travel unseen, and need the memory for their activations.
+The rule here follows from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that each travels while `L
+// S` layers compute. Longer rows hide the travel of more layers, and need memory for their activations.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sharding.cost.sizes import LINEAR_UTILISATION, PEAK_FLOPS
 
 from .engine import EngineError
 
-PARTS = 4  # of a layer's weights: what travels during one layer's computation is so many parts or fewer
-BUFFERS = 2  # layers on the device beside the resident ones: the one that computes and the next
+PARTS = 4  # of a layer's weights; the computation of one layer hides so many parts or fewer
+BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpeed:
-    """The operations, the bytes of memory and the bytes of the link to the host that a device does in a second.
+    """The operations, bytes of memory and bytes of the link to the host that a device handles in a second.
 
-    The defaults are an H100 SXM's: compute as the cost model assumes it, memory of its data sheet, and 80 % (assumed)
-    of the 63 GB/s that PCIe 5.0 x16 has in one direction.
+    The defaults are an H100 SXM's: compute as in the cost model, memory from its data sheet, and 80 % (assumed) of the
+    63 GB/s that PCIe 5.0 x16 has in one direction.
     """
 
     flops: float = LINEAR_UTILISATION * PEAK_FLOPS
@@ -38,8 +38,8 @@ class DeviceSpeed:
             raise EngineError(f"a pace needs positive, finite numbers: {self}")
 
     def compute_seconds(self, text: TextConfig, rows: int, tokens: int, context: int, layer_bytes: int) -> float:
-        """The seconds of one layer over `rows` rows of `tokens` tokens, each of which sees half of its row and all of
-        `context` tokens before it. It reads its weights once, however few tokens there are."""
+        """The seconds of one layer over `rows` rows of `tokens` tokens. A token sees half of its row and all `context`
+        tokens before it. The layer reads its weights once, however few tokens there are."""
         heads = text.num_heads * text.head_dim
         flops = 2 * layer_weights(text) + 4 * heads * (tokens / 2 + context)
         return max(rows * tokens * flops / self.flops, layer_bytes / self.memory_bytes)
@@ -49,15 +49,15 @@ class DeviceSpeed:
 
 
 def layer_weights(text: TextConfig) -> int:
-    """The weights of a layer's matrices."""
+    """The number of weights in a layer's matrices."""
     projections = 2 * text.head_dim * (text.num_heads + text.num_kv_heads)
     return text.hidden_size * (projections + 3 * text.intermediate_size)
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
-    """About the most device memory of a pass beside weights, where attention keeps no scores: hidden states, one
-    layer's projections, MLP and unpacked weights, and the keys and values of all layers if `room` columns are kept for
-    a response."""
+    """About the most device memory of a pass beside weights, if attention stores no scores: hidden states, one layer's
+    projections, MLP and unpacked weights, and the keys and values of all layers if there are `room` columns for a
+    response."""
     width = 4 * text.hidden_size + 2 * text.head_dim * (text.num_heads + text.num_kv_heads) + 3 * text.intermediate_size
     kept = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (tokens + room) if room else 0
     return value_bytes * (rows * (tokens * width + kept) + layer_weights(text))
@@ -69,9 +69,9 @@ def resident_layers(
     """The number of layers that stay on the device: as few as hide all transfers, but no more than fit `free_bytes`.
 
     A layer that takes `transfer_seconds` hides behind `g = ceil(transfer_seconds / compute_seconds)` layers, so that
-    one of `g` can be streamed. Where `g` is above PARTS, transfers can't be hidden, and every layer that stays saves
-    its own: then all that fit stay. It never grows with `compute_seconds`, never shrinks with `free_bytes`.
-    Raises EngineError where not even the buffers fit.
+    one layer in `g` can be streamed. If `g` is above PARTS, transfers can't be hidden, and every resident layer saves
+    its own transfer: as many as fit are resident. The number never grows with `compute_seconds`, and never shrinks with
+    `free_bytes`. Raises EngineError if not even the buffers fit.
     """
     if free_bytes >= layers * layer_bytes:
         most = layers
@@ -84,7 +84,7 @@ def resident_layers(
             )
     gap = math.ceil(transfer_seconds / compute_seconds)
     wanted = layers - layers // gap if gap <= PARTS else layers
-    if wanted > layers - BUFFERS - 1:  # with the buffers, that is all layers or more
+    if wanted > layers - BUFFERS - 1:  # with the buffers, all layers or more
         wanted = layers
     return min(wanted, most)
 
@@ -96,10 +96,11 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each layer, (the streamed layer, the numbers of its parts) that travel meanwhile; parts may be none.
+    """Returns, for each layer, (a streamed layer, the numbers of its parts) that travel while it computes; perhaps
+    none.
 
-    A streamed layer travels from the computation of the one before it on; the first one, behind the last layers of the
-    pass before. A streamed layer's parts are spread evenly over that time."""
+    A streamed layer travels from the start of the streamed layer before it; the first one travels behind the last
+    streamed layer of the pass before. Its parts are spread evenly over that time."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

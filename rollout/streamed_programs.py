@@ -1,9 +1,9 @@
-"""The compiled programs of a layer-streamed model: embedding, one layer, what follows the layers.
+"""The compiled programs of a layer-streamed model: embedding, one layer, log-probabilities and likeliest tokens.
 
-The program that computes a layer also brings parts of a later layer's weights from the host, so that the compiler sees
-the transfer and the computation that hides it together, and starts the one before the other
-(`tests/rollout/test_streamed_overlap.py` asserts it on the schedule for an H100). What travels is flat: XLA has two
-copies under way at a time, and with an array a weight it waited for nearly all of them before it computed anything.
+The program that computes a layer also brings parts of a later layer's weights from the host. The compiler therefore
+sees both the transfer and the computation that hides it, and starts the transfer first
+(`tests/rollout/test_streamed_overlap.py` asserts it on the schedule for an H100). Parts are flat: XLA has two copies
+under way at a time, and with one array for each weight it waited for nearly all of them before it computed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ KeyValues: TypeAlias = tuple[Array, Array]  # of one layer, [B, S, K, H]
 
 
 class StreamedPrograms:
-    """The programs of one architecture. `outer` are the model's weights but for its layers; of a model with a vision
-    tower, those of its decoder. A `layer` is its weights, as a layer that stays on the device has them, or its parts.
+    """The programs of one architecture. `outer` are the model's weights without its layers (and without a vision
+    tower). A `layer` is the weights of a resident layer, or the parts of a streamed one.
     """
 
     def __init__(self, config: AnyConfig) -> None:
@@ -45,7 +45,7 @@ class StreamedPrograms:
         model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
         self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
-        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # in numbers; the last one is filled up
+        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # in numbers; the last one is padded
         self._layer = nnx.graphdef(model.layers)
         del model.layers
         self._outer = nnx.graphdef(model)
@@ -57,7 +57,7 @@ class StreamedPrograms:
         self.likeliest = jax.jit(self._likeliest)
 
     def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
-        """The parts of one layer, by the paths of its weights."""
+        """The parts of one layer, from its weights by path."""
         flat = np.zeros(self.part_size * PARTS, dtype)
         start = 0
         for path, shape in self.shapes.items():
@@ -103,7 +103,7 @@ class StreamedPrograms:
     ) -> tuple[Float[Array, "B T D"], Parts, KeyValues | None]:
         """A layer over packed rows: (hidden states, `upcoming` on the device, keys and values).
 
-        Keys and values are kept with `room` columns behind the row, if that is positive."""
+        Keys and values are returned with `room` columns behind the row, if `room` is positive."""
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
@@ -125,8 +125,8 @@ class StreamedPrograms:
         first: Int[Array, ""],
         number: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 D"], Parts, KeyValues]:
-        """A layer over token `number` of each row's response, whose keys and values stand from column `first` on; of
-        the columns before it, a row's prompt fills the first `length_B`."""
+        """A layer over token `number` of each row's response. Keys and values of responses are in the columns from
+        `first` on; those of a row's prompt are in its first `length_B` columns."""
         column_BS = jnp.broadcast_to(jnp.arange(kept[0].shape[1]), (x.shape[0], kept[0].shape[1]))
         reached_BS = (column_BS < length_B[:, None]) | ((column_BS >= first) & (column_BS <= first + number))
 
@@ -155,7 +155,7 @@ class StreamedPrograms:
         return token_logprobs(hidden_BAD, model.head_weight(self.walk), tokens_BA)[0]
 
     def _likeliest(self, outer: Params, x: Float[Array, "B T D"], last_B: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The likeliest token behind a column of each row; of equally likely ones, the first."""
+        """The most probable token behind a column of each row; the first of equally probable ones."""
         model = models.merge(self._outer, outer)
         hidden_BD = model.final_norm(self.walk, jnp.take_along_axis(x, last_B[:, None, None], axis=1))[:, 0]
         head_VD = model.head_weight(self.walk)
@@ -167,4 +167,4 @@ def _fetched(parts: Sequence[Array]) -> Parts:
     return tuple(jax.device_put(part, jax.memory.Space.Device) for part in parts)
 
 
-programs = functools.lru_cache(maxsize=8)(StreamedPrograms)  # models of one architecture share what is compiled
+programs = functools.lru_cache(maxsize=8)(StreamedPrograms)  # models of one architecture share compiled programs

@@ -22,13 +22,13 @@ VERSION = 1
 
 
 class ProfileError(ValueError):
-    """A profile that can't be read, or has nothing to say. The message names the file."""
+    """A profile that can't be read, or that has no suitable measurement. The message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One engine on `degree` devices with `batch` samples at once: `prefill` of prompts of `length` tokens, and
-    `decode` of what follows them, in tokens a second (the median of what was measured)."""
+    """Rates of one engine on `degree` devices with `batch` samples at once: `prefill` of prompts of `length` tokens,
+    and `decode` of the tokens behind them, in tokens a second (median)."""
 
     degree: int
     batch: int
@@ -40,8 +40,8 @@ class Point:
 @dataclasses.dataclass(frozen=True)
 class Profile:
     device: str  # kind of the devices
-    devices: int  # that there were
-    model: Mapping[str, int]  # sizes of its text part
+    devices: int  # number of devices of the machine
+    model: Mapping[str, int]  # sizes of the model's text part
     points: tuple[Point, ...]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -70,11 +70,11 @@ class Profile:
         return profile
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
-        """The degree at which engines on so many devices decode most tokens a second in all, `batch` samples of about
-        `length` tokens divided between them; the smaller one of equals.
+        """The degree at which engines on `devices` devices decode most tokens a second in all, `batch` samples of about
+        `length` tokens divided between them; the smaller of two equal degrees.
 
         Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length counts.
-        Raises ProfileError if nothing was measured at a degree that fits.
+        Raises ProfileError if no degree that fits was measured.
         """
         rates = {}
         for degree in sorted({point.degree for point in self.points if point.degree <= devices}):
@@ -92,7 +92,7 @@ class Profile:
 
 
 def sizes(text: TextConfig) -> dict[str, int]:
-    """The sizes of a model by which a profile knows it."""
+    """The sizes by which a profile identifies a model."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return {name: getattr(text, name) for name in names}
 

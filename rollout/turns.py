@@ -1,14 +1,14 @@
-"""Plans the two kinds of turn on the host, between turns (`rollout.device` carries them out).
+"""Plans the two kinds of turn on the host, between turns; `rollout.device` runs them.
 
-A *start* prefills prompts and draws the first token of the samples that were given pages; a *round* gives each
-running sample up to `steps_per_sync` tokens. Samples share the computation of their prompt whether they start, are
-continued, or must be recomputed because the weights changed or the cache was full.
+A *start* prefills prompts and draws the first token of samples that have new pages; a *round* gives each running sample
+up to `steps_per_sync` tokens. Samples share the computation of their prompt when they start, and when they are computed
+again because the weights changed or they were preempted.
 
-A prompt, or what a sample has, is computed `CHUNK_TOKENS` at a time where it is longer: chunks go into pages, and what
-follows them sees these pages. So does a sample that starts later than others of its prompt. Of up to `PREFILL_PATCHES`
-patches, the vision tower computes all at once, in the same program: such a prompt is not cut before its last image or
-video. A prompt with more is cut anywhere, and the tower computes frame pairs by groups as chunks get to them
-(`rollout.prompt_features`).
+A prompt, or a prompt with its response so far, is computed `CHUNK_TOKENS` at a time if it is longer. Such a chunk is
+written to pages, which later chunks attend to; so does a sample that starts later than others of its prompt. If a
+prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
+prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
+groups of frame pairs when chunks need them (`rollout.prompt_features`).
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from .prompt_features import FeatureWork, PromptFeatures, padded_patches
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
 
-SMALL_MODEL = 10**7  # weights: up to here a few rows cost as much as many, beyond it each row is computed at its price
-LEAST_ROWS = 32  # samples of a start or a round, for a small model
-LEAST_VIEW = 32  # cache entries read by a round, unless its samples can never have so many
-LEAST_TOKENS = 16  # a row of a prefill
-LEAST_AREA = 256  # rows x row length: for a small model less costs hardly less, and would be more shapes to compile
-PREFILL_PATCHES = 4096  # of one prefill, or of one program for a prompt that has more, unless a frame pair has more
+SMALL_MODEL = 10**7  # weights; up to so many, few rows cost as much as many; larger models pay for each row
+LEAST_ROWS = 32  # least samples of a start or a round, for a small model
+LEAST_VIEW = 32  # least cache entries read by a round, unless its samples can never have so many
+LEAST_TOKENS = 16  # least tokens of a row of a prefill
+LEAST_AREA = 256  # rows x row length: a small model hardly gains by less, which would be more shapes to compile
+PREFILL_PATCHES = 4096  # most patches of one program, unless a frame pair has more
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt to prefill, or the rest of one that begins in the pages `context`, and the tokens that each of its
-    samples already has (may be none), in sample order. With `features`, its pixels are in no batch."""
+    """A prompt to prefill, or the rest of a prompt whose beginning is in the pages `context`, with the tokens that each
+    of its samples already has (perhaps none), in sample order. With `features`, its pixels are in no batch."""
 
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
@@ -49,8 +49,8 @@ class Prefix:
 
 
 class Place(NamedTuple):
-    """The place of a sample's cache entries: the row of the batch, and the tokens of its response in that row. The
-    first `skip` entries are in no row, but in the cache."""
+    """The position of a sample's cache entries: the row of the batch, and the tokens of its response in that row. The
+    first `skip` entries are in the cache and in no row."""
 
     row: int
     prompt_tokens: int
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The patches `start .. stop` of a batch are those of a request."""
+    """The patches `start .. stop` of a batch belong to request `rid`."""
 
     rid: str
     start: int
@@ -69,19 +69,19 @@ class Shown(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PrefillBatch:
-    """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`:
-    keys and values, and hidden states, on the device. Then `features` are not needed any more."""
+    """One call of the prefill program; `places[i][j]` is sample `j` of prefix `i`. The engine fills in `outputs`, keys
+    and values and hidden states on the device; `features` are not needed afterwards."""
 
     inputs: PackedTokens
     places: list[list[Place]]
-    tokens: int  # computed, padding not counted
+    tokens: int  # computed tokens, without padding
     context: Context | None = None
     shown: tuple[Shown, ...] = ()
-    features: FeatureWork | None = None  # of its only prompt
+    features: FeatureWork | None = None  # features of its only prompt
     outputs: tuple[Rows, Array] | None = None
 
     def pixels(self) -> Iterator[ShadowTensor]:
-        """The patches that have to be fetched, in the order of their use."""
+        """The patches that must be fetched, in the order of their use."""
         if self.features is not None:
             tensors = map(self.features.kept.patches, self.features.groups)
             yield from (tensor for tensor in tensors if isinstance(tensor, ShadowTensor))
@@ -91,8 +91,8 @@ class PrefillBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StartStep:
-    """A prefill, unless the batch has its `outputs` from an earlier turn, whose rows go into pages. Then samples in the
-    slots `slots_B` are started from it; none where it is a chunk."""
+    """A prefill, or a batch that has `outputs` from an earlier turn; its rows are copied to pages. Then the samples in
+    `slots_B` are started from it; a chunk starts none."""
 
     batch: PrefillBatch
     writes: PageWrites
@@ -100,15 +100,14 @@ class StartStep:
     starts: Starts | None = None
 
 
-StartPlan: TypeAlias = list[StartStep]  # in this order: a step may read pages that the one before it fills
-RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # slots, and what the program needs
+StartPlan: TypeAlias = list[StartStep]  # in order: a step may read pages that the step before it fills
+RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the decode program)
 
 
 def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
-    """Starts every sample that the turn is for, and packs the prompts whose rows are missing; or computes their next
-    chunk.
+    """Plans the starts of all samples of this turn: packs prompts whose rows are missing, or computes their next chunk.
 
-    Samples that wait for pages get their places, too, so that a prompt is computed once.
+    Samples that wait for pages get rows, too, so that a prompt is computed once.
     """
     jobs = scheduler.to_start()
     steps: StartPlan = []
@@ -121,7 +120,7 @@ def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
             chunks, prefixes = _cut(scheduler, limits, job, missing)
             steps += chunks
             wanted += prefixes
-    for behind in (False, True):  # rows with a context are another program
+    for behind in (False, True):  # rows with a context run in another program
         group = [(prefix, samples) for prefix, samples in wanted if bool(prefix.context) is behind]
         for members, batch in plan(
             [prefix for prefix, _ in group],
@@ -154,7 +153,7 @@ def _least_area(limits: EngineLimits) -> int:
 def _cut(
     scheduler: Scheduler, limits: EngineLimits, job: Job, samples: list[RunningSample]
 ) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
-    """The next chunks of a job's samples, and the prefixes of those that can start without one, with their samples."""
+    """The next chunks of a job's samples, and the prefixes, with their samples, that can start without a chunk."""
     prompt, chunks = job.request.prompt, []
     P, media = len(prompt), _media_end(prompt)
     rid = job.request.rid
@@ -167,7 +166,7 @@ def _cut(
             next_part = part(prompt, scheduler.response(sample), done, done + size)
             chunks.append(_chunk(scheduler, limits, sample, next_part))
             if job.filled < len(job.pages) * PAGE_TOKENS:
-                break  # the others go on when the prompt is there
+                break  # other samples continue when the prompt is computed
         elif sample.filled > job.filled:
             context = tuple(sample.pages[: done // PAGE_TOKENS])
             last = part(prompt, scheduler.response(sample), done, end)
@@ -177,13 +176,13 @@ def _cut(
             together.append(sample)
     if not together:
         return chunks, alone
-    # At least one token is computed: the next one is drawn from its hidden state.
+    # At least one token is computed: the next token is drawn from its hidden state.
     skip = min(job.filled, (P - 1) // PAGE_TOKENS * PAGE_TOKENS)
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)
     for sample in job.samples:
         tokens = scheduler.response_tokens(sample)
-        # Those without pages are computed with the others, to start later; but no more than a turn may have.
+        # Samples without pages are computed with the others and start later, as far as the tokens of a turn allow.
         fits = tokens <= most and (not tokens or begun + tokens <= PREFILL_TOKENS)
         if sample.waiting and sample.place is None and fits:
             together.append(sample)
@@ -201,8 +200,8 @@ def by_groups(vision: VisionInput | None) -> bool:
 
 
 def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
-    """The features to compute for the tokens up to `end` of a request, of which `part` are the last; None where they
-    need none, or the prefill computes them itself. The job keeps features as long as later tokens need any."""
+    """The features that `part`, the tokens before `end` of a request, needs before its prefill; None if it needs none,
+    or the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
@@ -212,8 +211,8 @@ def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> Fea
 
 
 def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Iterator[ShadowTensor]:
-    """The patches that have to be fetched for the turns behind the one that is planned, in about the order of their
-    use: no more than `most`, unless the first ones are."""
+    """The patches to fetch for the turns after the planned one, in about the order of their use: about `most`
+    patches, and at least the first tensor."""
     for job in scheduler.upcoming():
         prompt = job.request.prompt
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
@@ -226,7 +225,7 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
             kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
-            if isinstance(tensor, ShadowTensor):  # part of it may be here
+            if isinstance(tensor, ShadowTensor):  # some patches may be in memory
                 yield tensor
                 most -= len(tensor)
             if most <= 0:
@@ -234,8 +233,8 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
 
 
 def _media_end(prompt: ModelInput) -> int:
-    """The tokens up to the page in which the last image or video ends, of those that are computed with the tokens; 0
-    without media."""
+    """The tokens up to the page in which the last image or video ends; 0 without media, or if features are computed by
+    groups."""
     tokens, _ = prompt.shown
     return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not by_groups(prompt.vision) else 0
 
@@ -246,7 +245,7 @@ def chunk_tokens(prompt: ModelInput) -> int:
 
 
 def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> ModelInput:
-    """The tokens `start .. end` of a prompt and a response to it; all of the prompt's media if any of them is there."""
+    """The tokens `start .. end` of a prompt and its response; with all of the prompt's media if it shows any."""
     P = len(prompt)
     if not start and end == P:
         return prompt
@@ -288,8 +287,8 @@ def _start(scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samp
 def _writes(
     scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample], places: list[Place]
 ) -> PageWrites:
-    """The pages that some samples fill from their places: none that is written already, and each page of a prompt by
-    one sample only. Takes note of the prompts that are written with it."""
+    """The pages that these samples fill from their rows: pages not written yet, and each page of a prompt once. Marks
+    the prompts as written."""
     first_B, row_tokens = np.zeros(len(samples), np.int64), batch.inputs.tokens_BT.shape[1]
     for i, sample in enumerate(samples):
         first_B[i] = sample.written // PAGE_TOKENS
@@ -328,7 +327,7 @@ def _least_rows(limits: EngineLimits) -> int:
 
 
 def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
-    """Lengths of the prefix's rows, and places counted from its first row. Samples fill a row up to `row_tokens`."""
+    """Lengths of the prefix's rows, and places counted from its first row. Responses fill a row up to `row_tokens`."""
     start, skip = len(prefix.prompt), len(prefix.context) * PAGE_TOKENS
     lengths, places = [start], []
     for response in prefix.responses:
@@ -356,9 +355,9 @@ def plan(
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
     """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
 
-    Yields the indices of the prefixes in a batch and the batch. A row is a prompt followed by what its samples already
-    have, each as a branch (`models.inputs.PackedTokens`). A prefix is never divided between batches, so one of any size
-    gets a batch of its own. `merge_unit` patches make a feature. Batches are filled up to `least_area`.
+    Yields (indices of the prefixes in a batch, the batch). A row is a prompt, followed by its samples' tokens so far,
+    each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided between batches, so that a large
+    one has its own batch. `merge_unit` patches make a feature. Batches are filled up to `least_area`.
     """
     members: list[int] = []
     rows = longest = patches = 0
@@ -412,7 +411,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
             visions.append(prompt.vision)
             features += prompt.vision.num_patches // merge_unit
         row = end
-    predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not used here
+    predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not read in a prefill
     vision = None
     if visions:
         joined = concatenate(visions)
@@ -423,7 +422,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
 
 
 def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int) -> Context | None:
-    """The context of each of `B` rows, of which the prefixes take so many each; None where no prefix has any."""
+    """The context of each of `B` rows; `rows[i]` rows belong to prefix `i`. None if no prefix has a context."""
     if not any(prefix.context for prefix in prefixes):
         return None
     most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_VIEW // PAGE_TOKENS)

@@ -1,12 +1,13 @@
-"""Requests and replies as JSON of SGLang's native `/generate`, both ways: what a client sends, a server can read.
+"""Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
-The samples of a request travel together, as a batch: sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and its draw in `custom_params`, which SGLang ignores and `rollout.serve` repeats draws by.
+The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
+`input_ids`, its own `rid`, and its seed and number in `custom_params`. SGLang ignores these; `rollout.serve` repeats
+draws by them.
 
-Media travel as the trainer computes on them: patches, grids and rotary positions, in raster order as Hugging Face's
-processors return them, beside prompts whose placeholders are expanded. Their `format` is known to `rollout.serve` and
-to SGLang with our extension (`rollout/sglang_plugin`); only the first sample carries the patches, the others their key.
-An engine that fetches pixels itself gets tickets in the place of patches, in window order (`SHADOW`).
+Media travel as the patches, grids and rotary positions that the trainer computes on, in raster order like those of
+Hugging Face's processors, beside prompts whose placeholders are expanded. `rollout.serve` reads their `format`, and so
+does SGLang with our extension (`rollout/sglang_plugin`). Only the first sample has the patches, the others their key.
+An engine that fetches pixels itself gets tickets in place of patches, in window order (`SHADOW`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
-FORMAT = "data:application/x-fluxjax+json,"  # SGLang's contract has strings; another server says that it is no image
-ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: seeds that follow each other come apart
+FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; servers that can't read it say that it is no image
+ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
-MOST_GRID = 1 << 16  # patches on a side, or frame pairs; three sides do not overflow
-SHADOW = "shadow"  # of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array that is here, ...]}
+MOST_GRID = 1 << 16  # patches on a side, or frame pairs; the product of three does not overflow
+SHADOW = "shadow"  # key of `patches`: {"dtype", "shape", "rows": [[ticket, start, stop], or an array of values, ...]}
 FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
@@ -43,7 +44,7 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyConfig, *, interval: int) -> Json:
-    """The body of `POST /generate` for the samples that are keys of `rids`; it streams, an event an `interval` tokens.
+    """The body of `POST /generate` for the samples that are keys of `rids`; one event for each `interval` tokens.
 
     `request` must be `rollout.requests.checked`. Raises EngineError for media that the format can't express.
     """
@@ -60,7 +61,7 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyC
         "stream": True,
     }
     if prompt.vision is not None:
-        assert isinstance(config, Qwen25VLConfig)  # others refuse media
+        assert isinstance(config, Qwen25VLConfig)  # other models refuse media
         for field, media in _media(prompt, config).items():
             body[field] = [
                 [
@@ -80,18 +81,18 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": not sampling.stop_ids,  # where there are stop ids, SGLang would ignore these, too
+        "ignore_eos": not sampling.stop_ids,  # SGLang would also ignore stop ids
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang draws by this alone, where it draws by a seed at all: the samples of a prompt must not share it.
+        # SGLang draws by this seed alone, if it draws by a seed at all: samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
 
 
 def _signed(seed: int) -> int:
-    """The lowest 64 bits of a seed, with a sign, as SGLang takes them."""
+    """The lowest 64 bits of a seed as a signed number, as SGLang takes seeds."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -105,14 +106,14 @@ def _positions(prompt: ModelInput, begun: int) -> Json:
 
 
 def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
-    """The images and the videos of a prompt, by their field: patches in raster order, and a grid for each medium."""
+    """A prompt's images and videos, by field of the body: patches in raster order, and a grid for each medium."""
     vision, unit = prompt.vision, config.vision.merge_unit
     assert vision is not None
     patches_PX = vision.patches_PX
     frames_M = vision.frame_segments_P[::unit]
     shown = prompt.feature_index_T >= 0
     found: dict[str, Json] = {}
-    told = 0  # tokens
+    told = 0  # tokens of the media described so far
     for field, name in FIELDS.items():
         token = getattr(config, name)
         of_kind = shown & (prompt.token_ids_T == token)
@@ -148,8 +149,8 @@ def _in_window_order(
     grids: Sequence[Grid],
     config: VisionConfig,
 ) -> ShadowTensor:
-    """The patches of the media that these runs of tokens show. Raises EngineError where a medium's features do not
-    stand as their grid has them."""
+    """The patches of the media that these runs of tokens show. Raises EngineError if a medium's features are not in the
+    window order of its grid."""
     tensors = []
     for run, grid in zip(runs, grids, strict=True):
         rows = prompt.feature_index_T[run]
@@ -181,12 +182,12 @@ def _grid(prompt: ModelInput, frames_M: np.ndarray, run: np.ndarray, field: str,
 
 
 class BadRequest(ValueError):
-    """A body that no request can be read from; the message names the field."""
+    """A body that can't be read as a request; the message names the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Incoming:
-    """One `GenerateRequest` of a body, and the place in the body's batch and the rid of each of its samples."""
+    """One `GenerateRequest` of a body, with the index in the body's batch and the rid of each of its samples."""
 
     request: GenerateRequest
     places: tuple[int, ...]
@@ -194,7 +195,7 @@ class Incoming:
 
 
 def our_media(entry: Any) -> Json | None:
-    """The media in an entry of `image_data` or `video_data`, if it has our format. Raises BadRequest."""
+    """The media in an entry of `image_data` or `video_data`, if the entry has our format. Raises BadRequest."""
     if not isinstance(entry, str) or not entry.startswith(FORMAT):
         return None
     try:
@@ -215,7 +216,7 @@ def array_json(array: np.ndarray) -> Json:
 
 
 def shadow_json(tensor: ShadowTensor) -> Json:
-    """The JSON that stands for patches which are elsewhere: it says where each row of them is."""
+    """The JSON of a shadow tensor: where each row of the patches can be fetched."""
     rows = [
         [piece.ticket, piece.start, piece.stop] if isinstance(piece, Rows) else array_json(piece)
         for piece in tensor.pieces
@@ -229,7 +230,7 @@ def is_shadow(patches: Any) -> bool:
 
 
 def patches_of(name: str, value: Any) -> np.ndarray | ShadowTensor:
-    """The patches that `array_json` wrote, in raster order, or `shadow_json`, in window order. Raises BadRequest."""
+    """The patches written by `array_json` (raster order) or `shadow_json` (window order). Raises BadRequest."""
     if not is_shadow(value):
         return array_of(name, value)
     try:
@@ -256,7 +257,7 @@ def _rows_of(row: list[Any]) -> Rows:
 
 
 def array_of(name: str, value: Any) -> np.ndarray:
-    """The array that `array_json` wrote. Raises BadRequest."""
+    """Reads an array written by `array_json`. Raises BadRequest."""
     try:
         dtype, shape, data = value["dtype"], value["shape"], base64.b64decode(value["data"], validate=True)
         if dtype not in DTYPES:
@@ -267,8 +268,8 @@ def array_of(name: str, value: Any) -> np.ndarray:
 
 
 def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], config: Qwen25VLConfig) -> ModelInput:
-    """The prompt of a sample whose media came in our format: `ids` without the last `begun`. `media` has the entry of
-    each field of `FIELDS` that has one, complete with patches. Raises BadRequest."""
+    """The prompt of a sample whose media have our format: `ids` without the last `begun`. `media` has an entry,
+    complete with patches, for each used field of `FIELDS`. Raises BadRequest."""
     ids_T = np.asarray(ids[: len(ids) - begun], np.int32)
     first = next(iter(media.values()))
     positions, delta = array_of("positions", first.get("positions")), first.get("position_delta")
@@ -323,8 +324,8 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
-    """`sampling_params` of a body; what they leave out is as in SGLang. Raises ValueError, which names the field, for
-    what an embedded engine can't do; which numbers may be is checked by `requests.checked_sampling`."""
+    """`sampling_params` of a body, with SGLang's defaults. Raises ValueError, naming the field, for settings that an
+    embedded engine lacks; `requests.checked_sampling` checks the numbers."""
     params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
