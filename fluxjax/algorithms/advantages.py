@@ -1,4 +1,4 @@
-"""Advantages out of the rewards of groups: the few ways that algorithms have to set a response against others."""
+"""Advantages from the rewards of groups: the few ways in which algorithms compare a response with others."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from ..base.types import Group, has_variance
 
-VARIANCE_EPSILON = 1e-8  # where advantages are normalised over all tokens of a step
+VARIANCE_EPSILON = 1e-8  # under the root, where advantages are normalised over all tokens of a step
 STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
 with_advantages = Group.with_advantages  # (group, advantages_G): the group with these, one a sample
 
 
 def rewards_of(group: Group) -> np.ndarray:
-    """The rewards of the group's samples, in float64. Raises ValueError, naming the prompt, for one that is not
-    finite."""
+    """Returns the rewards of the group's samples, in float64. Raises ValueError, naming the prompt, for a reward that
+    is not finite."""
     rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
@@ -34,7 +34,8 @@ def centred(group: Group) -> np.ndarray:
 
 
 def relative_to_group(groups: Sequence[Group], *, normalize_std: bool) -> list[Group]:
-    """`R_i - mean(R)` within each group, over `std(R) + 1e-6` (divisor G - 1) if asked for."""
+    """Returns each group with `R_i - mean(R)` as its advantages; `normalize_std` divides them by `std(R) + 1e-6`
+    (divisor G - 1)."""
 
     def relative(group: Group) -> np.ndarray:
         advantages_G = centred(group)

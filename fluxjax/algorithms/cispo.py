@@ -2,8 +2,9 @@
 
     -sg(w clip(r, 1 - clip_low, 1 + clip_high)) A_i log policy(o_t),     r = policy(o_t) / behaviour(o_t)
 
-The bound cuts the weight of a token, not its gradient: rare tokens, at which reasoning turns, go on being learned where
-PPO's clipping drops them. There is no lower bound (`clip_low` is 1); of the upper one the paper has no number, 5 is
+The bound cuts the weight of a token, not its gradient: rare tokens, at which reasoning turns, are still learned where
+PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for the upper bound; 5
+is
 from ScaleRL (arXiv:2510.13786). Advantages are GRPO's, the mean is over tokens.
 """
 

@@ -2,9 +2,9 @@
 
     -1 / sum_j |o_j| sum_i sum_t min(r A_i, clip(r, 1 - 0.2, 1 + 0.28) A_i)
 
-The wider upper bound lets tokens that are unlikely grow; long answers count by their tokens. Both are settings
-(`clip_high`, `loss_aggregation`), which the name brings along. The rest of the paper is elsewhere: dynamic sampling is
-`policy.dynamic_sampling`, which a run must ask for, and overlong reward shaping a reward.
+The wider upper bound lets unlikely tokens become more likely; a long answer counts by its tokens. The name sets both
+(`clip_high`, `loss_aggregation`). The rest of the paper is elsewhere: dynamic sampling is `policy.dynamic_sampling`,
+which a run must ask for, and overlong reward shaping is a reward.
 """
 
 from .grpo import GRPO

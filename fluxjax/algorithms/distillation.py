@@ -6,7 +6,7 @@ policy gradients has the advantage
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
-in `kl_coefficient` (1) nats. Rewards are not looked at, but reported.
+in `kl_coefficient` (1) nats. The loss ignores rewards; they are only reported.
 """
 
 from collections.abc import Sequence

@@ -2,14 +2,15 @@
 
     -log sigmoid(beta (d(chosen) - d(rejected))),     d(o) = log policy(o) / reference(o), a sum over tokens
 
-(equation 7), averaged over pairs, with beta in `kl_coefficient`: it is the weight of the KL divergence in the objective
-that the paper starts from (equation 3). The response of a group with the highest reward is chosen and that with the
-lowest rejected, the first of several; a group of equal rewards has no pair. So preferences are of the policy's own
-responses as it is now, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's place.
+(equation 7), averaged over pairs. `kl_coefficient` is beta: the weight of the KL divergence in the objective that the
+paper starts from (equation 3). A group's response with the highest reward is chosen and the one with the lowest reward
+is rejected (the first of several equal ones); a group of equal rewards has no pair. The pairs are responses of the
+policy as it is now, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
 
 The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))`, z = beta times the difference
-(equation 8). A forward pass before each optimizer step has z; then each token's loss is in a batch of its own, wherever
-its pair lies. Who generated the responses, and how long ago, plays no part: nothing is corrected for.
+(equation 8). A forward pass before each optimizer step computes z. Then a token's loss needs only the token's own
+batch, wherever the other response of the pair lies. The loss does not correct for the policy that generated the
+responses, nor for their age.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,8 @@ class DPO(RLAlgorithm):
         batch: TrainBatch,
         cfg: AlgorithmConfig,
     ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-        """Returns a loss with the gradient of that in the head of this file, and the value 0: `couple` has the value.
-        Metric: `reference_kl`, the estimate of KL(policy || reference) in nats."""
+        """Returns the value 0, with the gradient of the loss in the head of this file; `couple` returns that loss's
+        value. Metric: `reference_kl`, the estimate of KL(policy || reference) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient
         behind_BT = masked(batch.reference_logprobs_BT - logprobs_BT, trained_BT)

@@ -3,7 +3,7 @@
     A_i = R_i - mean(R)                             not divided by std(R), which favours prompts that are easy or hard
     1 / (responses * max_new_tokens) each token     not 1 / |o_i|, which favours long answers among wrong ones
 
-Both are settings (`normalize_std`, `loss_aggregation`), which the name brings along.
+The name sets both (`normalize_std`, `loss_aggregation`).
 """
 
 from .grpo import GRPO

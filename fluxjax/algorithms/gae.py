@@ -5,7 +5,7 @@ state in which t was chosen. Nothing comes after the last token, so its next val
 
     delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
 
-What the critic learns are the returns A_t + V_t (TD(lambda)). Arrays are flat: response after response, in float64.
+The critic learns the returns A_t + V_t (TD(lambda)). Arrays are flat, response after response, in float64.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from .advantages import VARIANCE_EPSILON
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:
-    """The advantage of each token. `lengths` are the tokens of each response; `decay` is lambda."""
+    """Returns the advantage of each token. `lengths` are the tokens of each response; `decay` is lambda."""
     rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     lengths = np.asarray(lengths, np.int64)
     if not len(rewards) == len(values) == lengths.sum():
@@ -22,7 +22,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(values))
     following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of each response's next token
-    for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens that are so many from the end
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens at the distance `back` from the end
         having = np.flatnonzero(lengths >= back)
         at = ends[having] - back
         delta = rewards[at] + gamma * value_after[having] - values[at]
@@ -32,7 +32,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
 
 
 def terminal_rewards(outcomes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rewards of tokens: a response's outcome for its last one, else 0."""
+    """Returns the rewards of tokens: a response's outcome at its last token, 0 at the others."""
     lengths = np.asarray(lengths, np.int64)
     rewards = np.zeros(int(lengths.sum()))
     ends = np.cumsum(lengths)[lengths > 0]
@@ -41,14 +41,14 @@ def terminal_rewards(outcomes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def whitened(advantages: np.ndarray) -> np.ndarray:
-    """`(A - mean) / sqrt(variance + 1e-8)` over all tokens, with the divisor n - 1; 0 for a single one."""
+    """Returns `(A - mean) / sqrt(variance + 1e-8)` over all tokens, with the divisor n - 1; 0 for a single token."""
     if len(advantages) < 2:
         return np.zeros_like(advantages)
     return (advantages - advantages.mean()) / np.sqrt(advantages.var(ddof=1) + VARIANCE_EPSILON)
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """`1 - Var(returns - values) / Var(returns)`: 1 where the critic knows all, 0 where it might as well be a constant,
-    below 0 where a constant would be better. 0 for returns that are all the same."""
+    """Returns `1 - Var(returns - values) / Var(returns)`: 1 for exact values, 0 for values as good as a constant, below
+    0 for values worse than a constant. Returns 0 if all returns are equal."""
     variance = float(np.var(returns)) if len(returns) else 0.0
     return 1.0 - float(np.var(returns - values)) / variance if variance else 0.0

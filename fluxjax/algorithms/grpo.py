@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300, equation 3), and what its successors build on.
+"""Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300, equation 3), the base of its successors.
 
 The loss of token t of response i, with A_i the group's relative advantage (no critic):
 
@@ -6,10 +6,9 @@ The loss of token t of response i, with A_i the group's relative advantage (no c
         - entropy_coefficient * entropy,
     r = policy(o_t) / behaviour(o_t),  w = 1
 
-Where A_i < 0 the minimum is bounded by `dual_clip` A_i, see `dual_clipped`. Behaviour log-probs are those that the
-engine reported when it sampled the token, so r also corrects for what differs between engine and trainer;
-`cfg.importance` chooses another correction, w and r: see `importance`. The KL term may have another estimator, or be in
-the reward: see `regularised`.
+For A_i < 0, `dual_clip` A_i bounds the minimum, see `dual_clipped`. The behaviour log-probs are the engine's, reported
+as it sampled the token, so r also corrects for differences between engine and trainer; `cfg.importance` chooses another
+correction, w and r: see `importance`. The KL term may have another estimator, or be in the reward: see `regularised`.
 """
 
 from collections.abc import Sequence
@@ -26,22 +25,21 @@ from .rl_algorithm import RLAlgorithm
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-    """`A_i = (R_i - mean(R)) / (std(R) + 1e-6)` within each group (section 4.1.2); without the division if
+    """Returns the groups with `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` (section 4.1.2); without the division if
     `cfg.normalize_std` is off. `std` has the divisor G - 1. Equal rewards give exactly 0."""
     return relative_to_group(groups, normalize_std=cfg.normalize_std)
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:
-    """Counts the groups of equal rewards throughout, which therefore teach nothing: all right, or all wrong."""
+    """Counts the groups whose rewards are all equal, which therefore teach nothing."""
     return sum(not has_variance(group) for group in groups)
 
 
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction`, 1 where the bound cuts the gradient off,
-    and `dual_clip_fraction`, 1 where the dual clip does; and those of `regularised`.
-    """
+    """Returns the loss in the head of this file, and its metrics: `ratio`, r; `clip_fraction`, 1 where the bound cuts
+    the gradient off; `dual_clip_fraction`, 1 where the dual clip does; and the metrics of `regularised`."""
     trained_BT = batch.loss_weights_BT != 0.0
     log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
     ratio_BT = jnp.exp(log_ratio_BT)
@@ -54,7 +52,7 @@ def token_loss(
 
 
 class GRPO(RLAlgorithm):
-    """GRPO: the two functions above. The base of algorithms that differ from it in one of them."""
+    """GRPO, by the two functions above; its subclasses replace one of the two."""
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         return advantages(groups, cfg)
@@ -69,6 +67,6 @@ class GRPO(RLAlgorithm):
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Says whether the loss is the surrogate alone, which is proportional to the advantage, unlike the KL and
-        entropy terms."""
+        """Says whether the loss is the surrogate alone: it is proportional to the advantage; KL and entropy terms are
+        not."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)

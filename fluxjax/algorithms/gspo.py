@@ -2,11 +2,11 @@
 
     -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
 
-(equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10),
-which tokens have one by one as that of `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token, equation 14). So each
-token's loss is in a batch of its own, wherever the rest of its response lies; s_i itself is computed in a forward pass
-before each optimizer step. Advantages are GRPO's. As a mean of logs over a response varies little, its bounds are
-narrow (3e-4 and 4e-4, section 5.1).
+(equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10).
+Each token can compute its part of it alone, as the gradient of `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
+equation 14). So a token's loss needs only the token's own batch, wherever the rest of the response lies; a forward pass
+before each optimizer step computes s_i. Advantages are GRPO's. The bounds are narrow (3e-4 and 4e-4, section 5.1),
+because a mean of logs over a response varies little.
 """
 
 import jax

@@ -1,14 +1,15 @@
-"""One correction for everything that lies between the policy that generated a token and the one that is trained.
+"""One correction for every difference between the policy that generated a token and the one that is trained.
 
-Stale weights, responses whose segments come from several versions, replay, an engine that computes otherwise: all are
-tokens sampled by a behaviour policy, with a weight version each. So each token has a weight (Flux, component 3)
+Stale weights, responses whose segments come from several versions, replay and an engine that rounds differently have
+one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
+component 3)
 
     w = C(proximal / behaviour) * decay**lag
 
-The proximal policy is the trainer's at the start of the training step. With one optimizer step, that is the value of
-the policy itself, as a constant; with several, its log-probs are computed once, before the first
-(`TrainBatch.proximal_logprobs_BT`). `lag` counts the versions since the token's own, a training step each; a segment
-that is fresher weighs more.
+The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
+as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
+`lag` counts the versions (training steps) since the token's; a fresher segment
+weighs more.
 C (`ImportanceConfig.kind`) is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team,
 2025). At the level of sequences the geometric mean over the response stands for each of its tokens' ratios (GSPO,
@@ -20,9 +21,9 @@ rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
     w * min(r A, clip(r) A),    r = policy / proximal
 
 In the first optimizer step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a
-token is. So with one optimizer step a training step, `decoupled` clips nothing at all.
-Otherwise r = policy / behaviour, which has the factor proximal / behaviour in it already; what remains of w is
-`w / (proximal / behaviour)`: exactly 1 without C and decay.
+token is. So with one optimizer step in each training step, `decoupled` never clips.
+Without `decoupled`, r = policy / behaviour, which already contains the factor proximal / behaviour; the factor `w /
+(proximal / behaviour)` remains: exactly 1 without C and decay.
 """
 
 import math
@@ -37,9 +38,9 @@ from ..base.types import TrainBatch
 from ..config import Importance, ImportanceConfig, ImportanceLevel
 from .loss import k3, masked
 
-LIMIT = 20.0  # nats; log-ratios beyond count as this one: its square, summed over any step, is finite in float32
+LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
 
-# What a microbatch adds to a step's sums: see `metrics`.
+# The sums that a microbatch adds to those of its step: see `metrics`.
 _WEIGHTS, _SQUARES, _CLIPPED = "importance/weights", "importance/squares", "importance/clipped"
 _KL, _EXCESS, _EXCESS_SQUARES, _LAGS = "staleness/kl", "staleness/excess", "staleness/excess_squares", "staleness/lags"
 _LAG_MAX = "staleness/lag_max"
@@ -48,9 +49,9 @@ TALLIED = (*_SUMS, _LAG_MAX)
 
 
 def log_ratio(policy: Any, behaviour: Any) -> Any:
-    """`log(policy / behaviour)` of numpy or JAX log-probs, within +-20 nats; there is no gradient beyond.
+    """Returns `log(policy / behaviour)` of numpy or JAX log-probs, cut to +-20 nats; the gradient beyond is 0.
 
-    What is not finite stays so: it is no extreme but a fault, and the learner skips such a step."""
+    Infinities and NaN stay: they are faults, and the learner skips a step that has them."""
     difference = policy - behaviour
     xp = difference.__array_namespace__()
     return xp.where(xp.isfinite(difference), xp.clip(difference, -LIMIT, LIMIT), difference)
@@ -59,7 +60,8 @@ def log_ratio(policy: Any, behaviour: Any) -> Any:
 def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
 
-    `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. Masked: `-inf`.
+    `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token
+    has the log-weight `-inf`.
     """
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
@@ -78,7 +80,7 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
 
 
 def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array, "B T"]:
-    """The log-probs of the proximal policy, a constant; `logprobs_BT` are the policy's."""
+    """Returns the log-probs of the proximal policy, a constant; `logprobs_BT` are the policy's."""
     stored_BT = batch.proximal_logprobs_BT
     return jax.lax.stop_gradient(logprobs_BT) if stored_BT is None else stored_BT
 
@@ -86,11 +88,11 @@ def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array
 def correction(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns, for a clipped objective, log(policy over what it clips around), which is differentiable, and its factor,
-    a constant; 0 where a token is not trained on. `logprobs_BT` are the policy's.
+    """Returns two factors of a clipped objective: the differentiable log(policy / the policy it clips around), and the
+    constant weight; 0 where a token is not trained on. `logprobs_BT` are the policy's.
 
-    `batch.response_log_ratios_BT` must be filled in at the level of sequences, by
-    `fluxjax.batch.loss_inputs.with_importance`.
+    `fluxjax.batch.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
+    sequences.
     """
     trained_BT = batch.loss_weights_BT != 0.0
     proximal_BT = proximal(logprobs_BT, batch)
@@ -111,7 +113,7 @@ def tally(
     own_BT = masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), generated_BT)
     log_weight_BT, changed_BT = log_weight(_corrected(proximal_BT, batch, cfg), batch.lags_BT, cfg)
     weight_BT = jnp.where(generated_BT, jnp.exp(log_weight_BT), 0.0)
-    excess_BT = jnp.expm1(own_BT)  # above 1, near which ratios are: their variance is then far from cancellation
+    excess_BT = jnp.expm1(own_BT)  # ratio - 1: ratios are near 1, and their variance loses no digits to cancellation
     lag_BT = jnp.where(generated_BT, batch.lags_BT, 0).astype(jnp.float32)
     summed = {
         _WEIGHTS: weight_BT,
@@ -128,12 +130,12 @@ def tally(
 def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
     """Returns the metrics of a step over its `generated` tokens, at least one, from the sums and maxima of `tally`.
 
-    `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if
-    all tokens are masked. `importance/mean`: of w, before any normalisation. `importance/clipped`: the share of tokens
-    whose ratio was truncated or masked. `staleness/kl`: estimate of KL(behaviour || policy) in nats, by k3.
-    `staleness/variance`: of the tokens' ratios policy / behaviour, uncorrected. `staleness/lag_mean` and `lag_max`:
-    versions between the weights that generated a token and those that its training step begins with. Policy means the
-    proximal one.
+    `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if all
+    tokens are masked. `importance/mean`: the mean of w, before any normalisation. `importance/clipped`: the share of
+    tokens whose ratio was truncated or masked. `staleness/kl`: the k3 estimate of KL(behaviour || policy) in nats.
+    `staleness/variance`: the variance of the tokens' uncorrected ratios policy / behaviour. `staleness/lag_mean` and
+    `lag_max`: versions between the weights that generated a token and those at the start of its training step. "Policy"
+    is the proximal one here.
     """
     mean = {name: tallied[name] / generated for name in _SUMS}
     squares = mean[_SQUARES]
@@ -149,7 +151,7 @@ def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
 
 
 def _corrected(proximal_BT: Array, batch: TrainBatch, cfg: ImportanceConfig) -> Array:
-    """The log-ratio that C is applied to."""
+    """Returns the log-ratio that C corrects."""
     if cfg.level is ImportanceLevel.SEQUENCE:
         return batch.response_log_ratios_BT
     return masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), batch.loss_weights_BT != 0.0)

@@ -1,5 +1,5 @@
-"""The built-in algorithms by name, and the search for the one that a configuration means. The trainer looks it up here
-and never asks which it got."""
+"""The built-in algorithms by name, and the search for the algorithm of a configuration. The trainer looks its algorithm
+up here and never asks which algorithm it is."""
 
 import functools
 import hashlib
@@ -40,8 +40,8 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = {
 
 
 def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
-    """Returns `cfg.impl`, or else the algorithm called `cfg.name`: one of `ALGORITHMS`, or an import path,
-    `module:attribute`. Raises `ConfigError`, naming the field, where there is none."""
+    """Returns `cfg.impl`, or else the algorithm called `cfg.name`: a name of `ALGORITHMS`, or an import path,
+    `module:attribute`. Raises `ConfigError`, naming the field, if there is no such algorithm."""
     if isinstance(cfg.impl, str):  # read from the folder of a run, or sent by its first process
         raise ConfigError(
             f"algorithm.impl was an object of {cfg.impl} in a Python script; run the script, or name the algorithm by "
@@ -57,14 +57,14 @@ def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
 
 
 def own_code(cfg: AlgorithmConfig) -> str:
-    """Returns the digest of the file that a user's algorithm is written in; empty for built-in algorithms, and where
-    there is no file. Modules that the file imports are not in the digest."""
+    """Returns the digest of the file that defines a user's algorithm; empty for built-in algorithms, and for code that
+    no file has. The digest does not cover modules that the file imports."""
     if cfg.built_in:
         return ""
     named = importlib.import_module(cfg.name.partition(":")[0]) if cfg.impl is None else cfg.impl
     try:
         file = inspect.getsourcefile(named if hasattr(named, "__name__") else type(named))
-    except TypeError:  # it was made where there are no files
+    except TypeError:  # the class has no source file, as in a notebook
         return ""
     return _digest(file) if file else ""
 

@@ -11,9 +11,9 @@ from ..config import AlgorithmConfig, KlEstimator, LossAggregation
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
-    """The loss weight of each token of response `i` of a step, so that the step's loss is a plain weighted sum.
+    """Returns the loss weight of each token of response `i` of a step, so that the step's loss is a weighted sum.
 
-    `lengths` (int, one entry a response of the *whole* step) are tokens. With N responses of lengths |o_i|:
+    `lengths` (int, one entry for each response of the *entire* step) are tokens. With N responses of lengths |o_i|:
 
     - token mean: `1 / sum_j |o_j|` (DAPO, arXiv:2503.14476, equation 8);
     - sequence mean: `1 / (N |o_i|)` (GRPO, DeepSeekMath, arXiv:2402.03300, equation 3), N without empty responses;
@@ -28,8 +28,8 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
 
 
 def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:
-    """Returns the divisor of `response_weights`, which depends on more than the response itself: tokens of the step,
-    or responses. It adds over parts of a step; 0 if there is nothing to train on."""
+    """Returns the factor of `response_weights`' divisor that is common to all responses: tokens of the step, or
+    responses. The factor of a step is the sum of its parts' factors; 0 if there is nothing to train on."""
     lengths = np.asarray(lengths, np.int64)
     if aggregation is LossAggregation.TOKEN_MEAN:
         return int(lengths.sum())
@@ -64,8 +64,8 @@ def clipped_surrogate(
 def dual_clipped(
     objective_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], bound: float
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`max(objective, c A)` where A < 0 (Ye et al., arXiv:1912.09729, equation 5): PPO's minimum has no bound from
-    below, so that one stale token with a negative advantage and a large ratio could outweigh a step.
+    """Returns `max(objective, c A)` where A < 0 (Ye et al., arXiv:1912.09729, equation 5). PPO's minimum has no lower
+    bound: one stale token with a negative advantage and a large ratio could outweigh a step.
 
     Also returns 1.0 where `c` (`bound`, above 1) cuts the gradient off, else 0.0.
     """
@@ -74,7 +74,7 @@ def dual_clipped(
 
 
 def k3(log_ratio: Any) -> Any:
-    """The estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
+    """Returns the estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
 
     It is unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q =
     reference).
@@ -87,7 +87,7 @@ def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     "Approximating KL Divergence", 2020).
 
     k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
-    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3: see there.
+    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3: see `k3`.
     """
     if estimator is KlEstimator.K1:
         return -log_ratio
@@ -102,9 +102,9 @@ def regularised(
     batch: TrainBatch,
     cfg: AlgorithmConfig,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """`loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` where a token is trained on,
-    else 0. The KL term is left out where it is in the reward; `reference_kl`, a further metric, is its estimate in
-    nats."""
+    """Returns `loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` for tokens that are
+    trained on, else 0. The loss has no KL term if the reward has it. The further metric `reference_kl` is the estimated
+    KL in nats."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(loss_BT, trained_BT)
     if cfg.entropy_coefficient > 0.0:

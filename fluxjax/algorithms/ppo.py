@@ -1,15 +1,15 @@
 """Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
 
 The policy's loss is GRPO's clipped one (equation 7 of the paper), with an advantage for each token: generalised
-advantage estimation (`gae`) from the values of a critic, whitened over the step. A response's reward is that of its
-last token. The critic has weights and an optimizer of its own and is trained on the same minibatches by
+advantage estimation (`gae`) from the values of a critic, whitened over the step. A response gets its reward at its last
+token. The critic has its own weights and optimizer, and trains on the same minibatches by
 
     L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer
-step, and c = `critic.value_clip`. The paper's equation 9 has the plain square; the clipped one is that of its authors'
-code (OpenAI baselines, ppo2) and of verl. Values are those of the policy that generated the tokens: the importance
-correction, which is about the policy that is trained, does not weigh the critic's loss.
+with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
+and c = `critic.value_clip`. The paper's equation 9 has the plain square; the clipped square is that of its authors'
+code (OpenAI baselines, ppo2) and of verl. The values belong to the policy that generated the tokens. So the importance
+correction, which concerns the trained policy, does not weigh the critic's loss.
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,15 @@ class PPO(GRPO):
     critic = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the rewards as they are: the estimation of advantages (`gae`) begins with them."""
+        """Returns the rewards unchanged: the estimation of advantages (`gae`) begins with them."""
         return [with_advantages(group, rewards_of(group)) for group in groups]
 
 
 def value_loss(
     values_BT: Float[Array, "B T"], batch: TrainBatch, value_clip: float
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """The critic's loss in the head of this file (`value_clip` 0: the plain square), 0 where a token is not trained
-    on. Metrics: `value`, V; `clip_fraction`, 1 where the bound cuts the gradient off."""
+    """Returns the critic's loss in the head of this file (`value_clip` 0: the plain square), 0 for tokens that are not
+    trained on. Metrics: `value`, V; `clip_fraction`, 1 where the bound cuts the gradient off."""
     assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
     trained_BT = batch.loss_weights_BT != 0.0
     error_BT = masked(values_BT - batch.returns_BT, trained_BT)

@@ -2,10 +2,10 @@
 
     A_i = (R_i - mean) / std,     R_i = reward - kl_coefficient * sum_t log(policy / reference)(o_t)
 
-with mean and variance over all tokens of the step, whose advantage is that of their response. The KL term is in the
-reward (section 3; `kl_in_reward`, estimator k1), and here the same for all tokens of a response: the paper's token t
-has that of the tokens from t on. The loss is PPO's clipped one, as GRPO's. The variant with a baseline takes each
-group's mean off first, and has the KL term in the loss (estimator k2).
+with mean and variance over all tokens of the step; a token has the advantage of its response. The KL term is in the
+reward (section 3; `kl_in_reward`, estimator k1). Here it is the same for all tokens of a response, while the paper's
+token t has the sum over the tokens from t on. The loss is PPO's clipped one, as GRPO's. The variant with a baseline
+first subtracts each group's mean, and has the KL term in the loss (estimator k2).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ class ReinforcePlusPlusBaseline(GRPO):
 
 
 def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Group]:
-    """`(value - mean) / sqrt(variance + 1e-8)` with mean and variance (divisor tokens - 1) over the step's tokens."""
+    """Normalises to `(value - mean) / sqrt(variance + 1e-8)`, with mean and variance (divisor tokens - 1) over the
+    step's tokens."""
     flat = np.concatenate([*values, np.zeros(0)])
     tokens = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()

@@ -1,7 +1,7 @@
 """The extension point: what the trainer asks of an algorithm.
 
-`advantages` runs on the host over scored groups, `token_loss` inside `jit` over a packed batch. Everything in between
-(normalising by tokens, sequences or a constant) is in the batch's loss weights, so a step's loss is
+`advantages` runs on the host over scored groups, `token_loss` inside `jit` over a packed batch. The batch's loss
+weights contain the normalisation (by tokens, sequences or a constant), so a step's loss is
 `sum(loss_weights_BT * token_loss_BT)` for every algorithm.
 """
 
@@ -19,13 +19,14 @@ _REQUIRED = ("advantages", "token_loss")
 
 
 class RLAlgorithm:
-    """The base of all algorithms. `advantages` and `token_loss` must be written; all else says what the trainer may
-    leave out, and what it must bring, and has defaults that are right for any algorithm."""
+    """The base of all algorithms. An algorithm must define `advantages` and `token_loss`. The other members say what
+    the trainer may leave out or must compute; their defaults are right for any algorithm."""
 
-    whole_step = False  # advantages depend on all groups of a step, so that none can be computed before it is complete
+    # advantages depend on all groups of a step, so that none can be computed before the step is complete
+    whole_step = False
     response_ratios = False  # the loss reads `TrainBatch.policy_log_ratios_BT`: a forward pass before each update
-    coupled = False  # the loss is one of several responses together, and `couple` has its slopes before each update
-    critic = False  # what `advantages` returns is the reward of a response's last token; see `fluxjax.algorithms.ppo`
+    coupled = False  # the loss joins several responses, and `couple` gives its slopes before each update
+    critic = False  # `advantages` returns the reward of a response's last token; see `fluxjax.algorithms.ppo`
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns the same groups with `Sample.advantage` filled in, from their rewards alone."""
@@ -48,13 +49,13 @@ class RLAlgorithm:
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the derivatives of an optimizer step's loss, where it is `coupled`, with respect to the
+        """Returns the derivatives of the loss of a `coupled` algorithm's optimizer step with respect to the
         log-probability of each response; and metrics, among them `loss`, its value.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
-        summed over the tokens of a response; they lack responses without a token, and responses whose advantage is 0 in
-        a group where another response's is not. The derivatives come to `token_loss` as advantages: minus them, and
-        divided by the loss weights.
+        summed over the tokens of a response. They omit responses without a token, and responses with the advantage 0
+        whose group has other advantages. `token_loss` gets the derivatives as advantages: negated, and divided by the
+        loss weights.
         """
         raise NotImplementedError
 
@@ -64,7 +65,7 @@ class RLAlgorithm:
 
 
 class _Adapted(RLAlgorithm):
-    """An algorithm of another type that has the two functions, such as a module."""
+    """An algorithm that is no `RLAlgorithm` but has the two functions, such as a module."""
 
     def __init__(self, functions: Any) -> None:
         self.advantages: Callable[..., Any] = functions.advantages
@@ -72,8 +73,8 @@ class _Adapted(RLAlgorithm):
 
 
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
-    """Returns the algorithm that a class (called without arguments), an object or a module is. Raises `ConfigError`,
-    naming the configuration's `field`, for what is no algorithm."""
+    """Returns an algorithm from a class (called without arguments), an object or a module. Raises `ConfigError`, naming
+    the configuration's `field`, for anything that lacks the functions of an algorithm."""
     if isinstance(implementation, type):
         try:
             implementation = implementation()

@@ -14,14 +14,14 @@ from .loss import masked
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-    """Returns the advantage 1 for every answer: each counts the same, whatever its reward."""
+    """Returns the advantage 1 for every answer, whatever its reward."""
     return all_ones(groups)
 
 
 def token_loss(
     logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
-    """Returns the loss `-log p(token)` in nats, and again as the metric `nll`: its mean over tokens, whatever the loss
+    """Returns the loss `-log p(token)` in nats, also as the metric `nll`: its mean over tokens, whatever their
     weights."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(-logprobs_BT, trained_BT)
