@@ -1,7 +1,7 @@
 """`python -m fluxjax.base.called_worker DESCRIPTOR`: a process that calls one function for the run that started it.
 
-The run tells the process over a socket which function to call, and then one argument at a time; see `worker_pool.py`.
-JAX is not imported here, unless the function's module imports it.
+The run sends the process over a socket the name of the function to call, then one argument at a time; see
+`worker_pool.py`. Only the function's module may import JAX, not this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
 
 
 def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises what importing it does."""
+    """Returns the function at `module:function`. Raises the errors of importing it."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -53,10 +53,10 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
     try:
         signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE)
         reply = {"result": function(job["argument"])}
-    except BaseException as error:  # SystemExit, too: the answer is an error, and not that the process ended
+    except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
         reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
     finally:
-        if os.getpid() != process:  # the function forked, and its child came back: only one of them answers
+        if os.getpid() != process:  # a child that the function forked: only its parent answers
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     try:

@@ -1,6 +1,6 @@
 """Errors that a user can mend: one line that names the field, the file or the record, and the fix."""
 
-USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: only the user can mend it; another process was lost
+USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: the user must mend something; another process was lost
 
 
 class ConfigError(ValueError):
@@ -12,8 +12,8 @@ class DataError(ValueError):
 
 
 class RecordError(ValueError):
-    """One record cannot be used; others can. `reason` is short and holds no names, so that equal ones are counted;
-    `detail` is for the log."""
+    """One record cannot be used; others can. `reason` is short and holds no names, so that equal reasons can be
+    counted; `detail` is for the log."""
 
     def __init__(self, id: str, reason: str, detail: str = "unusable record") -> None:
         super().__init__(f"{id}: {reason}")
@@ -23,7 +23,7 @@ class RecordError(ValueError):
 
 
 def said(error: BaseException) -> str:
-    """Returns the type and the text of anybody's error, also of one whose text can't be had."""
+    """Returns the type and the text of an error; the type alone if `str(error)` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

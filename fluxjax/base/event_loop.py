@@ -19,9 +19,10 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
-    """Has each Ctrl-C and SIGTERM, from now on, call what it takes out of `stops`, or `end` with its number where there
-    is nothing. For a command; `take_signals` again after `jax.distributed.initialize`, which takes SIGTERM for itself.
-    A thread calls: Python would wait for the main thread, which may compile for minutes, or wait for others for ever.
+    """Makes each Ctrl-C and SIGTERM call, from now on, the function popped from `stops`, or `end` with the signal's
+    number if `stops` is empty. For a command. `jax.distributed.initialize` takes SIGTERM for itself, so call
+    `take_signals` again after it. A thread makes the calls: Python would wait for the main thread, which may compile
+    for minutes or wait for other processes for ever.
     """
     heard, pipe = os.pipe()
 
@@ -43,7 +44,7 @@ def take_signals() -> None:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second one does what it always does.
+    """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second signal has its usual effect.
 
     In other threads than the main one it does nothing: Python hands signals to the main thread only.
     """
@@ -65,10 +66,10 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | None = None) -> T:
-    """Does `asyncio.run(work)`; within a running loop (a notebook), in a thread of its own.
+    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread.
 
-    An interrupt of a notebook calls `on_interrupt`, and the wait goes on; without `on_interrupt` it is raised once the
-    work is done.
+    An interrupt of a notebook calls `on_interrupt`, and the wait goes on; without `on_interrupt`, KeyboardInterrupt is
+    raised once the work is done.
     """
     try:
         asyncio.get_running_loop()
@@ -93,10 +94,10 @@ async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[N
 
 
 async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: object) -> None:
-    """Awaits `work(*args)`; raises RuntimeError if that ends as cancelled although nobody cancelled this task.
+    """Awaits `work(*args)`; raises RuntimeError if it ends as cancelled although nobody cancelled this task.
 
-    A task group overlooks a task that ends as cancelled. If a cancellation leaked out of a collaborator, the event that
-    everyone waits for would never come.
+    A task group overlooks a task that ends as cancelled. If a collaborator leaked a cancellation, the event that
+    everyone waits for would never happen.
     """
     try:
         await work(*args)
@@ -108,6 +109,6 @@ async def not_silently_cancelled(work: Callable[..., Awaitable[None]], *args: ob
 
 
 def first_of(failures: BaseExceptionGroup) -> BaseException:
-    """Returns the first error within groups of errors, however deep."""
+    """Returns the first error within nested groups of errors."""
     error = failures.exceptions[0]
     return first_of(error) if isinstance(error, BaseExceptionGroup) else error

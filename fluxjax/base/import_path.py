@@ -12,8 +12,8 @@ from .errors import ConfigError
 
 
 def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
-    """Returns the attribute that `path` names. Raises `ConfigError`, naming `field`, where the module can't be
-    imported or lacks it; the message lists what the module has instead, of that for which `offers` is true."""
+    """Returns the attribute that `path` names. Raises `ConfigError`, naming `field`, if the module can't be imported or
+    lacks the attribute; the message then lists the module's attributes for which `offers` is true."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -32,12 +32,12 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def as_if_missing(package: str) -> Iterator[None]:
-    """Hides a package within its body, so that libraries imported there, which can do without the package, do without
-    it. A package that has been imported already is not hidden."""
+    """Hides a package within its body, so that libraries imported there run without it if they can. A package that is
+    imported already is not hidden."""
     if package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # type: ignore[assignment]  # what Python documents: importing it raises ImportError
+    sys.modules[package] = None  # documented by Python: importing the package then raises ImportError
     try:
         yield
     finally:

@@ -13,8 +13,8 @@ class MediaKind(enum.Enum):
 class Media:
     """A media file by reference: pixels are decoded where they are used.
 
-    `path` is a local file or a URL. Where it is a parquet file, `cell` says which of its media (`COLUMN/ROW/INDEX`),
-    and `stamp` which version of it the record is from. `data` are the encoded bytes of a medium that is in no file.
+    `path` is a local file or a URL. In a parquet file, `cell` names one medium (`COLUMN/ROW/INDEX`), and `stamp` is the
+    version of the file that the record was read from. `data` are the encoded bytes of a medium that no file holds.
     """
 
     kind: MediaKind

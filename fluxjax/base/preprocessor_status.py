@@ -1,4 +1,4 @@
-"""The state of one preprocessor, as process 0 knows it and as users see it."""
+"""The state of one preprocessor, as process 0 sees it and as users see it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessorStatus:
-    """A preprocessor as it is at a moment. What it says itself is some seconds old, and goes on where it was when the
-    preprocessor is started again; `memory_bytes` and `spilled_bytes` are 0 while it is not there."""
+    """A preprocessor at one moment. The numbers that it reports itself are some seconds old; their totals continue when
+    the preprocessor is started again. `memory_bytes` and `spilled_bytes` are 0 while it is down."""
 
     name: str
     up: bool
     looks: int  # media that it was asked to look at, and did
-    bytes: int  # of slices that came from it to process 0
-    queued: int  # media that wait to be decoded by it
-    lost: int  # times
-    decoded: int = 0  # media, for all processes of the run
-    memory_bytes: int = 0  # of decoded media, in memory
-    spilled_bytes: int = 0  # and on disk
-    hits: int = 0  # slices that were asked for, and there
+    bytes: int  # bytes of slices that it sent to process 0
+    queued: int  # media in its queue for decoding
+    lost: int  # times that the run lost it
+    decoded: int = 0  # media that it decoded for all processes of the run
+    memory_bytes: int = 0  # bytes of decoded media in memory
+    spilled_bytes: int = 0  # bytes of decoded media on disk
+    hits: int = 0  # requested slices that it held
     misses: int = 0  # slices that had to be decoded again
-    reason: str = ""  # why it is not there
+    reason: str = ""  # why it is down

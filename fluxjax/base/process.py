@@ -1,9 +1,8 @@
-"""Settings of a process: memory that is kept when freed, compiled programs kept on disk, a quiet garbage collector.
+"""Settings of a process: freed memory stays mapped, compiled programs stay on disk, the garbage collector is quiet.
 
 XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps blocks
 of that size, so that every step touches fresh pages: a quarter to a third of the CPU time of a tiny model's train step
-was page faults. The price of keeping memory is that resident memory stays at its peak. Programs are kept so that a
-resumed run, an evaluation and the next run start at once.
+was page faults. The price is that resident memory stays at its peak. Compiled programs stay on disk so that a
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import jax
 
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # of these, glibc takes no larger threshold
+_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # bytes; glibc takes no larger threshold than `_LARGE_BLOCK`
 LARGE_MODEL = 1 << 30  # bytes of its weights
 
 
@@ -31,13 +30,13 @@ def keep_freed_memory() -> bool:
 
     Returns False, and changes nothing, where the C library is not glibc.
     """
-    # One arena, because those of threads cannot hold large blocks; no block mapped apart; no trimming below 2 GB.
+    # One arena, because threads' arenas cannot hold large blocks; no block mapped apart; no trimming below 2 GB.
     return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def give_back_large_blocks() -> bool:
-    """Takes back `keep_freed_memory` for blocks of at least 32 MB. For large models: the holes that their arrays leave
-    add up to more than a second copy of the weights, and their steps take longer than page faults.
+    """Undoes `keep_freed_memory` for blocks of at least 32 MB. For large models: the holes that their arrays leave add
+    up to more than a second copy of the weights, and their steps take longer than page faults.
 
     Returns False, and changes nothing, where the C library is not glibc.
     """
@@ -56,10 +55,10 @@ def _set_malloc(*options: tuple[int, int]) -> bool:
 
 
 def settle_heap() -> None:
-    """Takes all that lives out of the garbage collector's sight: it would look at the objects of imports and compiled
-    programs again and again, which is a tenth of a tiny model's step.
+    """Hides all living objects from the garbage collector: it would look at the objects of imports and compiled
+    programs again and again, which takes a tenth of a tiny model's step.
 
-    For a process that ends with its run: what of it becomes garbage in a circle later is never freed.
+    For a process that ends with its run: a hidden object that becomes garbage in a circle is never freed.
     """
     gc.collect()
     gc.freeze()
@@ -67,8 +66,8 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the search for garbage in circles, in all threads. For work that makes many objects and no circle: the
-    collector would look at all of a step's, again and again."""
+    """Pauses the search for garbage in circles, in all threads. For work that makes many objects and no circles: the
+    collector would look at all of them, again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -79,8 +78,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process has resident, in bytes; where there is no /proc, the most that it ever
-    had."""
+    """Returns the resident memory of this process, in bytes; without /proc, its peak."""
     try:
         for line in pathlib.Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -93,7 +91,7 @@ def resident_bytes() -> int:
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 HASHED_ACCELERATORS = ("hash_obj", "accelerators")
-INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # x86's names, and ARM's
+INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # names of x86, and of ARM
 
 
 def cache_folder() -> pathlib.Path:
@@ -103,7 +101,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def use_compile_cache() -> None:
-    """Keeps programs in `cache_folder()`, or where `JAX_COMPILATION_CACHE_DIR` says."""
+    """Stores compiled programs in `cache_folder()`, or in `JAX_COMPILATION_CACHE_DIR`."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -112,8 +110,8 @@ def use_compile_cache() -> None:
 
 @functools.cache
 def share_between_devices() -> bool:
-    """Lets CPU devices and processes load what another one compiled, as JAX does between GPUs; returns False where they
-    cannot.
+    """Lets CPU devices and processes load programs that another one compiled, as JAX does between GPUs. Returns False
+    if this JAX's functions are not the expected ones.
 
     Otherwise programs that run on one device (ODC's) are compiled once for each device, because JAX's key of a program
     holds the device's number, except on GPUs; and all but the first process of a run compile everything at each start,
@@ -152,7 +150,7 @@ def share_between_devices() -> bool:
 
 @functools.cache
 def _instructions() -> str:
-    """The model of this machine's CPU and the instruction sets that it has; nothing where there is no /proc."""
+    """The model of this machine's CPU and its instruction sets; empty without /proc."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Messages between a run and a process that works for it: msgpack over a socket, pixels beside them.
 
-Few pixels follow their message on the socket. Many are written to memory that has no name, of which the open file
-travels to the other process and is mapped there: nothing is copied on the way, and nothing stays behind, whoever is
-killed and when.
+Few pixels follow their message on the socket. Many pixels are written to nameless memory; its open file descriptor
+travels to the other process, which maps it. Nothing is copied on the way, and nothing stays behind, whichever process
+is killed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import msgpack
 import numpy as np
 
 HEADER = struct.Struct(">QQ")  # bytes of the message, and of the pixels that follow it on the socket
-MAPPED_FROM = 4 << 20  # bytes of an array; a process may have 65,530 mappings, so that small ones are copied
+MAPPED_FROM = 4 << 20  # bytes of an array; smaller arrays are copied, because a process may have only 65,530 mappings
 
 
 class Channel:
-    """One end. Its methods raise EOFError where the other process has ended, TimeoutError where it takes too long."""
+    """One end of the channel. Its methods raise EOFError if the other process has ended, TimeoutError if it takes too
+    long."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -33,7 +34,7 @@ class Channel:
     def send(
         self, message: Mapping[str, Any], array: np.ndarray | None = None, *, seconds: float | None = None
     ) -> None:
-        """Sends a message, and with it an array (uint8), which may be changed afterwards."""
+        """Sends a message, and with it an optional array (uint8), which the caller may change afterwards."""
         self.socket.settimeout(seconds)
         memory = None
         if array is not None:
@@ -55,7 +56,7 @@ class Channel:
                 os.close(memory)
 
     def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Returns the next message, and the array that belongs to it, if any. The array may be read-only."""
+        """Returns the next message, and its array, if any. The array may be read-only."""
         end = None if seconds is None else time.monotonic() + seconds
         self._wait(end)
         try:
@@ -92,7 +93,7 @@ class Channel:
         return content
 
     def _wait(self, end: float | None) -> None:
-        """Gives what is read next the time that is left."""
+        """Sets the timeout of the next read to the time that is left."""
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError
@@ -100,7 +101,7 @@ class Channel:
 
 
 def _written(array: np.ndarray) -> int | None:
-    """An open file without a name that holds the array; None where there is no room for one."""
+    """Returns the descriptor of a nameless file that holds the array; None if there is no space for it."""
     try:
         memory = _nameless()
     except OSError:
@@ -116,7 +117,7 @@ def _written(array: np.ndarray) -> int | None:
 
 
 def _nameless() -> int:
-    """An open file in memory, or in the temporary folder where the system has no such memory."""
+    """Opens a file in memory, or in the temporary folder where the system has no memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fluxjax-media")
     with tempfile.TemporaryFile() as file:
@@ -124,7 +125,7 @@ def _nameless() -> int:
 
 
 def _mapped(descriptor: int) -> np.ndarray:
-    """The content of an open file; read, where there are too many mappings."""
+    """Returns the content of an open file: mapped, or read if there are too many mappings."""
     size = os.fstat(descriptor).st_size
     try:
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)

@@ -1,7 +1,7 @@
-"""Processes that work for a run, one job at a time: one that takes too long, or too much memory, is killed.
+"""Processes that work for a run, one job at a time; a process that takes too long, or too much memory, is killed.
 
-They are started when there is something to do, by `subprocess`: neither is a process with threads forked, nor the
-main module imported again. What they do is another module's: `data/decoder_pool.py`, `base/worker_pool.py`.
+They are started when there is work, by `subprocess`: no process with threads is forked, and the main module is not
+imported again. Other modules define the work: `data/decoder_pool.py`, `base/worker_pool.py`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .process_channel import Channel
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
-CLOSING_SECONDS = 5.0  # that a process may take to end
-# One thread of OpenBLAS, and one heap of glibc for all threads: others would take address space, which is bounded.
+CLOSING_SECONDS = 5.0  # seconds that a process may take to end
+# One thread of OpenBLAS, and one heap of glibc for all threads: more would use up address space, which is bounded.
 ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class ProcessEnded(Exception):
-    """The process ended by itself, or was ended from outside."""
+    """The process ended by itself, or something outside the run ended it."""
 
 
 class WorkerProcess:
     """A process that runs `python -m MODULE DESCRIPTOR` and does one job at a time."""
 
     def __init__(self, module: str, begin: Mapping[str, Any]) -> None:
-        """Starts it, tells it how to `begin`, and waits until it answers. Raises ProcessEnded and OSError where that
+        """Starts the process, sends it `begin`, and waits for its answer. Raises ProcessEnded or OSError if that
         fails."""
         here, there = socket.socketpair()
         self.channel = Channel(here)
-        self.jobs = 0  # that it was given
+        self.jobs = 0  # jobs given to this process so far
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with there:
             self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[there.fileno()],
-                process_group=0,  # Ctrl-C is for the run; and what it starts can be killed with it
+                process_group=0,  # Ctrl-C reaches only the run; and the run can kill the process's children with it
             )
         try:
             self.channel.send(begin)
@@ -61,8 +61,8 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills the process, and those that it started and that are still of its group."""
-        if self._process.poll() is None:  # else its number may be another's by now
+        """Kills the process, and its children that are still in its process group."""
+        if self._process.poll() is None:  # else its number may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -79,7 +79,7 @@ class WorkerProcess:
 
 
 class PoolLoad(NamedTuple):
-    """`waiting` and `busy` jobs are as they are now; `killed` processes and `seconds` at work add up."""
+    """`waiting` and `busy` count jobs at this moment; `killed` processes and `seconds` of work are totals."""
 
     waiting: int
     busy: int
@@ -91,20 +91,21 @@ class ProcessPool:
     """Up to `count` processes, each made by `start`, lent to one job at a time."""
 
     def __init__(self, start: Callable[[], WorkerProcess], count: int, closed: str, *, patient: bool = False) -> None:
-        """`closed` is the message of the RuntimeError that is raised once the pool is closed. A `patient` pool starts
-        another process only when jobs have waited, all together, as long as a start takes: where they are few and quick
-        it is not worth its price."""
+        """`closed` is the message of the RuntimeError that a closed pool raises. A `patient` pool starts another
+        process only when jobs have waited, in sum, as long as a start takes: for few and quick jobs another process is
+        not worth its start."""
         self.count, self._patient = count, patient
         self._starting = 0
-        self._start_seconds = 0.0  # that the last start took
-        self._seeking = 0  # jobs that may have a process, and wait for one
-        self._sought, self._tallied = 0.0, time.monotonic()  # seconds that they waited since the last start; as of when
+        self._start_seconds = 0.0  # seconds that the last start took
+        self._seeking = 0  # jobs that have a turn and wait for a process
+        # seconds that these jobs have waited since the last start; the time of that sum
+        self._sought, self._tallied = 0.0, time.monotonic()
         self._start, self._closed_text = start, closed
         self._changed = threading.Condition()
         self._processes: set[WorkerProcess] = set()
         self._idle: list[WorkerProcess] = []
         self._busy = 0  # jobs that have a process, or start one
-        self._urgent = 0  # jobs that wait, and before which no others go
+        self._urgent = 0  # waiting jobs that go before all others
         self._waiting = 0  # all jobs that wait
         self._killed = 0
         self._seconds = 0.0
@@ -121,7 +122,7 @@ class ProcessPool:
             self._changed.notify_all()
             for process in self._processes:
                 process.kill()
-            self._changed.wait_for(lambda: not self._busy, CLOSING_SECONDS)  # what is starting ends once it is ready
+            self._changed.wait_for(lambda: not self._busy, CLOSING_SECONDS)  # a starting process ends once it is ready
             ended, self._processes = self._processes, set()
         for process in ended:
             process.end()
@@ -149,12 +150,12 @@ class ProcessPool:
                 self._changed.notify_all()
 
     def take(self) -> WorkerProcess:
-        """Returns a process that lives, started if need be; to be called within a `turn`. Raises RuntimeError once the
-        pool is closed, and what `start` raises."""
+        """Returns a living process, starting it if need be; to be called within a `turn`. Raises RuntimeError once the
+        pool is closed, and the errors of `start`."""
         while (process := self._idle_one()) is not None:
             if process.lives:
                 return process
-            self.give_back(process, answered=False)  # it was killed while it had nothing to do
+            self.give_back(process, answered=False)  # something killed the process while it was idle
         begin = time.monotonic()
         try:
             process = self._start()
@@ -173,7 +174,7 @@ class ProcessPool:
         raise RuntimeError(self._closed_text)
 
     def give_back(self, process: WorkerProcess, answered: bool, seconds: float = 0.0) -> None:
-        """Keeps the process for the next job, or ends one that has not answered to the end."""
+        """Makes the process available to the next job, or ends a process that has not answered fully."""
         if not answered:
             process.kill()
             process.end()
@@ -187,7 +188,7 @@ class ProcessPool:
                 self._killed += 1
 
     def _idle_one(self) -> WorkerProcess | None:
-        """Waits for a process that has nothing to do, and returns it; None where another process is to be started."""
+        """Waits for an idle process and returns it; None if another process is to be started."""
         with self._changed:
             self._tally(1)
             try:
@@ -204,7 +205,7 @@ class ProcessPool:
                 self._tally(-1)
 
     def _patience(self) -> float | None:
-        """The seconds for which a job should wait on before another process is started; None: until one has started."""
+        """The seconds for which a job should still wait before another process is started; None: until a start ends."""
         if not self._patient or not (self._processes or self._starting):
             return 0.0
         if self._starting:
@@ -213,7 +214,7 @@ class ProcessPool:
         return (self._start_seconds - self._sought) / self._seeking
 
     def _tally(self, change: int = 0) -> None:
-        """Adds up how long jobs wait for a process, and then counts more or fewer of them."""
+        """Adds up the seconds that jobs wait for a process, then changes the number of waiting jobs by `change`."""
         now = time.monotonic()
         self._sought += self._seeking * (now - self._tallied)
         self._tallied, self._seeking = now, self._seeking + change

@@ -1,8 +1,8 @@
-"""The tokens, log-probs and versions of a response as bytes, written once, when it has come, and sent to processes.
+"""The numbers of a response (tokens, log-probs, versions) as bytes, written once and sent to other processes.
 
-A head (the number of the response in its group, tokens, runs of versions, bytes of a token, temperature), the versions
-as runs of (version, tokens), log-probs as float32, tokens as the smaller of two integers that holds all of them; little
-endian. Nearly all tokens of a response are of one version, so that runs take no room.
+A head (the response's index in its group, tokens, runs of versions, bytes of a token, temperature), the versions as
+runs of (version, tokens), log-probs as float32, and tokens as the smaller of two integer types that holds all of them;
+little endian. Nearly all responses have one version, so their runs are short.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 _HEAD = struct.Struct("<iiiid")
-_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by their bytes
-_RUN = np.dtype("<i4")  # of each number of a pair
+_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by the bytes of a token
+_RUN = np.dtype("<i4")  # the type of both numbers of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """The head of a response's bytes, which is read without its numbers; the response has `size` bytes as a whole."""
+    """The head of a response's bytes, which can be read alone; `size` counts the bytes of the entire response."""
 
     sample: int
     temperature: float | None
@@ -73,8 +73,8 @@ class ResponseHead(NamedTuple):
 
 
 def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
-    """Reads the head of what `bytes_of` wrote, `start` bytes into `data`. Raises ValueError for anything else, and for
-    a response that is cut off."""
+    """Reads the head of a response written by `bytes_of`, `start` bytes into `data`. Raises ValueError for other bytes,
+    and for a response that is cut off."""
     try:
         sample, count, runs, width, temperature = _HEAD.unpack_from(data, start)
     except struct.error as error:
@@ -88,7 +88,7 @@ def head_of(data: bytes | memoryview, start: int = 0) -> ResponseHead:
 
 
 def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
-    """Reads the numbers that `bytes_of` wrote. Raises ValueError for anything else."""
+    """Reads the numbers that `bytes_of` wrote. Raises ValueError for other bytes."""
     sample, temperature, count, runs, width, _ = head_of(data)
     at = _HEAD.size
     pairs = np.frombuffer(data, _RUN, 2 * runs, at).reshape(runs, 2)
@@ -108,7 +108,7 @@ def numbers_of(data: bytes | memoryview) -> ResponseNumbers:
 
 
 def version_span_of(data: bytes) -> tuple[int, int]:
-    """The oldest and the newest version in what `bytes_of` wrote; -1 for both: there is no token."""
+    """Returns the oldest and the newest version in bytes from `bytes_of`; -1 for both if there is no token."""
     _, _, runs, _, _ = _HEAD.unpack_from(data)
     versions = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2]
     return (min(versions), max(versions)) if versions else (-1, -1)

@@ -1,6 +1,6 @@
 """A prompt, a response to it and its reward. JAX is not imported: processes that score need none.
 
-Elsewhere they are imported from `base/types.py`, with all other data of a step.
+Other code imports these classes from `base/types.py`, with all other data of a step.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A question as the coordinator knows it: no pixels and no tokens.
+    """A question as the coordinator sees it: no pixels and no tokens.
 
     `text` has one `<image>` or `<video>` mark for each media item, in order. `id` is unique within its source; `draw`
     counts the prompts drawn in this run, and orders everything that must not depend on time; `row` is the record's
@@ -34,7 +34,7 @@ class Prompt:
     draw: int = 0
     epoch: int = 0
     row: int = 0
-    tokens: int = 0  # tokens of the prepared prompt; 0: not known
+    tokens: int = 0  # tokens of the prepared prompt; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Response:
                 f"{len(self.versions)} versions; the three must be equal"
             )
 
-    @functools.cached_property  # reading a tuple takes longer than all else that is done with a response
+    @functools.cached_property  # reading a tuple takes longer than all other work on a response
     def data(self) -> bytes:
         """The response's numbers as bytes (`response_bytes`), as they are sent to other processes."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
@@ -74,14 +74,14 @@ class Response:
 
     @classmethod
     def of(cls, draw: int, data: bytes) -> "Response":
-        """Returns the response to this draw that `data` was written from: packed, and without a `rid`."""
+        """Returns the response to draw `draw` whose numbers `data` holds: packed, and without a `rid`."""
         head = head_of(data)
         response = cls("", draw, head.sample, (), (), (), "stop", head.temperature)
         return response._packed(data, head.tokens)
 
     def packed(self) -> "Response":
-        """Drops the three tuples, keeps `data`, and returns the same response: tuples take four to twelve times as much
-        memory, and are made anew each time that one is asked for. Log-probs become float32."""
+        """Drops the three tuples, keeps `data`, and returns this same response. The tuples take four to twelve times as
+        much memory; afterwards each access builds a tuple anew. Log-probs become float32."""
         return self._packed(self.data, self.num_tokens)
 
     def _packed(self, data: bytes, num_tokens: int) -> "Response":
@@ -94,7 +94,7 @@ class Response:
     def is_packed(self) -> bool:
         return "token_ids" not in vars(self)
 
-    if not TYPE_CHECKING:  # the fields are declared
+    if not TYPE_CHECKING:  # type checkers see the declared fields
 
         def __getattr__(self, name: str) -> tuple:
             if name not in _COLUMNS or "data" not in vars(self):
@@ -103,11 +103,12 @@ class Response:
 
     @property
     def version_span(self) -> tuple[int, int]:
-        """The oldest and the newest version of its tokens; -1 for both: there is none."""
+        """The oldest and the newest version of the tokens; -1 for both if there is no token."""
         if self.is_packed:
             return version_span_of(self.data)
         versions = self.versions
-        if versions and versions.count(versions[0]) == len(versions):  # as most are: several times as fast
+        # true of most responses, and several times as fast
+        if versions and versions.count(versions[0]) == len(versions):
             return versions[0], versions[0]
         return min(versions, default=-1), max(versions, default=-1)
 
@@ -118,7 +119,7 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A response as rewards see it: the prompt, the text that answers it, and how that ended."""
+    """A response as rewards see it: the prompt, the answering text, and how the generation ended."""
 
     prompt: Prompt
     text: str
@@ -128,12 +129,12 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. A
-    reward that crashed or timed out has the value 0 and says so in `reason`. `parts` are the rewards of a mixture by
-    name, before their weights; `seconds` is how long scoring took."""
+    """The score of a response. `value` enters the advantage; `correct` is the exact match that accuracy counts. For a
+    reward that crashed or timed out, `value` is 0 and `reason` says why. `parts` are the rewards of a mixture by name,
+    before their weights; `seconds` is the time that scoring took."""
 
     value: float
     correct: bool
     reason: str = ""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    seconds: float = dataclasses.field(default=0.0, compare=False)  # a measurement: equal scores are equal
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # a measurement, ignored when scores are compared

@@ -14,8 +14,9 @@ K = TypeVar("K")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Time that one lane was busy. `name` is the stage (compile, data, rollout, reward, train, sync, eval, checkpoint),
-    `lane` who was busy, such as an engine. `start` and `end` are seconds on the timeline's clock; `step` is from 1."""
+    """Time in which one lane was busy. `name` is the stage (compile, data, rollout, reward, train, sync, eval,
+    checkpoint), `lane` names the worker, such as an engine. `start` and `end` are seconds on the timeline's clock;
+    `step` counts from 1."""
 
     name: str
     lane: str
@@ -25,7 +26,7 @@ class Span:
 
 
 class Timeline:
-    """Records spans as they end and keeps those of the last `keep_steps` steps."""
+    """Records spans as they end, and drops spans older than the last `keep_steps` steps."""
 
     def __init__(self, keep_steps: int = 10, clock: Callable[[], float] = time.perf_counter) -> None:
         self._keep = keep_steps
@@ -48,7 +49,7 @@ class Timeline:
             del self._steps[step]
 
     def spans(self) -> list[Span]:
-        """Returns the spans of the steps kept, by start. Overlapping ones of one stage, lane and step are joined."""
+        """Returns the recorded spans, by start; overlapping spans of one stage, lane and step are joined."""
         kept = itertools.chain.from_iterable(self._steps.values())
         bars = [
             Span(name, lane, start, end, step)
@@ -58,8 +59,8 @@ class Timeline:
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Returns the wall seconds during which each stage of `step` was under way on at least one lane. Those of
-        `compile` are no part of the others."""
+        """Returns the wall seconds during which each stage of `step` was under way on at least one lane. The seconds of
+        `compile` are not counted in the other stages."""
         spans = self._steps.get(step, ())
 
         def wall(*names: str) -> float:
@@ -71,7 +72,7 @@ class Timeline:
 
 
 def _join(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:
-    """Returns, for each key, disjoint intervals, ascending, that cover the same time as its spans."""
+    """Returns, for each key, ascending disjoint intervals that cover the same time as its spans."""
     joined: dict[K, list[tuple[float, float]]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         times = joined.setdefault(key(span), [])

@@ -1,7 +1,7 @@
 """The data of one RL step, aligned with tokens, from a prompt to a batch that is trained on.
 
 `T` is the number of tokens of a response or of a packed row, `G` the responses of a group, `B` the rows of a batch.
-Everything is host data (numpy, tuples) but `TrainBatch`, a pytree that crosses into `jit`.
+All of it is host data (numpy, tuples) except `TrainBatch`, a pytree that crosses into `jit`.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class Sample:
 
 
 class Columns(NamedTuple):
-    """The numbers that a step reads of every response of a group, held side by side: the responses themselves, in a
-    step of many processes, are scattered over the memory."""
+    """The numbers that a step reads from every response of a group, side by side: the responses themselves are
+    scattered over the memory of a process with many of them."""
 
     draw: int  # `Prompt.draw`
-    numbers_G3: np.ndarray  # int64: `Response.sample`, its tokens, the newest version that one of them is of (-1: none)
+    numbers_G3: np.ndarray  # int64: `Response.sample`, its number of tokens, its tokens' newest version (-1: no tokens)
     advantages_G: np.ndarray  # float64
     data: tuple[bytes, ...]  # `Response.data`
 
@@ -70,7 +70,7 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
 
-    @functools.cached_property  # made while others are still generated: see `packed`
+    @functools.cached_property  # built while other groups are generated: see `packed`
     def columns(self) -> Columns:
         return Columns.of(self.samples)
 
@@ -81,7 +81,7 @@ class Group:
         return self
 
     def with_advantages(self, advantages_G: Sequence[float] | np.ndarray) -> "Group":
-        """The group with these advantages, one a sample."""
+        """Returns the group with these advantages, one for each sample."""
         values_G = np.asarray(advantages_G, np.float64)
         pairs = zip(self.samples, values_G.tolist(), strict=True)
         samples = tuple(dataclasses.replace(sample, advantage=value) for sample, value in pairs)
@@ -100,7 +100,7 @@ class TrainedStep:
 
 
 def without_rounding(values: Sequence[float]) -> list[float]:
-    """Returns the values; of those that are equal but for rounding (in float32, too) the smallest, for each of them."""
+    """Replaces values that are equal but for rounding (in float32, too) by the smallest of them."""
     smallest, least = {}, math.nan
     for value in sorted(values):
         least = least if math.isclose(value, least, rel_tol=1e-6, abs_tol=1e-9) else value
@@ -109,8 +109,9 @@ def without_rounding(values: Sequence[float]) -> list[float]:
 
 
 def has_variance(group: Group, of: str = "value") -> bool:
-    """Says whether rewards differ within the group by more than rounding, or in `correct`. If their values do not, all
-    advantages are 0, and the group teaches nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2)."""
+    """Says whether the group's rewards differ by more than rounding, in the field `of` (`value` or `correct`). If the
+    values are equal, all advantages are 0, and the group teaches nothing (DAPO's dynamic sampling, arXiv:2503.14476,
+    section 3.2)."""
     return len(set(without_rounding([float(getattr(sample.reward, of)) for sample in group.samples]))) > 1
 
 
@@ -120,24 +121,24 @@ def has_variance(group: Group, of: str = "value") -> bool:
 class TrainBatch:
     """One microbatch of packed rows with its training targets, all aligned with `inputs.tokens_BT`.
 
-    The loss of a whole step is the plain sum over its microbatches, rows and tokens of
-    `loss_weights_BT * token_loss_BT`: every normalisation (by tokens, sequences, groups, or a constant) is
-    already in the weights, which makes loss and gradients independent of packing, microbatching and sharding.
+    The loss of a step is the sum over its microbatches, rows and tokens of `loss_weights_BT * token_loss_BT`: the
+    weights include every normalisation (by tokens, sequences, groups, or a constant), so that loss and gradients do not
+    depend on packing, microbatching or sharding.
     """
 
     inputs: PackedTokens
     loss_weights_BT: Float32[AnyArray, "B T"]  # 0 where a token is not trained on
     advantages_BT: Float32[AnyArray, "B T"]
     behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as reported by the engine
-    reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 where there is none
-    # In nats, mean of log(trainer / engine) over the token's response; 0 until filled in.
+    reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 if there is none
+    # The mean of log(trainer / engine) over the token's response, in nats; 0 until filled in.
     response_log_ratios_BT: Float32[AnyArray, "B T"]
     # Versions (training steps) since the weights that generated the token; -1 for prompts, given answers and padding.
     lags_BT: Int32[AnyArray, "B T"]
-    # In nats, of the policy before the first of a training step's several optimizer steps; None: there is only one.
+    # Of the policy before the first of a training step's several optimizer steps, in nats; None if there is only one.
     proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
-    # In nats, mean over the token's response of log(policy over what is clipped around), where the algorithm reads it.
+    # The mean over the token's response of log(policy / the policy that clipping is around), in nats; None if not read.
     policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None
-    # Of a critic, in the unit of rewards, where the algorithm has one: values before the step, and what it learns.
+    # A critic's values before the step, and the returns that it learns, in the unit of rewards; None without a critic.
     values_BT: Float32[AnyArray, "B T"] | None = None
     returns_BT: Float32[AnyArray, "B T"] | None = None

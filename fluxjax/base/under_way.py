@@ -1,4 +1,4 @@
-"""Tells what this process is at, in words, and how long it has been compiling, which is a stage of its own."""
+"""Reports the current activity of this process, in words, and its time of compiling, which is a stage of its own."""
 
 import collections
 import contextlib
@@ -19,13 +19,14 @@ class Compilations:
 
         self.under_way = 0
         self.spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=10_000)  # disjoint, ascending
-        self._lock, self._since, self._ended = threading.Lock(), 0.0, 0.0  # when those under way began; seconds before
+        # the start of the compilations under way; the seconds of earlier ones
+        self._lock, self._since, self._ended = threading.Lock(), 0.0, 0.0
         jax.monitoring.register_scalar_listener(lambda event, *_, **__: self._count(event, 1))
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: self._count(event, -1))
 
     def _count(self, event: str, change: int) -> None:
         if not event.startswith(_EVENTS) or threading.current_thread().name.startswith("compile"):
-            return  # in such a thread, nobody waits for it
+            return  # nobody waits for a compilation in such a thread
         with self._lock:
             now, before, self.under_way = time.perf_counter(), self.under_way, max(self.under_way + change, 0)
             if not before:
@@ -41,7 +42,7 @@ class Compilations:
             return self._ended + (time.perf_counter() - self._since if self.under_way else 0.0)
 
 
-compilations = functools.cache(Compilations)  # the one of this process
+compilations = functools.cache(Compilations)  # the only instance in this process
 
 
 def working_time() -> float:
@@ -51,7 +52,7 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Has its body under way; `words` may be called, from any thread, whenever somebody asks."""
+    """Makes `words` the activity of its body; any thread may call `words`, whenever it asks."""
     _activities.append(words)
     try:
         yield
@@ -60,6 +61,6 @@ def activity(words: str | Callable[[], str]) -> Iterator[None]:
 
 
 def under_way() -> str:
-    """Returns what this process is at: of the activities under way, the last that began; and whether it compiles."""
+    """Returns the activity of this process that began last, and whether the process compiles."""
     words = [said if isinstance(said, str) else said() for said in _activities[-1:]]
     return ", ".join(words + ["compiling"] * bool(compilations().under_way))

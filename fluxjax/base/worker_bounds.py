@@ -1,6 +1,6 @@
 """The bounds within which a process works for a run: its memory, its signals, and a life no longer than the run's.
 
-All of this is called in the process itself, before it does what it is for.
+The process calls these functions itself, before its work.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import signal
 import threading
 from collections.abc import Iterator
 
-GRACE = 10.0  # seconds: where the run does not end it in time, because it has ended itself, the system does
-FIRST_VICTIM = "500"  # of 1000, to whom the system turns when memory runs out: the run is dearer than a file
+GRACE = 10.0  # seconds after which the system ends a job that the run did not end, because the run has ended itself
+FIRST_VICTIM = "500"  # of 1000: the system kills this process before the run when memory runs out
 
 
 def leave_signals_to_the_run() -> None:
-    """Ignores what a terminal or Slurm sends to every process of a job: the run decides."""
+    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run decides."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_run(descriptor: int) -> None:
-    """Ends this process as soon as the other end of the socket `descriptor` is closed, whatever it does then."""
+    """Ends this process at once, in any state, when the other end of the socket `descriptor` is closed."""
     threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
 
 
 def _end_when_closed(descriptor: int) -> None:
     poll = select.poll()
-    poll.register(descriptor, 0)  # of nothing but its end
+    poll.register(descriptor, 0)  # only the hang-up wakes the poll
     poll.poll()
     os._exit(1)
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds this process to what it has now and `allowed` bytes, where the system can; a crash leaves no core file."""
+    """Bounds this process to its present memory plus `allowed` bytes, where the system can; a crash leaves no core
+    file."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
@@ -50,7 +51,7 @@ def bound_memory(allowed: int) -> None:
 
 
 def lacked_memory(error: BaseException) -> bool:
-    """Says whether an error is one of memory, which libraries report in many ways, and not one of the work."""
+    """Says whether an error is caused by a lack of memory, which libraries report in many ways."""
     return any(
         isinstance(cause, MemoryError)
         or (

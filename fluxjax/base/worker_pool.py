@@ -1,6 +1,6 @@
 """Calls a function in processes that can be killed: the time and the memory of each call are bounded.
 
-A thread that hangs, or asks for memory without end, takes the run with it; a process costs its one call.
+A thread that hangs, or takes memory without end, ends the run; a process loses only its one call.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class WorkerError(Exception):
 
 
 class WorkerPool:
-    """Up to `workers` processes that call the function at `function_path` (`module:function`), one call each at a time.
+    """Up to `workers` processes that call the function at `function_path` (`module:function`), one call at a time each.
 
-    Argument and result are what msgpack knows: None, numbers, text, bytes, lists, dictionaries (a tuple arrives as a
-    list). Processes start when calls have to wait, import the module by this process's `sys.path`, and stay; JAX is not
-    imported in them. The function runs in a process's main thread, so that it may use `signal.alarm`. What it prints
-    is dropped, what it writes to standard error is seen. Thread-safe.
+    Argument and result are types of msgpack: None, numbers, text, bytes, lists, dictionaries (a tuple arrives as a
+    list). Processes start when calls have to wait, import the module by this process's `sys.path`, and stay; they do
+    not import JAX. The function runs in a process's main thread, so that it may use `signal.alarm`. Its standard output
+    is dropped, its standard error is shown. Thread-safe.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class WorkerPool:
         name: str,
         made_with: Any = None,
     ) -> None:
-        """`seconds` bound a call, if it doesn't say otherwise; `memory_gib` is what the function may take beside its
-        imports; `name` stands in messages. With `made_with`, what is at `function_path` is called with it once in each
-        process, before memory is bounded, and returns the function."""
+        """`seconds` bounds a call without a bound of its own; `memory_gib` is the memory that the function may take
+        beside its imports; `name` is for messages. With `made_with`, each process calls the object at `function_path`
+        with it once, before memory is bounded; that call returns the function."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
         self._pool = ProcessPool(self._start, workers, f"the workers of {name} are closed", patient=True)
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
     def call(self, argument: Any, seconds: float | None = None) -> Any:
-        """Returns what the function returns, within `seconds` from when a process has its argument. Raises
-        WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
+        """Returns the function's result, within `seconds` from when a process has the argument. Raises WorkerTimeout,
+        WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
         with self._pool.turn():
             try:
                 process = self._pool.take()
@@ -73,7 +73,7 @@ class WorkerPool:
             return self._called(process, argument, self.seconds if seconds is None else seconds)
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
-        """Does what `call` does, for an event loop. Cancelling it stops the waiting, and not a call that has begun."""
+        """Does the same as `call`, for an event loop. A cancellation ends the wait, but not a call that has begun."""
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix=self.name)
         return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
@@ -89,7 +89,7 @@ class WorkerPool:
 
     def _start(self) -> WorkerProcess:
         memory = int(self.memory_gib * (1 << 30))
-        path = [os.path.abspath(folder) for folder in sys.path]  # an empty one is the current folder
+        path = [os.path.abspath(folder) for folder in sys.path]  # "" means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
         process = WorkerProcess("fluxjax.base.called_worker", {**function, "path": path, "memory": memory})
         if "failed" in process.ready:
@@ -104,7 +104,7 @@ class WorkerPool:
             job = {"number": process.jobs, "argument": argument, "seconds": seconds}
             process.channel.send(job, seconds=seconds)
             reply, _ = process.channel.receive(seconds)
-            if reply.get("number") != process.jobs:  # what answers to something else is not to be trusted any more
+            if reply.get("number") != process.jobs:  # a process that answers another request cannot be trusted any more
                 raise WorkerDied("it answered what it was not asked")
             if "memory" in reply:
                 raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
