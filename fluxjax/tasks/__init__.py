@@ -1,1 +1,1 @@
-"""The embedded data sets: real files made once, on this machine, from data inside installed packages."""
+"""The embedded data sets: real files, written once on this machine, from data inside installed packages."""

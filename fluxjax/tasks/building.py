@@ -1,4 +1,4 @@
-"""Builds a data set on disk so that it is there as a whole or not at all.
+"""Builds a data set on disk, completely or not at all.
 
 Files are written to a temporary folder that is renamed at the end. A killed build leaves only that folder, which
 the next one removes; two builds at once wait for each other by a file lock.
@@ -29,23 +29,23 @@ Record: TypeAlias = Mapping[str, object]
 
 
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Makes `folder` by `write(temporary folder)`, unless it is there already.
+    """Creates `folder` by `write(temporary folder)`, unless it exists already.
 
-    Raises `DataError` when the disk is full or the place cannot be written to; nothing is left behind then.
+    Raises `DataError` if the disk is full or the folder cannot be written to; nothing is left behind then.
     """
     if folder.is_dir():
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:  # until the block ends, or the process does
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:  # held until the block, or the process, ends
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # some network file systems have no locks: the rename alone must do
+            except OSError as error:  # some network file systems have no locks: the rename alone protects then
                 log.warning("cannot lock %s: %s", lock.name, error)
             if folder.is_dir():  # another process built it while this one waited
                 return
             prefix = f".{folder.name}.building-"
-            for dead in folder.parent.glob(f"{prefix}*"):  # the lock is ours: nobody writes there
+            for dead in folder.parent.glob(f"{prefix}*"):  # this process holds the lock: nobody writes there
                 shutil.rmtree(dead, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
                 temporary = pathlib.Path(name)
@@ -73,10 +73,10 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
-    """Writes `NAME.jsonl` for each name of `sizes`, with as many records, `make(NAME, index)`; returns all records.
+    """Writes `NAME.jsonl` for each name of `sizes`, with as many records from `make(NAME, index)`; returns all records.
 
-    They are made in threads; the first error ends it. Progress is shown on stderr, by a bar on a terminal, by a line
-    each quarter elsewhere.
+    Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
+    each quarter.
     """
     tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
     quarter = math.ceil(len(tasks) / 4)

@@ -1,7 +1,7 @@
 """Strips of real handwritten digits to transcribe: PNG files of 1 to 12 digits, short ones common, long ones rare.
 
-The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits, test
-part). Scans of the held-out strips are used in no training strip.
+The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits, test part). No
+training strip uses a scan of the held-out strips.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from .building import Record, write_manifests
 
 @dataclasses.dataclass(frozen=True)
 class DigitsRecipe:
-    version: int = 2  # grows when the code below changes what it makes
+    version: int = 2  # grows when the code below changes the data
     seed: int = 0
     train: int = 6000  # strips
     held_out: int = 400
-    train_scans: int = 1400  # of 1,797; the rest is held out
-    warm_start: int = 400  # strips with answers for the warm start, of every length alike
-    warm_start_scans: int = 1  # of each digit, all that the warm start sees of handwriting
+    train_scans: int = 1400  # of 1,797 scans; the rest is held out
+    warm_start: int = 400  # strips with answers for the warm start, the same number of every length
+    warm_start_scans: int = 1  # scans of each digit; the warm start sees no others
     cell: int = 16  # pixels, square, one digit
     max_digits: int = 12
     length_exponent: float = 1.5  # P(n digits) ~ n ** -length_exponent
-    # Training digits are varied, held-out ones are as scanned.
+    # The three variations apply to training digits; held-out digits stay as scanned.
     rotation: float = 10.0  # degrees either way
     scaling: float = 0.08  # share either way
     shift: float = 1.0  # pixels either way

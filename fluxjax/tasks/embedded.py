@@ -1,11 +1,11 @@
-"""The data sets of the embedded runs: real files made once, on this machine, from data inside installed packages.
+"""The data sets of the embedded runs: real files, written once on this machine, from data inside installed packages.
 
     digits   PNG strips of handwritten digits to transcribe     1 to 12 digits
     pans     h264 clips panned over photographs                 left, right, up, down
     reverse  strings to write backwards                         text only
 
-Each lies in a folder whose name has a hash of its recipe: another recipe is another folder, and what is there is
-never rebuilt.
+Each data set has a folder whose name contains a hash of its recipe: another recipe has another folder, and an existing
+folder is never rebuilt.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ RECIPES: dict[str, Recipe] = {"digits": DigitsRecipe(), "pans": PansRecipe(), "r
 def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None, cell: int = 0) -> pathlib.Path:
     """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
 
-    With `cell`, its pictures are so large that a digit is a square of so many pixels. Raises `ConfigError` for an
-    unknown name, `DataError` when it cannot be written.
+    With `cell`, pictures are enlarged until a digit is a square of `cell` pixels. Raises `ConfigError` for an unknown
+    name, `DataError` if the data set cannot be written.
     """
     if name not in RECIPES:
         raise ConfigError(

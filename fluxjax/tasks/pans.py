@@ -1,6 +1,6 @@
 """Clips panned over real photographs: in which direction does the picture move? h264 in MP4, a second each.
 
-The photographs ship with scikit-image and scikit-learn. Those of the held-out clips are used in no training clip.
+The photographs ship with scikit-image and scikit-learn. No training clip uses a photograph of the held-out clips.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from PIL import Image
 from ..base.errors import DataError
 from .building import Record, write_manifest, write_manifests
 
-# The window moves by (dy, dx); what is seen moves the other way.
+# The window moves by (dy, dx); the picture in it seems to move the other way.
 DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class PansRecipe:
-    version: int = 2  # grows when the code below changes what it makes
+    version: int = 2  # grows when the code below changes the data
     seed: int = 0
     train: int = 4000  # clips
-    warm_start: int = 60  # of the training clips, whose answers the warm start sees
+    warm_start: int = 60  # the first training clips, whose answers the warm start sees
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
-    # Drawings, patterns and frames of an animation: no texture to see motion by.
+    # Drawings, patterns and frames of an animation have no texture in which motion shows.
     unused: tuple[str, ...] = (
         "chessboard_GRAY.png",
         "chessboard_RGB.png",
@@ -35,14 +35,15 @@ class PansRecipe:
         "color.png",
         "phantom.png",
     )
-    photo_side: int = 160  # pixels, of the shorter side after scaling down
+    photo_side: int = 160  # pixels of the shorter side, after scaling down
     size: int = 32  # pixels, square, of the window
-    side: int = 32  # pixels, square, of the clip: the window is enlarged to it
+    side: int = 32  # pixels of the square clip, to which the window is enlarged
     frames: int = 8
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    min_gradient: float = 0.25  # mean gradient along either axis, over the contrast: edges along one say nothing
+    # mean gradient along either axis, over the contrast: edges along one axis show no motion along it
+    min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20
     question: str = "<video>Direction?"
@@ -50,7 +51,7 @@ class PansRecipe:
     def build(self, folder: pathlib.Path) -> None:
         """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.
 
-        Raises `DataError` when the photographs that the recipe holds out are not where they should be.
+        Raises `DataError` if the installed packages lack the photographs that the recipe holds out.
         """
         photos = load_photos(self)
         if missing := set(self.held_out_photos) - set(photos):
@@ -148,7 +149,7 @@ def _turned(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _pan(
     photo: np.ndarray, step: tuple[int, int], speed: int, rng: np.random.Generator, recipe: PansRecipe
 ) -> np.ndarray:
-    """Cuts a window that moves `speed` pixels a frame from a random place, inside the photograph all the way."""
+    """Cuts a window that moves `speed` pixels a frame from a random start and never leaves the photograph."""
     (dy, dx), reach = step, speed * (recipe.frames - 1)
     y = int(rng.integers(photo.shape[0] - recipe.size - abs(dy) * reach + 1)) + (reach if dy < 0 else 0)
     x = int(rng.integers(photo.shape[1] - recipe.size - abs(dx) * reach + 1)) + (reach if dx < 0 else 0)
@@ -157,7 +158,7 @@ def _pan(
 
 
 def _has_texture(clip: np.ndarray, recipe: PansRecipe) -> bool:
-    """Returns True where motion along either axis can be seen in every frame."""
+    """Returns True if motion along either axis can be seen in every frame."""
     spread = clip.std()
     grey = clip.mean(-1)
     across = np.abs(grey[:, :, 2:] - grey[:, :, :-2]).mean((1, 2)).min()

@@ -11,7 +11,7 @@ from .building import write_manifest
 
 @dataclasses.dataclass(frozen=True)
 class StringsRecipe:
-    version: int = 1  # grows when the code below changes what it makes
+    version: int = 1  # grows when the code below changes the data
     seed: int = 0
     train: int = 2000  # records
     held_out: int = 200
@@ -20,8 +20,8 @@ class StringsRecipe:
     question: str = "Reverse {}:"
 
     def build(self, folder: pathlib.Path) -> None:
-        """Writes `train.jsonl` and `eval.jsonl`; no string is in both. Lengths are spread evenly while the short ones
-        last."""
+        """Writes `train.jsonl` and `eval.jsonl`; no string is in both. All lengths are equally frequent until the short
+        strings are used up."""
         rng = np.random.default_rng(self.seed)
         by_length = []
         for length in range(1, self.max_length + 1):
