@@ -1,8 +1,7 @@
-"""Plans the sequences that no single device holds, so that all devices compute them together (`sharding.strategy`
-`odc`).
+"""Plans the sequences that no single device holds: all devices compute them together (`sharding.strategy` `odc`).
 
-They are spread over devices as under `flex_ulysses`. Meanwhile all devices wait for one another at every layer, so
-devices that the plan leaves idle compute shorter sequences, as long as the microbatch takes no longer for that.
+They are spread over devices as under `flex_ulysses`. Meanwhile all devices wait for one another at every layer. So
+devices that the plan leaves idle compute shorter sequences, as long as the microbatch takes no more time.
 """
 
 import dataclasses
@@ -25,11 +24,11 @@ from .pieces import pieces_of
 from .spreading import Spreading
 from .work import Estimate
 
-EVEN = 0.95  # of the most tokens of a device: where devices have that on average, none is idle
+EVEN = 0.95  # mean over maximum of the devices' tokens, above which no device counts as idle
 
 
 class Collective:
-    """Finds the sequences that take several devices, and plans their microbatches. Raises ConfigError as `Spreading`
+    """Selects the sequences that need several devices, and plans their microbatches. Raises ConfigError as `Spreading`
     does."""
 
     def __init__(
@@ -48,7 +47,7 @@ class Collective:
     def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup]]:
         """Returns the microbatches that all devices compute together, and the rest of `groups`.
 
-        Raises ConfigError, naming prompt and field, for what all devices can't hold, and where no plan exists.
+        Raises ConfigError, naming prompt and field, for sequences that all devices can't hold, and if no plan exists.
         """
         large, rest = self._split(groups)
         if not large:
@@ -71,10 +70,10 @@ class Collective:
         return parts, [groups[item].only(sorted(responses)) for item, responses in sorted(left.items())]
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
-        """Returns the groups of responses that take several devices, and the groups of those that one device holds. A
-        group may be in both, each with some of its responses.
+        """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
+        A group may be in both lists, with different responses.
 
-        With `packing.share_prompts`, responses that one device could hold follow the rest of their group if further
+        With `packing.share_prompts`, responses that one device could hold join the others of their group if further
         copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
@@ -104,9 +103,9 @@ class Collective:
         """Returns the plan of `part` with some of the `shorter` sequences, longest first, on devices that it leaves
         idle; and these sequences.
 
-        All rows of a microbatch are as long as the longest one, and attention takes as long as that of the busiest
-        device. So no device gets more tokens or more attention than some device has anyway. Media are spread evenly
-        wherever their sequence is, so they only have to fit.
+        All rows of a microbatch have the length of its longest row, and attention takes the time of the busiest device.
+        So no device gets more tokens or more attention than the plan's largest. Media are spread evenly, wherever their
+        sequence is, so they only have to fit.
         """
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(squares_of(items, piece) for piece in part.pieces)).compute()
@@ -115,7 +114,8 @@ class Collective:
         if loads_D2[:, 0].mean() > EVEN * most_2[0]:
             return plan, []
         frame = common_bound(group.inputs for group in groups)
-        media_R: list[set[int]] = [set() for _ in range(plan.num_devices // replica)]  # whose are in each replica
+        # the items whose media are in each replica
+        media_R: list[set[int]] = [set() for _ in range(plan.num_devices // replica)]
         for piece, first in zip(part.pieces, plan.firsts, strict=True):
             media_R[first // replica].add(piece.item)
 
@@ -142,8 +142,7 @@ class Collective:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:
-        """Returns the plan with the work of its sequences without their media, and the work of the busiest device with
-        its media."""
+        """Returns the plan with the work of its sequences without media, and the busiest device's work with media."""
         tokens = np.array(plan.lengths, float)
         squares = np.array([squares_of(items, piece) for piece in pieces])
         patches = np.array([items[piece.item].patches for piece in pieces], float)
@@ -154,13 +153,12 @@ class Collective:
 
 
 def _followed(group: TrainGroup, beyond: set[int], room: int, all_room: int) -> set[int]:
-    """Returns the responses `beyond` a device, together with those behind the same prompt copy, if that saves more
-    tokens than these have."""
+    """Returns the responses `beyond` one device, plus those that share their copy of the prompt if joining them saves
+    more tokens than they have."""
     responses = set(range(len(group.samples)))
 
     def copies(together: set[int]) -> int:
-        """Returns the number of copies of the prompt, if these responses are computed together and the rest on single
-        devices."""
+        """Returns the number of prompt copies if `together` is computed together and the rest on single devices."""
         kinds = (together, all_room), (responses - together, room)
         return sum(len(pieces_of([group.only(sorted(some)).item], longest, True)) for some, longest in kinds if some)
 

@@ -1,10 +1,9 @@
 """Writes packed groups into the arrays of their microbatches.
 
-All cells (row, column) of all microbatches form one flat run here, row by row, microbatch after microbatch; a
-response or a prompt is a span of it. So each array is written with one scatter, however short the responses.
-
-Sequences that are spread over devices are first laid out as one long row, as if there were one device; the layout of
-their plan then says to which device and column each token of that row goes.
+All cells (row, column) of all microbatches form one flat run here, row by row, microbatch after microbatch; a response
+or a prompt is a span of this run. So one scatter writes each array, however short the responses. Sequences that are
+spread over devices are first laid out as one long row, as if there were one device; the layout of their plan then gives
+the device and column of each token of that row.
 """
 
 import dataclasses
@@ -25,18 +24,19 @@ from .part import SizedPart, rows_of
 
 @dataclasses.dataclass
 class Spans:
-    """The places of all prompts and responses, span by span. Columns count within a row, features within a shard."""
+    """The positions of all prompts and responses, span by span. Columns count within a row, features within a shard."""
 
     total: int = 0  # cells
-    tempered: bool = False  # whether the temperature of each token is written down
+    tempered: bool = False  # whether each token's temperature is recorded
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
     inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
     # cell, segment, branch, column of the token that predicts the first one, rotary position of the first one
     samples: list[Sample] = dataclasses.field(default_factory=list)  # of each response
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
-    versions: list[int] = dataclasses.field(default_factory=list)  # that train each response
-    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, where written down
+    # versions of the weights: the step that trains each response
+    versions: list[int] = dataclasses.field(default_factory=list)
+    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, if recorded
 
     def place(self, row: Row, cell: int, groups: Sequence[TrainGroup], features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
@@ -73,11 +73,11 @@ class Spans:
 
 @dataclasses.dataclass(frozen=True)
 class SizedRows:
-    """Rows of some groups, in buffers of given sizes."""
+    """A microbatch of packed rows, in buffers of given sizes."""
 
     micro: PackedRows
     filled: Filled
-    coming: PackedRows | None = None  # in the sizes that it would have had, if they were compiled
+    coming: PackedRows | None = None  # the same rows in the sizes that they would have had, if those were compiled
 
     @property
     def program(self) -> tuple[object, ...]:
@@ -94,7 +94,7 @@ def lay_out_rows(
     tempered: bool = False,
 ) -> Composition:
     """Returns the microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one
-    response. `tempered` writes down the temperature that each token was sampled at."""
+    response. With `tempered`, they record the temperature at which each token was sampled."""
     batches: list[TrainBatch] = []
     keys: list[tuple[int, int]] = []
     cells: list[np.ndarray] = []
@@ -121,8 +121,8 @@ def lay_out_rows(
 
 
 def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, local_devices: range | None = None) -> Composition:
-    """Returns a microbatch for each part. With `local_devices`, parts that all devices compute together, which come
-    first, have the rows of these devices only."""
+    """Returns a microbatch for each part. Parts that all devices compute together stand first; with `local_devices`
+    they have only the rows of these devices."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     none = np.zeros(0, np.int64)
@@ -164,7 +164,7 @@ _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
 
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
-    """Moves the tokens of one long row to the rows of these devices: `[..., tokens]` -> `[..., devices, columns]`."""
+    """Moves the tokens of one long row to the rows of `devices`: `[..., tokens]` -> `[..., devices, columns]`."""
     size = len(devices) * layout.columns
     at = layout.cells - devices.start * layout.columns
     here = (at >= 0) & (at < size)
@@ -196,7 +196,7 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor"] = np.maximum(column - 1, 0)
 
-    if not spans.prompts:  # these devices have nothing to do in this microbatch
+    if not spans.prompts:  # the devices of this process have no rows in this microbatch
         return _rows(arrays, tokens_per_row)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
@@ -206,7 +206,7 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     index = np.concatenate([prompt.feature_index_T for prompt in spans.inputs])
     arrays["feature_index"][cells] = np.where(index >= 0, index + np.repeat(features, lengths), -1)
     arrays["segments"][cells] = np.repeat(segments, lengths)
-    arrays["predecessor"][starts] = column[starts]  # nothing predicts a first token; stay within the segment
+    arrays["predecessor"][starts] = column[starts]  # no token predicts a first token; stay within the segment
 
     starts, segments, branches, last, position = np.array(spans.responses).T
     lengths = spans.response_lengths()

@@ -1,8 +1,9 @@
-"""Packs pieces into rows whose length fits them (`sharding.strategy` `fsdp`).
+"""Packs pieces into rows of fitted lengths (`sharding.strategy` `fsdp`).
 
-All rows of a microbatch are as long as its longest one, on every device. So where sequences are long beside
-`packing.tokens_per_row`, rows of that length are half empty. Here each microbatch has a row length of its own, long
-sequences share a microbatch with others as long, and lengths of compiled programs are taken if they waste little.
+All rows of a microbatch have the length of its longest row, on every device. If sequences are longer than half of
+`packing.tokens_per_row`, rows of that length are half empty. Here each microbatch has its own row length, long
+sequences share a microbatch with sequences of similar length, and lengths that are compiled already are used if they
+waste little.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from sharding.spread.shapes import round_up
 from .composition import Piece, Row
 from .pieces import SizedPieces
 
-MORE = 2  # microbatches beyond the fewest that could hold all tokens
-GOOD = 1.06  # cells over tokens at which no further microbatch is tried
-LEAST = 8  # tokens of a row
+MORE = 2  # microbatches tried beyond the least number that could hold all tokens
+GOOD = 1.06  # padded tokens over tokens, below which no further microbatch is tried
+LEAST = 8  # tokens of the shortest row
 
 
 def lengths_between(shortest: int, longest: int) -> list[int]:
-    """Returns the lengths that rows may have, ascending, from the first that holds `shortest` to `longest`."""
+    """Returns the possible lengths of rows, ascending: from the first that holds `shortest` tokens to `longest`."""
     lengths, length = [], round_up(max(shortest, LEAST), longest)
     while length < longest:
         lengths.append(length)
@@ -37,7 +38,7 @@ def lengths_between(shortest: int, longest: int) -> list[int]:
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """A packing into microbatches of `rows` rows each: `lengths` has the row length of each microbatch, and piece `i`
-    is in row `where[i]`, counted through all of them. A microbatch without a piece is left out."""
+    is in row `where[i]`, counted over all microbatches. `used` omits microbatches without a piece."""
 
     rows: int
     lengths: tuple[int, ...]
@@ -66,9 +67,9 @@ class Fit:
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
     """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
 
-    `lengths` are those that rows may have, ascending; the last one bounds the number of microbatches. Of the choices
-    that hold all pieces, the one with the fewest cells is taken. Returns None if the longest piece fits no row, or too
-    many microbatches would be needed.
+    `lengths` are the allowed row lengths, ascending; the last one bounds the number of microbatches. Of the choices
+    that hold all pieces, the one with the fewest padded tokens is returned; None if the longest piece fits no row, or
+    too many microbatches would be needed.
     """
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:
@@ -82,7 +83,7 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
             if best is not None and cells >= best[0]:
                 break
             if rows * sum(length // smallest for length in chosen) < len(sizes):
-                continue  # there are more pieces than even the smallest one fits times
+                continue  # even pieces of the smallest size would not all fit
             where = _placed(sizes, order, np.repeat(chosen, rows))
             if where is not None:
                 best = cells, Fit(rows, chosen, where)
@@ -93,8 +94,8 @@ def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None
 
 
 def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest cells first. All
-    but the last two are as long as may be, or all but the last one are equal."""
+    """Yields row lengths for `count` microbatches, descending, that could hold `total` tokens; fewest padded tokens
+    first. All but the last two have the greatest length, or all but the last one are equal."""
     pairs = list(combinations_with_replacement(reversed(lengths), min(count, 2)))
     chosen = {(*(lengths[-1],) * (count - 2), *pair) for pair in pairs}
     chosen |= {(*(pair[0],) * (count - 2), *pair) for pair in pairs}
@@ -103,10 +104,10 @@ def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest:
 
 
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
-    """Returns the row of each piece: longest first, where it leaves the least room. Returns None if a piece fits
-    nowhere."""
+    """Returns the row of each piece: longest piece first, into the row that it fills best. Returns None if a piece fits
+    no row."""
     descending, count = sizes[order], len(room)
-    # In rows of one length, a piece stands alone as long as no two of those before it and it fit one row.
+    # In rows of one length, a piece stands alone until two neighbours in descending order fit one row together.
     alone = 0
     if len(sizes) and descending[0] <= room.min() == room.max():
         fits = descending[1:] + descending[:-1] <= room[0]
@@ -115,7 +116,7 @@ def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarra
         return None
     free = room.astype(np.int64)
     free[:alone] -= descending[:alone]
-    left = np.sort(free * count + np.arange(count)).tolist()  # by room, then by row
+    left = np.sort(free * count + np.arange(count)).tolist()  # sorted by free tokens, then by row
     where = list(range(alone))
     for size in descending[alone:].tolist():
         k = bisect.bisect_left(left, size * count)

@@ -1,9 +1,9 @@
-"""Sequences dealt to devices that keep their own pace (`sharding.strategy` `odc`).
+"""Deals sequences to devices that keep their own pace (`sharding.strategy` `odc`).
 
-Devices wait for one another at the end of a minibatch only, so what has to be even is the work of each over all of its
-microbatches, not the number or the size of these (ODC paper, section 4). A microbatch is one row of one device, laid
-out like any spread one, by a plan of a single device; the device computes its own media, too. What one device can't
-hold is computed by all together, before: see `collective`.
+Devices wait for one another only at the end of a minibatch. So each device's work over all of its microbatches has to
+be even, not the number or the size of its microbatches (ODC paper, section 4). A microbatch is one row of one device,
+laid out like any spread one, by a plan of a single device; the device computes its own media, too. Sequences that one
+device can't hold are computed by all devices together, before the others: see `collective`.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from .pieces import pieces_of
 from .share import Share, lay_out_share, share_parts
 from .work import estimate
 
-CUTS = 3  # further sizes of pieces that are tried where prompts are shared
-WORTH = 0.01  # of the time that a step is predicted to take: what must be saved to compute prompts more than once
+CUTS = 3  # smaller sizes of pieces that are tried with shared prompts
+WORTH = 0.01  # share of a step's predicted time that further copies of prompts must save
 
 
 class OwnPace:
@@ -45,7 +45,7 @@ class OwnPace:
         self._room = self._collective.spreading.room
 
     def check(self) -> None:
-        """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
+        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
         self._collective.spreading.check()
 
     def compose(self, groups: Sequence[TrainGroup]) -> Composition:
@@ -58,12 +58,12 @@ class OwnPace:
         return lay_out_share(share, self._room, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
-        """Returns the microbatches: first those of all devices together, for what no single device holds; then those of
-        one device each, device after device, the heaviest of each first.
+        """Returns the microbatches: first those of all devices together, for sequences that no single device holds;
+        then those of one device each, device after device, each device's heaviest first.
 
-        With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt,
-        as long as a device's row holds it and devices do not wait for it; otherwise each response is a sequence of its
-        own. A device may have no microbatch of its own.
+        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
+        device may have no microbatch of its own.
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
         """
@@ -71,7 +71,6 @@ class OwnPace:
         return size_parts([*parts, *(self._alone(rest) if rest else ())], self._shapes)
 
     def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """Returns the microbatches that one device computes alone."""
         items = [group.item for group in groups]
         pieces, work, devices = self._deal(items)
         patches = self._room.patches
@@ -86,9 +85,9 @@ class OwnPace:
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
         """Returns the pieces, their work, and the microbatches of each device.
 
-        Fewer groups than devices, or a few more, can't be even. So smaller pieces are tried, too: groups whose
-        responses are cut at a device's share of all tokens, a half or a quarter of it, at the cost of further copies of
-        the prompts.
+        With about as many groups as devices, or fewer, the work can't be even. So smaller pieces are tried, too: the
+        responses of a group are cut at a device's share of all tokens, or at a half or a quarter of it, at the cost of
+        further copies of the prompts.
         """
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
@@ -117,7 +116,7 @@ def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:
-    """Splits the members of a microbatch into as few parts of at most `cap` patches as first-fit-decreasing finds. An
+    """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. An
     item's patches stand once in a microbatch, so its pieces stay together."""
     parts: list[set[int]] = []
     used: list[int] = []

@@ -1,7 +1,7 @@
-"""A microbatch whose sequences are spread over devices, before anything is written: its pieces, their plan, its frames.
+"""A microbatch whose sequences are spread over devices, before its arrays exist: its pieces, their plan, its frames.
 
-The vision tower's work is dealt out by a plan of its own (`sharding.planner.spread_vision`), evenly; its features then
-travel to their tokens (`sharding.spread.route`).
+The vision tower's work has its own even plan (`sharding.planner.spread_vision`); its features then travel to their
+tokens (`sharding.spread.route`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 from ..config import Config
 from .composition import Filled, Piece, TrainGroup
 
-# Of each device and sharded round: the last token of its chunk predicts the next one, and so may the end of the prompt
-# of the one sequence that goes on beyond the chunk.
+# A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
+# token. A prompt's last token in the chunk predicts the first tokens of responses beyond it: at most one sequence of a
+# chunk goes on beyond it.
 EXPORTS = 2
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -37,31 +38,30 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's share of a microbatch: a row of `tokens` tokens, and `patches` patches."""
+    """A device's capacity in a microbatch: a row of `tokens` tokens, and `patches` patches."""
 
     tokens: int
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
     rounds_per_degree: int = 1
-    degree: int = 1  # the most devices of a sequence
+    degree: int = 1  # the most devices that compute one sequence
 
     @classmethod
     def of(cls, config: Config, vision: VisionConfig | None, degree: int = 1) -> Room:
-        """Returns the room that `config.packing` gives: the row has as many tokens as the packed rows of a device would
-        have together."""
+        """Returns the room that `config.packing` gives: one row with the tokens of all packed rows of a device."""
         packing = config.packing
         tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
         return cls(tokens, patches, packing.share_prompts, vision, packing.rounds_per_degree, degree)
 
     @property
     def whole_patches(self) -> int:
-        """The patches that make up whole merged features; 0 for a text model."""
+        """The patches that make up complete merged features; 0 for a text model."""
         unit = self.vision.merge_unit if self.vision is not None else 0
         return self.patches // unit * unit if unit else 0
 
     def caps(self, num_devices: int) -> Sizes:
-        """Returns the largest size of each buffer that a microbatch on so many devices may need."""
+        """Returns the largest size of each buffer that a microbatch on `num_devices` devices may need."""
         degrees = [1 << k for k in range(min(self.degree, num_devices).bit_length())]
         rounds = [f"round/{p}/{k}" for p in degrees for k in range(self.rounds_per_degree if p > 1 else 1)]
         caps = {"columns": self.tokens} | dict.fromkeys(rounds, self.tokens)
@@ -69,7 +69,7 @@ class Room:
             caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
         if self.vision is not None:
             features = self.whole_patches // self.vision.merge_unit
-            # All features that came by could go on.
+            # In the worst case a device passes on all features that it receives.
             sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
             caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
         return caps
@@ -78,11 +78,11 @@ class Room:
 class Part:
     """The sequences `pieces` of some groups and the devices that compute them.
 
-    `owner` is the device that computes all of it alone, by a plan of one device; None: the devices of the plan compute
-    it together. `work` is its predicted cost for the busiest device, in any unit; None: no prediction is needed.
-    `shaped`: the plan was made for rows of a given length.
+    `owner` is the device that computes the entire part alone, by a plan of one device; None: the devices of the plan
+    compute it together. `work` is the predicted cost for the busiest device, in any unit; None: no prediction is
+    needed. `shaped`: the plan was made for rows of a given length.
 
-    Raises PlanError where a device does not hold its tokens or patches.
+    Raises PlanError if a device does not hold its tokens or patches.
     """
 
     layout: Layout
@@ -111,12 +111,13 @@ class Part:
         sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
         if self.media is None:
             return sizes
-        # A feature that several devices beyond an axis show crosses it once, so no more cross than there may be.
+        # Several devices beyond an axis may show a feature that crosses the axis only once, so the cap is a second
+        # bound.
         media = self.media.needs(*self._shown())
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 
     def items_on(self, devices: range) -> set[int]:
-        """Returns the items of which a token or a frame lies on one of these devices of the mesh."""
+        """Returns the items that have a token or a frame on one of these devices of the mesh."""
         if self.owner is not None:
             return {piece.item for piece in self.pieces} if self.owner in devices else set()
         media = set() if self.media is None else self.media.items_on(devices)
@@ -124,7 +125,7 @@ class Part:
         return media | {p.item for p, first, n in spans if first < devices.stop and devices.start < first + n}
 
     def _shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the device of each token that shows a feature, and the number of this feature in the microbatch."""
+        """Returns the device of each token that shows a feature, and the feature's number in the microbatch."""
         assert self.media is not None
         tokens, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         starts = np.cumsum([0, *self.plan.lengths])
@@ -138,10 +139,10 @@ class Part:
 
 
 class SpreadMedia:
-    """The media of a part: which device computes which frame pair, and where each token finds its feature.
+    """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
 
-    `first_feature` numbers the merged features of each item of the microbatch, as if there were one device. An item
-    whose pieces are in several replicas is computed once in each: features never leave a replica.
+    `first_feature` numbers the merged features of each item of the microbatch, as if there were one device. Each
+    replica with pieces of an item computes its features: they never leave a replica.
     """
 
     def __init__(
@@ -161,9 +162,9 @@ class SpreadMedia:
                 self.first_feature[item] = total
                 total += patches // vision.merge_unit
         self._groups = groups
-        items: list[int] = []  # of each unit, a frame pair
-        edges: list[tuple[int, int]] = []  # its first patch, its end
-        # Which of all computed features, unit after unit, a replica uses.
+        items: list[int] = []  # the item of each unit (a frame pair)
+        edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
+        # The index of each feature that a replica uses, among all computed features (unit after unit).
         self._computed = np.zeros((plan.num_devices // self._replica, total), np.int64)
         home: list[int] = []  # the piece of each unit
         used = 0
@@ -198,12 +199,12 @@ class SpreadMedia:
         return int(self._sizes.sum())
 
     def items_on(self, devices: range) -> set[int]:
-        """Returns the items of which one of these devices computes a frame."""
+        """Returns the items with a frame that one of these devices computes."""
         owners = np.array(self.plan.devices, np.int64)
         return set(self._items[(owners >= devices.start) & (owners < devices.stop)].tolist())
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
-        """Returns the least buffer sizes, where a token on `device[i]` shows `feature[i]`."""
+        """Returns the least buffer sizes if a token on `device[i]` shows `feature[i]`."""
         merged = self._sizes // self._vision.merge_unit
         source = np.repeat(np.array(self.plan.devices, np.int64), merged)
         source = source[self._computed[device // self._replica, feature]]
@@ -272,7 +273,7 @@ def _runs(units: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def rows_of(tree: Tree, devices: range) -> Tree:
-    """Returns the rows of these devices, of arrays that have one row for each device."""
+    """Returns the rows of these devices from arrays that have one row for each device."""
     return jax.tree.map(lambda rows: rows[devices.start : devices.stop], tree)
 
 
@@ -282,7 +283,7 @@ class SizedPart:
 
     part: Part
     sizes: Sizes
-    coming: Sizes | None = None  # those that it would have had, if they were compiled
+    coming: Sizes | None = None  # the sizes that it would have had, if they were compiled
 
     @functools.cached_property
     def layout(self) -> SizedLayout:
@@ -295,12 +296,12 @@ class SizedPart:
 
     @property
     def filled(self) -> Filled:
-        """The used tokens and patches, and the cells of the token and the patch buffers."""
+        """The used tokens and patches, and the capacity of the token and the patch buffers."""
         media, devices = self.part.media, self.part.plan.num_devices
         patches = (media.num_patches, devices * self.sizes["patches"]) if media is not None else (0, 0)
         return Filled(sum(self.part.plan.lengths), devices * self.sizes["columns"], *patches)
 
 
 def size_parts(parts: Sequence[Part], shapes: ShapeBook) -> list[SizedPart]:
-    """Returns the parts in buffers of sizes that `shapes` chooses."""
+    """Returns the parts in buffers whose sizes `shapes` chooses."""
     return [SizedPart(p, *shapes.choose(p.needs, p.caps, size_cost, p.plan.num_devices)) for p in parts]

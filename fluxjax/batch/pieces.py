@@ -1,6 +1,6 @@
-"""Cuts groups into the pieces that are computed as one sequence each: all groups of a step at once.
+"""Cuts all groups of a step at once into pieces, each of which is computed as one sequence.
 
-A step of many processes has tens of thousands of responses, so decisions for each of them are made in arrays here.
+A step of many processes has tens of thousands of responses, so arrays hold the decisions about them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .composition import Item, Piece
 
 @dataclasses.dataclass(frozen=True)
 class SizedPieces:
-    """Pieces with their `tokens` (int64, one entry each, the prompt included); `order` are their indices by item, then
-    by responses: as they stand in a row."""
+    """Pieces with their `tokens` (int64, one entry for each piece, the prompt included); `order` has their indices by
+    item, then by responses: their order in a row."""
 
     pieces: list[Piece]
     tokens: np.ndarray
@@ -25,17 +25,17 @@ class SizedPieces:
 
 
 def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
-    """Returns the pieces that are one sequence each: with `share_prompts` groups, else responses.
+    """Returns the pieces, each computed as one sequence: groups with `share_prompts`, else responses.
 
-    A group is cut into pieces of at most `longest` tokens, and of at most `responses` without the prompt (0: any). A
-    response that has more with its prompt is a piece all the same.
+    A group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens without the prompt (0: no
+    limit). A response that exceeds these limits alone, with its prompt, is still a piece.
     """
     return sized_pieces(items, longest, share_prompts, responses).pieces
 
 
 def sized_pieces(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> SizedPieces:
-    """Returns the same pieces as `pieces_of`, with their sizes. A group becomes as few pieces as first-fit-decreasing
-    finds, nearly always one."""
+    """Returns the pieces of `pieces_of`, with their sizes. A group becomes as few pieces as first-fit-decreasing finds,
+    nearly always one piece."""
     if not items:
         return SizedPieces([], np.zeros(0, np.int64), np.zeros(0, np.int64))
     prompts = np.fromiter((item.prompt for item in items), np.int64, len(items))
@@ -43,7 +43,7 @@ def sized_pieces(items: Sequence[Item], longest: int, share_prompts: bool, respo
     sizes = np.fromiter(chain.from_iterable(item.responses for item in items), np.int64, int(counts.sum()))
     firsts = np.cumsum(counts) - counts
     item_of = np.repeat(np.arange(len(items)), counts)
-    number = np.arange(len(sizes)) - firsts[item_of]  # of a response in its item
+    number = np.arange(len(sizes)) - firsts[item_of]  # index of each response in its item
     if not share_prompts:
         pieces = [Piece(item, (k,)) for item, k in zip(item_of.tolist(), number.tolist(), strict=True)]
         return SizedPieces(pieces, prompts[item_of] + sizes, np.arange(len(pieces)))
@@ -67,11 +67,11 @@ def sized_pieces(items: Sequence[Item], longest: int, share_prompts: bool, respo
 
 
 def _parts(sizes: np.ndarray, counts: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-    """Returns the part of each response, group after group: of a group's parts, which hold `rooms` tokens, the first
-    one with room for it, largest responses first. No response is larger than its room."""
+    """Returns the part of each response, group after group: the first part of the group with room for it, largest
+    responses first. A part holds `rooms` tokens of its group; no response exceeds that."""
     groups, most = len(counts), int(counts.max())
     group = np.repeat(np.arange(groups), counts)
-    order = np.lexsort((-sizes, group))  # stable: of equal ones the first comes first
+    order = np.lexsort((-sizes, group))  # stable: equal sizes stay in order
     held = np.arange(most) < counts[:, None]
     ranked = np.zeros((groups, most), np.int64)
     ranked[held] = sizes[order]

@@ -1,6 +1,6 @@
 """Packs responses into rows, and rows into shards, by bin packing (`sharding.strategy` `fsdp`).
 
-Everything is a pure function of the sizes in their order, so a resumed run packs as the interrupted one did.
+The packing is a pure function of the sizes in their order, so a resumed run packs as the interrupted run did.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from .fitted import Fit, fit_rows, lengths_between
 from .pieces import SizedPieces, sized_pieces
 from .share import Share, share_rows
 
-LONG = 1024  # packing.tokens_per_row from which on rows have other lengths: what short ones save is no program worth
-FEWER = 0.97  # of the tokens with padding: what microbatches with fewer rows must save
-SHORTEST = 16  # rows of other lengths have at least so much less than `packing.tokens_per_row`
-GRID = 3  # sizes of a buffer: its cap, half and a quarter of it; numbers of short rows: three quarters of it, too
+# tokens: with shorter `packing.tokens_per_row`, further row lengths save too little to compile a program for them
+LONG = 1024
+FEWER = 0.97  # of the padded tokens: a packing with fewer rows a microbatch must need less than this
+SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this
+GRID = 3  # sizes of a buffer: its cap, a half and a quarter of it; for the number of short rows also three quarters
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The sizes that a shard's part of a microbatch may have: ascending, the last is the cap."""
+    """The ascending sizes that a shard's part of a microbatch may have; the last one of each tuple is the cap."""
 
     tokens_per_row: int
     rows: tuple[int, ...]
@@ -42,7 +43,8 @@ class Budget:
 
     @classmethod
     def of(cls, config: Config, num_shards: int, vision: VisionConfig | None) -> Budget:
-        """Returns the sizes that `config.packing` allows. Raises ConfigError if they can hold nothing."""
+        """Returns the sizes that `config.packing` allows. Raises ConfigError if a buffer of these sizes can hold
+        nothing."""
         packing = config.packing
         unit = vision.merge_unit if vision is not None else 0
         for field, least in (("tokens_per_row", 2), ("rows_per_device", 1), ("patches_per_device", unit)):
@@ -56,8 +58,8 @@ class Budget:
 
 
 class RowPacking:
-    """Packs groups into rows, which the devices share out evenly: into rows of one length, or, where that leaves much
-    of them empty, into rows whose length fits them (`fitted`)."""
+    """Packs groups into rows, in equal numbers on all devices: into rows of one length, or into rows of fitted lengths
+    (`fitted`) where those hold less padding."""
 
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
@@ -85,7 +87,7 @@ class RowPacking:
         return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
-        """Returns the microbatches, in buffers of sizes that the shape book chooses."""
+        """Returns the microbatches, in buffers whose sizes the shape book chooses."""
         items = [group.item for group in groups]
         check(items, self._budget.tokens_per_row, self._budget.patches[-1])
         pieces = sized_pieces(items, self._budget.tokens_per_row, self._share)
@@ -98,9 +100,9 @@ class RowPacking:
         return [self._sized(micro, items, frame, exact) for micro in plan]
 
     def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:
-        """Returns the microbatches in rows whose length fits them; None where there is no such packing."""
+        """Returns the microbatches in rows of fitted lengths; None if there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
-        best: tuple[int, Fit] | None = None  # and the cells of one shard
+        best: tuple[int, Fit] | None = None  # with the cells of one shard
         for rows in reversed(budget.rows):
             known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
             free = lengths_between(budget.tokens_per_row // SHORTEST, budget.tokens_per_row)
@@ -124,7 +126,7 @@ class RowPacking:
         needs = {"rows": micro.rows, "columns": micro.tokens}
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
         if self._vision is not None:
-            # The tower has something to compute in every microbatch: its program asks for no batch without patches.
+            # The vision tower's program accepts no batch without patches, so every microbatch has some.
             needs |= {"patches": max(micro.patches, self._vision.merge_unit), "frame": frame}
             caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
         sizes, coming = self._shapes.choose(needs, caps, _rows_cost, budget.num_shards, exact)
@@ -172,14 +174,14 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prompts: bool) -> list[PackedRows]:
-    """Packs every response of every item once, into as little padded space as the better of two heuristics needs.
+    """Packs every response of every item once, by the heuristic of two that needs fewer padded tokens and patches.
 
-    With `share_prompts` a prompt stands once before all responses of its piece. One heuristic is first-fit-
-    decreasing over whole groups; the other chains groups one after the other and lets a group run over into the
-    next row, prompt repeated, which wins when few groups fit a row. Without, each response is packed with its
-    own prompt, by decreasing size or in order (which keeps a group's media on one shard).
+    With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
+    first-fit-decreasing over entire groups. The second chains groups and lets a group run over into the next row, where
+    its prompt is repeated; it wins when few groups fit a row. Without `share_prompts` each response has its own prompt,
+    packed by decreasing size or in order (which keeps a group's media on one shard).
 
-    An item's patches count once for each shard that has rows of it.
+    An item's patches count once for each shard that has rows of the item.
     """
     pieces = sized.pieces
 
@@ -193,13 +195,13 @@ def packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prom
     first, second = (by_size, in_turn) if share_prompts else (in_turn, by_size)
     plan = _spread(items, first(), budget)
     if _cost(plan, budget) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
-        return plan  # the other one can't be better
+        return plan  # the second heuristic can't be better
     return min(plan, _spread(items, second(), budget), key=lambda plan: _cost(plan, budget))
 
 
 def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> int:
-    """Returns a lower bound on the tokens of one shard, padding included, for any packing into rows of `budget`: each
-    prompt is shown once at least."""
+    """Returns a lower bound on the padded tokens of one shard, for any packing into rows of `budget`: each prompt
+    stands in at least one row."""
     tokens = sum(sum(item.responses) + item.prompt * (1 if share_prompts else len(item.responses)) for item in items)
     rows = -(-tokens // (budget.tokens_per_row * budget.num_shards))
     return budget.tokens_per_row * max(rows, budget.rows[0])
@@ -236,7 +238,7 @@ def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -
 
 
 def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
-    """Yields the rows, in order, that have room for so many tokens. The first one is mostly taken."""
+    """Yields the rows, in order, that have room for `size` tokens. The caller mostly takes the first."""
     fits = free >= size
     first = int(fits.argmax()) if len(fits) else 0
     if first < len(fits) and fits[first]:
@@ -245,7 +247,7 @@ def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
-    """Packs groups in order, each begun in the row where the last one ended and continued in the next."""
+    """Packs groups in order; each begins in the row where the previous group ended and continues in the next row."""
     rows: list[list[Piece]] = []
     free = patches = 0
     for index, item in enumerate(items):
@@ -270,11 +272,11 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
 def _spread(
     items: Sequence[Item], rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0
 ) -> list[PackedRows]:
-    """Deals rows to the shards of as many microbatches as they need: of at most `most` rows (0: as `budget` allows) of
-    `tokens` tokens (0: of the longest row).
+    """Deals rows to the shards of as few microbatches as possible, with at most `most` rows a shard (0: as `budget`
+    allows) of `tokens` tokens (0: `budget.tokens_per_row`).
 
-    A row goes where it adds the fewest patches (beside rows of the same groups), then to the shard with the
-    fewest patches, then with the fewest rows. What fits in no shard waits for the next microbatch.
+    A row goes to the shard where it adds the fewest patches (beside rows of the same groups), then to the shard with
+    the fewest patches, then with the fewest rows. A row that fits in no shard waits for the next microbatch.
     """
     waiting = sorted(rows, key=lambda row: row[0])
     media = any(item.patches for item in items)
@@ -287,7 +289,7 @@ def _spread(
             deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
             left = [row for row in waiting if not deal.take(row, {p.item: items[p.item].patches for p in row})]
             packed, buffer = tuple(map(tuple, deal.shards)), max(deal.patches)
-        else:  # in turn
+        else:  # without media, the shards take the rows in turn
             now, left = waiting[: budget.num_shards * per_shard], waiting[budget.num_shards * per_shard :]
             packed, buffer = tuple(tuple(now[shard :: budget.num_shards]) for shard in range(budget.num_shards)), 0
         size = next(size for size in allowed if size >= max(map(len, packed)))
@@ -299,18 +301,18 @@ def _spread(
 
 
 class _Deal:
-    """The shards of one microbatch, while rows are dealt to them. It looks at few of them: those that have media of the
-    row, and the one with the fewest patches and rows; thousands of shards are no slower than ten."""
+    """The shards of one microbatch, while rows are dealt to them. A deal looks at few shards: those that hold media of
+    the row, and the one with the fewest patches and rows. So thousands of shards are no slower than ten."""
 
     def __init__(self, num_shards: int, most_rows: int, most_patches: int) -> None:
         self.shards: list[list[Row]] = [[] for _ in range(num_shards)]
         self.patches = [0] * num_shards
         self._most_rows, self._most_patches = most_rows, most_patches
-        self._holders: dict[int, set[int]] = {}  # shards that have an item's media
-        self._emptiest = [(0, 0, shard) for shard in range(num_shards)]  # a heap; entries that have changed stay in it
+        self._holders: dict[int, set[int]] = {}  # the shards that hold an item's media
+        self._emptiest = [(0, 0, shard) for shard in range(num_shards)]  # a heap, in which outdated entries stay
 
     def take(self, row: Row, patches: Mapping[int, int]) -> bool:
-        """Deals the row, whose items have so many patches each, unless no shard has room for it."""
+        """Deals the row to a shard, unless none has room; `patches` are those of each of the row's items."""
         media = [item for item, count in patches.items() if count]
         candidates = {shard for item in media for shard in self._holders.get(item, ())} | self._first()
         best: tuple[int, int, int, int] | None = None
@@ -331,8 +333,8 @@ class _Deal:
         return True
 
     def _first(self) -> set[int]:
-        """Returns the shard that has room for a row and the fewest patches, then the fewest rows; an empty set where
-        all are full."""
+        """Returns the shard with the fewest patches, then the fewest rows, that has room for a row; empty if all are
+        full."""
         while self._emptiest:
             held, rows, shard = self._emptiest[0]
             if rows < self._most_rows and (held, rows) == (self.patches[shard], len(self.shards[shard])):

@@ -1,6 +1,6 @@
-"""Spreads sequences over devices (`sharding.strategy` `ulysses`, `flex_ulysses`): which devices compute which sequence.
+"""Spreads sequences over devices (`sharding.strategy` `ulysses`, `flex_ulysses`).
 
-A planner decides for each microbatch; `fill` then lays it out.
+A planner chooses each sequence's devices, microbatch by microbatch; `fill` then lays the microbatches out.
 """
 
 import contextlib
@@ -26,17 +26,18 @@ from .work import calibrated, forward_seconds
 # (tokens, squares) of each sequence, the most tokens of a device -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
-# Columns of a row over the mean tokens of a device, for a plan that is to fill such rows, and where others waste less.
+# Columns of a row over the mean tokens of a device: the value for which a plan is made, and the largest worth trying.
 TIGHT, LOOSE = 1.02, 1.12
-TRIES = 2  # compiled rows for which a plan is made
-EVEN, NEARLY_EVEN = 1.03, 1.06  # the balance of a plan for other rows than it would choose; the latter saves a program
+TRIES = 2  # lengths of compiled rows for which a plan is tried
+# the largest imbalance of a plan made for given rows; the second value applies if the plan saves a program
+EVEN, NEARLY_EVEN = 1.03, 1.06
 
 
 class Spreading:
     """Plans microbatches in which each sequence is computed by one device or several together.
 
-    The query heads of `text` bound the degrees (None: nothing does). Raises ConfigError for degrees that the devices or
-    the heads do not allow, and for a calibration that can't be read or has not measured groups of these degrees.
+    The query heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
+    heads do not allow, and for a calibration that can't be read or that lacks groups of these degrees.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Spreading:
         self.room = dataclasses.replace(room, degree=self.degree)
 
     def check(self) -> None:
-        """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
+        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
         held = self.degree * self.room.tokens
         if self._longest_rollout > held:
             raise ConfigError(
@@ -74,15 +75,15 @@ class Spreading:
         return lay_out_share(share, self.room, self._tempered)
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        """Returns as few microbatches as the devices' memory allows, each with one row a device. Where new programs
-        have become rare, takes one more microbatch rather than a program for a step that is larger than all before; not
-        twice in a row.
+        """Returns as few microbatches as the devices' memory allows, each with one row a device. A step larger than all
+        before would need a new program; once new programs are rare, it gets one more microbatch instead, but not twice
+        in a row.
 
-        With `packing.share_prompts` a group is one sequence, its responses are branches behind one copy of the prompt;
-        otherwise each response is a sequence of its own. Raises ConfigError where no plan exists.
+        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
         items, room = [group.item for group in groups], self.room
-        # A group that not even all devices of a sharded sequence could hold is cut, its prompt computed twice.
+        # A group that exceeds all devices of a sharded sequence is cut, and its prompt is computed twice.
         pieces = pieces_of(items, room.tokens * self.degree, room.share_prompts)
         least = math.ceil(sum(tokens_of(items, piece) for piece in pieces) / (room.tokens * self._num_devices))
         counts = range(min(max(least, 1), len(pieces)), len(pieces) + 1)
@@ -110,9 +111,10 @@ class Spreading:
     def _part(self, groups: Sequence[TrainGroup], items: Sequence[Item], pieces: Sequence[Piece]) -> Part:
         """Returns the microbatch of these pieces.
 
-        A plan is made for the rows of compiled programs first, and for rows that hardly exceed the mean: they leave
-        least empty. If it is not even, the plan is free, but for those that are nearly as even and save a program.
-        Where measured costs decide what is spread, it is always free: given rows would overrule them.
+        A plan is first tried for the rows of compiled programs, then for rows slightly above the mean, which leave the
+        least padding. If none of these plans is even, the planner chooses freely, unless a nearly even plan saves a
+        program. If measured costs decide what is spread, the planner always chooses freely: given rows would overrule
+        the costs.
         """
         tokens = [tokens_of(items, piece) for piece in pieces]
         squares = [squares_of(items, piece) for piece in pieces]
@@ -136,7 +138,7 @@ class Spreading:
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
-        """Returns True if some program is large enough for the part, however much of it would be empty."""
+        """Returns True if some program is large enough for the part, with any amount of padding."""
         return bool(self._shapes.holding(part.needs, part.caps, self._num_devices))
 
     def _compiled(self, part: Part) -> Sizes | None:
@@ -144,8 +146,8 @@ class Spreading:
 
 
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
-    """Returns the most devices of one sequence, and the planner that `config.sharding` asks for, where a device holds
-    `room` tokens. Raises ConfigError as `Spreading` does."""
+    """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for, if a
+    device holds `room` tokens. Raises ConfigError as `Spreading` does."""
     settings, packing = config.sharding, config.packing
     try:
         limits = Limits(
@@ -186,7 +188,7 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """A cost model for sequences whose attention is quadratic in `squares` rather than in their lengths."""
+    """A cost model for sequences whose attention costs `squares` instead of the squares of their lengths."""
 
     cost: CostModel
     squares: Sequence[float]
@@ -196,14 +198,14 @@ class _Squares:
 
 
 def _explained(error: PlanError) -> str:
-    """Returns the message of an error with limits under the names that they have in the configuration."""
+    """Returns the error's message with the configuration's names of the limits."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
     return words.replace("limits.max_degree", "sharding.max_degree").replace("limits.num_heads", "the model's")
 
 
 def _deal(items: Sequence[Item], pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Deals pieces to microbatches: longest first, to the one with the fewest tokens. Within a microbatch, `pieces`
-    sets the order."""
+    """Deals pieces to microbatches: the longest first, to the microbatch with the fewest tokens. The pieces of a
+    microbatch keep their order in `pieces`."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]

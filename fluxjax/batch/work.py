@@ -1,4 +1,4 @@
-"""Estimates what sequences cost to compute, so that devices can be given equal work: measured seconds, or FLOPs."""
+"""Estimates the cost of computing sequences, so that devices get equal work: measured seconds, or FLOPs."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ Floats = np.ndarray  # f64, one for each sequence
 Estimate = Callable[[Floats, Floats, Floats], Floats]  # (tokens, squares, patches) of each sequence -> work
 Numbers = Sequence[int] | Sequence[float] | np.ndarray
 
-VERL_LINEAR = 24576.0  # verl's work of a token where that of attention is length**2
+VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention costs length**2
 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
-    """Returns a function that estimates the work of sequences, to compare them: in seconds where `sharding.calibration`
-    is given, else in FLOPs; by verl's formula where `text`, the decoder's sizes, is not given.
+    """Returns a function that estimates the work of sequences, to compare them: in seconds with `sharding.calibration`,
+    else in FLOPs, or by verl's formula without `text`, the decoder's sizes.
 
-    Its argument `squares` is twice the (query, key) pairs of attention, and media count for each sequence that shows
-    them. Raises ConfigError for a calibration that can't be read.
+    Its argument `squares` is twice the (query, key) pairs of attention; media count for each sequence that shows them.
+    Raises ConfigError for a calibration that can't be read.
     """
     if config.sharding.calibration:
         try:
@@ -35,12 +35,12 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
         )
     if text is None:
         return lambda tokens, squares, patches: VERL_LINEAR * tokens + squares
-    # Of a forward pass; a backward pass takes about twice as much of either. Matrix products cost two FLOPs a token and
-    # weight. A pair costs two for its score and two for its value, in each channel of all heads of each layer, and
-    # `squares` count a pair twice. So in units of `squares` a token costs
-    #     weights / (layers * heads * head_size),    weights = those of all matrices, the output head's among them,
-    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 counts the
-    # pairs behind the mask, too.
+    # The FLOPs are those of a forward pass; a backward pass takes about twice as many of each kind. Matrix products
+    # cost two FLOPs a token and weight. A pair costs two for its score and two for its value, in each channel of all
+    # heads of each layer, and `squares` count a pair twice. So in units of `squares` a token costs
+    # weights / (layers * heads * head_size),    weights = those of all matrices, including the output head,
+    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 also counts
+    # the pairs behind the mask.
     sizes = model_sizes(config, text, vision)
     token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
     patch = sizes.vision_flops() if vision is not None else 0.0
@@ -49,13 +49,13 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
 
 def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
     """Returns the seconds of a forward pass over each sequence, without its media."""
-    # Attention over a shared prompt is not quadratic in the length: the model is asked for that of equal work.
+    # Attention over a shared prompt is not quadratic in the length, so the model gets the length of equal work.
     return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
 
 
 def calibrated(config: Config, text: TextConfig | None, vision: VisionConfig | None = None) -> CostModel:
-    """Returns the cost model that `sharding.calibration` names, of a model of these sizes (None: of the one in the
-    file). Raises CostError for a file that can't be read."""
+    """Returns the cost model in the file `sharding.calibration`, for a model of these sizes (None: the file's model).
+    Raises CostError for a file that can't be read."""
     cost = _load(config.sharding.calibration)
     return cost if text is None else cost.of(model_sizes(config, text, vision))
 
@@ -64,7 +64,7 @@ _load = functools.cache(CostModel.load)
 
 
 def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = None) -> ModelSizes:
-    """Returns the trained model's sizes, as the cost model takes them."""
+    """Returns the trained model's sizes in the form that the cost model takes."""
     decoder = ModelSizes(
         name="the trained model",
         layers=text.num_layers,
