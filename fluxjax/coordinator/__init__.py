@@ -1,4 +1,5 @@
-"""Decides what happens when, as a pure state machine: see `machine.py`; a policy is a file of its own."""
+"""Decides the next actions of a run, as a pure state machine: see `machine.py`. Each policy is a file in
+`policies/`."""
 
 from .ledger import CoordinatorError, Ledger, PromptStage
 from .machine import Coordinator, SchedulingPolicy, Settings

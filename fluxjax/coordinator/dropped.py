@@ -1,7 +1,7 @@
-"""Groups that dynamic sampling dropped: how many since the last step, of which source and with which reward.
+"""Counts the groups that dynamic sampling dropped since the last step, by source and reward.
 
-Where all responses of every group are equally right, because the verifier is broken, or the prompts are far too
-easy or too hard, dynamic sampling would draw prompts for ever. `complaint` says when that is so.
+If all responses of every group have equal rewards, because the verifier is broken or the prompts are far too easy or
+too hard, dynamic sampling would draw prompts for ever. `complaint` reports that.
 """
 
 import collections
@@ -11,15 +11,16 @@ from ..base.types import Group
 from .run_settings import Settings
 from .saved import SavedState, State
 
-_NAMED = 3  # rewards of a source that a complaint names, the most frequent ones
+_NAMED = 3  # the number of a source's most frequent rewards that a complaint names
 
 
 class Dropped:
     """Counts the groups that were dropped; a part of the ledger."""
 
     def __init__(self) -> None:
-        self.groups: collections.Counter[tuple[str, float]] = collections.Counter()  # of this step, by source, reward
-        self.in_a_row = 0  # since the last group whose rewards differ
+        # of this step, by source and reward
+        self.groups: collections.Counter[tuple[str, float]] = collections.Counter()
+        self.in_a_row = 0  # dropped groups since the last group whose rewards differ
 
     @property
     def count(self) -> int:
@@ -31,9 +32,10 @@ class Dropped:
         self.in_a_row += 1
 
     def complaint(self, step: int, kept: int, settings: Settings) -> str:
-        """Returns why `step` will never be complete with the `kept` groups that it has; empty while it may be.
+        """Returns why `step` will never be complete with its `kept` groups; empty while it may become complete.
 
-        verl's bound: all of the step's groups, kept and dropped, come from so many batches of `prompts_per_step`.
+        verl's bound: the kept and dropped groups of a step come from at most `max_num_gen_batches` batches of
+        `prompts_per_step` prompts.
         """
         most, size = settings.max_num_gen_batches, settings.prompts_per_step
         too_many = most and self.count > (most - 1) * size and kept < size

@@ -1,8 +1,7 @@
-"""The rollout engines as the coordinator knows them: the weights that each serves, and the work that it has to do.
+"""The coordinator's books about rollout engines: the weights that each serves, and its remaining work.
 
-Beside them is the pace at which responses grow and groups are trained on, learnt from the times at which events come
-(`Tick`). Without such times, nothing is known of the pace. Old measurements fade, so that the pace may change during a
-run.
+`Pace` is the speed at which responses grow and groups are trained on, learnt from the times of events (`Tick`). Without
+such times, the pace is unknown. Old measurements fade, so that the pace may change during a run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,23 +15,23 @@ class EngineStates:
 
     def __init__(self, engines: int, degree: int = 1, kv_tokens: int = 0) -> None:
         self.degree = degree  # devices of each engine
-        self.kv_tokens = kv_tokens  # that the cache of each holds; 0: not known
+        self.kv_tokens = kv_tokens  # tokens that each engine's cache holds; 0: unknown
         self.served = [-1] * engines  # weight version of each engine
-        self.oldest = self.newest = -1  # of them
-        self.load = [0.0] * engines  # tokens that each is predicted to have to generate yet
-        self.running = [0] * engines  # responses on each
-        self.lent: set[int] = set()  # engines whose devices are training's, or will be when nothing runs there any more
-        # By request id: its engine, and the tokens that each of its running samples is predicted to need yet.
+        self.oldest = self.newest = -1  # the oldest and newest version of `served`
+        self.load = [0.0] * engines  # predicted tokens that each engine has yet to generate
+        self.running = [0] * engines  # responses that run on each engine
+        self.lent: set[int] = set()  # engines whose devices training uses, or will use once they are idle
+        # By request id: its engine, and by sample the predicted remaining tokens of each running response.
         self._open: dict[str, tuple[int, dict[int, float]]] = {}
 
     def __len__(self) -> int:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
-        """Returns the engine among `usable` with the least of `loads`: none that is lent, and not `avoid` unless there
-        is no other."""
+        """Returns the engine of `usable` with the smallest load, but no lent engine, and `avoid` only if there is no
+        other."""
         if avoid < 0 and not self.lent and len(usable) == len(loads):
-            return loads.index(min(loads))  # as below, but much faster with a thousand engines
+            return loads.index(min(loads))  # the result of the lines below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]
         preferred = [engine for engine in choices if engine != avoid]
         return min(preferred or choices, key=lambda engine: (loads[engine], engine))
@@ -44,7 +43,7 @@ class EngineStates:
         self.oldest, self.newest = min(self.served), max(self.served)
 
     def begin(self, request: Request, tokens: float) -> None:
-        """Notes that a request starts; each of its responses is predicted to have `tokens` tokens."""
+        """Notes the start of a request; each of its responses is predicted to have `tokens` tokens."""
         left = {sample: max(tokens - begun, 1.0) for sample, begun in request.to_come().items()}
         if left:
             self._open[request.rid] = request.engine, left
@@ -52,52 +51,52 @@ class EngineStates:
             self.running[request.engine] += len(left)
 
     def end_sample(self, request: str, sample: int) -> bool:
-        """Notes that a sample of a request ends. Returns whether it was still running."""
+        """Notes the end of a request's sample. Returns whether the sample was still running."""
         engine, left = self._open.get(request, (0, {}))
         if sample not in left:
             return False
         self.load[engine] -= left.pop(sample)
         self.running[engine] -= 1
         if not self.running[engine]:
-            self.load[engine] = 0.0  # what rounding leaves depends on who ended first, and would decide a tie
+            self.load[engine] = 0.0  # removes rounding errors, which depend on the order of ends and would decide a tie
         if not left:
             del self._open[request]
         return True
 
     def end(self, request: str) -> None:
-        """Notes that all samples of a request that still run end."""
+        """Notes the end of all running samples of a request."""
         _, left = self._open.get(request, (0, {}))
         for sample in list(left):
             self.end_sample(request, sample)
 
 
-_KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # weight of what was measured, when one more response, or portion, is
+_KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # factor on old measurements at each new response, or portion
 
 
 class _Rate:
-    """The rate, in amounts a second, of what was measured lately."""
+    """The rate of recent measurements, in amounts a second."""
 
     def __init__(self, kept: float) -> None:
         self._kept = kept
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> float:
-        """Returns the rate with one more measurement in it."""
+        """Adds a measurement and returns the new rate."""
         self._amount = self._kept * self._amount + amount
         self._seconds = self._kept * self._seconds + seconds
         return self._amount / self._seconds
 
 
 class Pace:
-    """Measures the pace of responses and of training. Policies read it; only the `Coordinator` writes. It is no part of
-    a checkpoint: a resumed run may be on another machine."""
+    """Measures the pace of responses and of training. Policies read it; only the `Coordinator` writes. Checkpoints omit
+    it: a resumed run may be on another machine."""
 
     def __init__(self) -> None:
-        self.growth = 0.0  # tokens by which one response grows a second, its wait for a slot included; 0: not known
-        self.training = 0.0  # tokens a second of which all of the trainer's devices compute gradients; 0: not known
+        self.growth = 0.0  # tokens a second of one response, including its wait for a slot; 0: unknown
+        self.training = 0.0  # tokens a second for which all trainer devices compute gradients; 0: unknown
         self._responses, self._steps = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
-        self._open: dict[str, tuple[float, int]] = {}  # running responses: when they began, and with how many tokens
-        self._began: tuple[float, int] | None = None  # training under way: when it began, and tokens
+        self._open: dict[str, tuple[float, int]] = {}  # running responses: start time, and tokens at the start
+        self._began: tuple[float, int] | None = None  # the training under way: start time, and tokens
 
     def tokens(self, rid: str, now: float) -> int:
         """Estimates how many tokens a running response has by now."""

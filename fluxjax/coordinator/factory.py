@@ -1,4 +1,4 @@
-"""Makes the coordinator, with its policy and its schedules, from the configuration."""
+"""Builds the coordinator, with its policy and its schedules, from the configuration."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -24,9 +24,10 @@ from .parallelism import ParallelismPlanner
 
 
 def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | None = None) -> Coordinator:
-    """Builds the coordinator that `config` describes, with another `policy` if one is given.
+    """Builds the coordinator that `config` describes, with the user's `policy` if there is one.
 
-    Raises `ConfigError` for a schedule that can't be read, and for settings that only built-in policies read."""
+    Raises `ConfigError` for a schedule that can't be read, and, beside a user's policy, for settings that only built-in
+    policies read."""
     switches = ("policy.dynamic_sampling", "stream_trainer.enabled", "speculative_sync.enabled")
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
@@ -54,7 +55,7 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 
 
 def make_policy(config: Config) -> SchedulingPolicy:
-    """Builds the policy of `config.policy`, with the settings of its own section."""
+    """Builds the policy of `config.policy`, with the settings in its section."""
     dynamic, tail, april = config.policy.dynamic_sampling, config.tail_batching, config.april
     rounds: dict[str, Any] = {
         "stream": StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None,

@@ -1,9 +1,9 @@
-"""The books of the coordinator: where every prompt and every response of the run is.
+"""The books of the coordinator: the stage of every prompt and every response of the run.
 
-A prompt is drawn, waits, is generated, has its responses scored, and is then either trained on exactly once or
-skipped with a reason; nothing else can happen to it. Facts come in from the runtime and may be late, repeated or
-about an attempt that was given up: those are counted in `ignored` and change nothing. What can't be explained
-that way is a `CoordinatorError`, which ends the run.
+A prompt is drawn, waits, is generated, has its responses scored, and is then either trained on exactly once or skipped
+with a reason; nothing else can happen to it. Facts that the runtime reports may be late, repeated or about an attempt
+that was given up: `ignored` counts these, and nothing else changes. Any other contradiction is a `CoordinatorError`,
+which ends the run.
 """
 
 import collections
@@ -29,46 +29,46 @@ class CoordinatorError(RuntimeError):
 
 class RunGivenUp(CoordinatorError):
     """No further step can be completed, because of the data, a reward or the engines. The message says in one line what
-    a user can mend; the books are not contradicted."""
+    a user can mend; unlike other `CoordinatorError`s it reports no contradiction."""
 
     def __str__(self) -> str:
         return RuntimeError.__str__(self)
 
 
 class PromptStage(enum.Enum):
-    __hash__ = object.__hash__  # of the name, by default: books are kept by stage
-    WAITING = "waiting"  # drawn, with no engine yet
-    DEFERRED = "deferred"  # parked, with no engine until the policy wants it
-    RUNNING = "running"  # responses are still to come
-    STOPPING = "stopping"  # parked, what it has is still to come
+    __hash__ = object.__hash__  # faster than an enum's hash of its name: books are kept by stage
+    WAITING = "waiting"  # drawn, and on no engine yet
+    DEFERRED = "deferred"  # parked, and on no engine until the policy generates it again
+    RUNNING = "running"  # an engine still generates its responses
+    STOPPING = "stopping"  # parked; the engine has yet to hand over the tokens generated so far
     LOST = "lost"  # this attempt can't complete: its engine failed, or a response was aborted
-    COMPLETE = "complete"  # all responses are there, rewards are still to come
-    SCORED = "scored"  # every response is there with its reward
+    COMPLETE = "complete"  # all responses have arrived, some rewards have not
+    SCORED = "scored"  # all responses and rewards have arrived
     TRAINING = "training"
 
 
 @dataclasses.dataclass
 class Entry:
-    """A prompt on its way from its draw to its training or skip. Its group is made of `responses` and `rewards`;
-    `begun` has the tokens that aborted responses had. All three are by sample."""
+    """A prompt from its draw to its training or skip. `responses` and `rewards` make up its group; `begun` has the
+    tokens of aborted responses. All three are by sample."""
 
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
-    n: int = 0  # responses that were launched
-    need: int = 0  # of them, in the group
+    n: int = 0  # responses that were started
+    need: int = 0  # the number of these responses that the group gets
     attempt: int = -1
-    failures: int = 0  # attempts that were lost
-    failure: str = ""  # why the last one was
+    failures: int = 0  # lost attempts
+    failure: str = ""  # why the last attempt was lost
     engine: int = 0
-    born: int = -1  # version that the engine served when the oldest of its responses began
+    born: int = -1  # version that the engine served when the oldest response began
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
     rewards: dict[int, Reward] = dataclasses.field(default_factory=dict)
     begun: dict[int, Response] = dataclasses.field(default_factory=dict)
-    scored: Group | None = None  # its group, once that is
-    varied: bool = False  # scored, with rewards that differ
+    scored: Group | None = None  # the group, once it is scored
+    varied: bool = False  # whether the scored group has differing rewards
 
     def complete(self, varied_in: str) -> None:
-        """Makes its group of all responses and their rewards, and compares that field of these."""
+        """Makes the group from all responses and rewards, and compares the field `varied_in` of the rewards."""
         samples = tuple(Sample(self.responses[i], self.rewards[i]) for i in sorted(self.responses))
         self.scored = Group(self.prompt, samples).packed()
         self.varied = has_variance(self.scored, varied_in)
@@ -78,13 +78,13 @@ class Entry:
         return self.scored
 
     def so_far(self) -> tuple[Response | None, ...]:
-        """Returns the part of each response that is there, for `Request.begun`; empty if no response has any."""
+        """Returns the generated part of each response, for `Request.begun`; empty if no response has any."""
         kept = tuple(self.responses.get(i) or self.begun.get(i) for i in range(self.n))
         return kept if any(kept) else ()
 
     @property
     def longest(self) -> int:
-        """The tokens of its longest response that has ended; 0: none has ended."""
+        """The tokens of the longest ended response; 0 if none has ended."""
         return max((response.num_tokens for response in self.responses.values()), default=0)
 
     def park(self, *, keep: bool = False) -> Park:
@@ -107,8 +107,9 @@ class Ledger:
     def __init__(self, varied_in: str = "correct") -> None:
         self._varied_in = varied_in  # the field of rewards that dynamic sampling compares
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
-        self.unscored: dict[str, Response] = {}  # by rid: finished, `Score` not said yet; in order of arrival
-        self.surplus: dict[str, None] = {}  # rids that still run although their group is complete; in order
+        # by rid, in order of arrival: ended, but without a `Score` instruction yet
+        self.unscored: dict[str, Response] = {}
+        self.surplus: dict[str, None] = {}  # rids that still run although their group is complete, in order
         self.last_draw = -1
         self.drawn = 0  # prompts; always equals trained + skipped + live
         self.trained = 0  # prompts
@@ -116,11 +117,11 @@ class Ledger:
         self.skipped: list[Skipped] = []
         self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
         self.dropped = Dropped()  # scored groups that were skipped
-        self.accepted = 0  # whole responses taken in
-        self.epochs: dict[int, int] = {}  # epoch -> prompts of it that were trained on
+        self.accepted = 0  # complete responses that were accepted
+        self.epochs: dict[int, int] = {}  # number of prompts trained on, by epoch
         self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
         self._stages: dict[PromptStage, dict[int, Entry]] = {stage: {} for stage in PromptStage}
-        self._scoring: set[str] = set()  # rids whose reward is awaited
+        self._scoring: set[str] = set()  # rids whose reward has yet to arrive
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Ledger:
         return len(self.entries)
 
     def at(self, *stages: PromptStage) -> list[Entry]:
-        """Returns the prompts at these stages: one stage after the other, in draw order within each."""
+        """Returns the prompts at these stages, stage after stage, each in draw order."""
         found = []
         for stage in stages:
             entries = self._stages[stage]
@@ -139,7 +140,7 @@ class Ledger:
 
     def count(self, *stages: PromptStage) -> int:
         total = 0
-        for stage in stages:  # a loop: this is asked several times for each event of a run
+        for stage in stages:  # a loop for speed: each event of a run asks several times
             total += len(self._stages[stage])
         return total
 
@@ -163,8 +164,7 @@ class Ledger:
             self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
     def finish(self, response: Response, newest_version: int) -> None:
-        """Enters a response that has ended. Raises `CoordinatorError` for a token of a version that was never
-        published."""
+        """Enters a response that has ended. Raises `CoordinatorError` for a token of an unpublished version."""
         _, newest = response.version_span
         if newest > newest_version:
             raise CoordinatorError(
@@ -191,7 +191,7 @@ class Ledger:
             self._lose(entry, "a response was aborted")
 
     def reward(self, rid: str, reward: Reward) -> Entry | None:
-        """Enters the reward of a response. Returns the entry if its whole group is scored now."""
+        """Enters the reward of a response. Returns the entry if this completes the scoring of its group."""
         draw, _, sample = _parse(rid)
         entry = self.entries.get(draw)
         response = entry.responses.get(sample) if entry is not None else None
@@ -211,7 +211,7 @@ class Ledger:
         return None
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
-        """Enters that the engine lost these requests. A request whose responses are all here has lost nothing."""
+        """Enters that the engine lost these requests. A request whose responses have all arrived loses nothing."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
             if entry is not None and entry.stage in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -229,7 +229,7 @@ class Ledger:
     # --- decisions ------------------------------------------------------------------------------
 
     def generate(self, request: Request, served: int) -> None:
-        """Enters that a request is begun, on an engine that serves weight version `served`."""
+        """Enters that an engine that serves weight version `served` begins a request."""
         entry = self._at(request.prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST)
         need = request.need or request.n
         if request.attempt != entry.attempt + 1 or not 1 <= need <= request.n:
@@ -261,7 +261,7 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Enters that the gradients of these groups are computed, now or with others of the step; `train_done` ends the
+        """Enters that the gradients of these groups are computed, at once or later in the step; `train_done` ends the
         step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
@@ -286,8 +286,8 @@ class Ledger:
         return entry
 
     def _current(self, rid: str, kind: str) -> Entry | None:
-        """Returns the entry that `rid` belongs to; None if the fact comes too late to matter. Raises `CoordinatorError`
-        for an id that was never given out."""
+        """Returns the entry of response `rid`; None if the fact comes too late to matter. Raises `CoordinatorError` for
+        an id that no request has."""
         draw, attempt, sample = _parse(rid)
         entry = self.entries.get(draw)
         if entry is None:
@@ -322,7 +322,7 @@ class Ledger:
             self.dropped.in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
-        """Defers a parked prompt as soon as no more of it is to come."""
+        """Defers a parked prompt as soon as all of its started responses have arrived."""
         if entry.stage is PromptStage.STOPPING and len(entry.responses) + len(entry.begun) == entry.n:
             self._move(entry, PromptStage.DEFERRED)
 
@@ -349,8 +349,8 @@ class Ledger:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Saves what is generated at this moment as deferred: with the responses that it has, without the others.
-        Gradients computed early are not saved: their groups are scored, and trained on again."""
+        """Saves a prompt that is being generated as deferred, with the responses that have arrived. Gradients computed
+        early are not saved: their groups are saved as scored, and trained on again."""
         return {name: getattr(self, name) for name in _COUNTS} | {
             "dropped": self.dropped.state_dict(),
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
@@ -360,8 +360,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
-        """Restores the books. `prompts` has the prompt of each of the `entries` in the state, by draw; a prompt that is
-        missing, because it can't be prepared any more, is skipped."""
+        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw; an entry without a prompt
+        there can't be prepared any more and is skipped."""
         for name in _COUNTS:
             setattr(self, name, state[name])
         self.dropped.load_state_dict(state["dropped"])
@@ -382,7 +382,8 @@ class Ledger:
                     self.unscored[response.rid] = response
 
 
-_COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")  # of the ledger, saved as they are
+# numbers of the ledger that are saved unchanged
+_COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")
 _OF_PROMPT = ("draw", "id", "source", "row", "epoch")
 _OF_ENTRY = ("n", "need", "attempt", "failures", "failure", "born")
 

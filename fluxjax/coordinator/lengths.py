@@ -1,13 +1,13 @@
-"""Predicts how long a response will get, learning online from prompts, from earlier epochs and the rest of its group.
+"""Predicts the length of a response, learning online from prompts, earlier epochs and other responses of its group.
 
-Flux, insight 2 ("long-tail rollouts are predictable": prompt length, task, history, complexity); Flexes section 4.4
-projects KV-cache use with it. ln(tokens) of response j of prompt i is modelled as
+Sources: Flux, insight 2 ("long-tail rollouts are predictable": prompt length, task, history, complexity); Flexes,
+section 4.4, which projects KV-cache use by the prediction. The model of ln(tokens) of response j of prompt i is
 
     weights[source] . features(i) + effect(i) + noise(j),
 
-weights by ridge regression (`Level`), each source's shrunk towards those of all sources; the prompt's effect
-shrunk by how many of its responses are known; both variances estimated a source. `given_survival` corrects for what a
-response that runs on has survived.
+with weights by ridge regression (`Level`), each source's shrunk towards those of all sources. The prompt's effect is
+shrunk the less, the more of its responses have been observed; both variances are estimated for each source.
+`given_survival` conditions the prediction on the tokens that a running response already has.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from scipy.special import erfcx, log_ndtr, ndtri_exp
 from ..base.types import MediaKind, Prompt
 from .saved import SavedState, State
 
-WORDS = 32  # hashed words: prompts that share words are similar, and so are their lengths
+WORDS = 32  # hashed words: prompts that share words are similar, and so are the lengths of their responses
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
-_SOLVE_EVERY = 32  # responses between two solutions, more of them when thousands are known
-_MEMORY = 16_384  # responses after which older ones have lost most of their weight: the model follows the policy
-_TYPICAL = math.log(256)  # tokens, before anything was seen
-_VARIANCE = 0.6  # of ln(length), between prompts and again within one, before anything was seen
-_STRENGTH = 16  # observations that this counts like
+_SOLVE_EVERY = 32  # responses between two solutions; more when thousands have been observed
+# responses after which older ones have lost most of their weight, so that the model follows the policy
+_MEMORY = 16_384
+_TYPICAL = math.log(256)  # tokens, before any observation
+_VARIANCE = 0.6  # of ln(length), between prompts and again within a prompt, before any observation
+_STRENGTH = 16  # the number of observations that this prior counts as
 _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 
 
 def features(prompt: Prompt) -> np.ndarray:
-    """Returns f64[FEATURES], roughly in [-2, 2]: intercept, logs of text length, of words, digits and formula marks,
-    counts of images and videos, then hashed words."""
+    """Returns f64[FEATURES], roughly in [-2, 2]: an intercept, the logs of text length, words, digits and formula
+    marks, counts of images and videos, then hashed words."""
     text = prompt.text
     words = _WORD.findall(text.lower())
     digits, marks = len(_DIGIT.findall(text)), len(_MARK.findall(text))
@@ -65,42 +66,44 @@ FEATURES = _DENSE + WORDS
 
 
 def _prior_variances(intercept: float, dense: float, words: float) -> np.ndarray:
-    """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) a unit of the feature."""
+    """Returns f64[FEATURES], from standard deviations of the weights in ln(tokens) per unit of the feature."""
     return np.array([intercept] + [dense] * (_DENSE - 1) + [words] * WORDS) ** 2
 
 
 class Level:
-    """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` prompts and
-    `between` them: for all sources together, or for one, shrunk towards its `parent`, that of all.
+    """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
+    prompts. It covers all sources, or one source, shrunk towards its `parent`, the level of all sources.
 
-    Sufficient statistics are exact; weights are solved for again after every few responses. Older responses count
-    less: `_MEMORY` is how many responses the regression looks back.
+    Sufficient statistics are exact; the weights are solved for again after every few responses. Older responses count
+    less: the regression looks back about `_MEMORY` responses.
     """
 
     def __init__(self, parent: Level | None = None) -> None:
         self._parent = parent
         prior = _prior_variances(2.0, 0.5, 0.05) if parent is None else _prior_variances(1.5, 0.3, 0.05)
-        self._precision = np.diag(1 / prior)  # of the weights before any response
+        self._precision = np.diag(1 / prior)  # the inverse prior variances of the weights
         self.gram = np.zeros((FEATURES, FEATURES))
         self.moment = np.zeros(FEATURES)
-        self._pending: list[tuple[np.ndarray, float, float]] = []  # (x, y, weight), not yet in the two above
+        # (x, y, weight) that `gram` and `moment` do not include yet
+        self._pending: list[tuple[np.ndarray, float, float]] = []
         self.fresh = 0  # responses since the last solution
-        self.responses = 0.0  # with older ones discounted
+        self.responses = 0.0  # the number of responses, with older ones discounted
         self.weights = np.zeros(FEATURES)
         self.weights[0] = _TYPICAL
         self._start = self.weights.copy()
         self.covariance = np.diag(prior)
-        self.version = 0  # grows with every solution
+        self.version = 0  # grows by one at every solution
         self.within = self.between = _VARIANCE
-        self.shift = 0.0  # of ln(length) lately, beside the regression
-        self.sums = [0.0] * 4  # squares within groups and how many, squares of residuals and how many (groups)
+        self.shift = 0.0  # recent change of ln(length), beside the regression
+        self.sums = [0.0] * 4  # within groups: sum of squares, responses; of residuals: sum of squares, groups
         if parent is not None:
             self._settle()
 
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
-        """Enters a response with its squared deviation from its group (None: it is the group's first) and from the
-        regression."""
-        if within is None:  # the regression knows the group of the others, so that their residuals are too small
+        """Enters a response with its squared deviation `within` its group (None: it is the group's first) and its
+        squared residual from the regression."""
+        # only the first: the regression has learnt from the group's other responses, so their residuals are too small
+        if within is None:
             self.sums[2] += residual
             self.sums[3] += 1
         else:
@@ -113,7 +116,7 @@ class Level:
             self._settle()
 
     def _settle(self) -> None:
-        """Estimates everything anew, shrunk towards the parent's variances and weights."""
+        """Estimates variances and weights again, shrunk towards the parent's."""
         parent, (squares, pairs, residuals, groups) = self._parent, self.sums
         within, between = (parent.within, parent.between) if parent else (_VARIANCE, _VARIANCE)
         total = (_STRENGTH * (within + between) + residuals) / (_STRENGTH + groups)
@@ -123,7 +126,7 @@ class Level:
         # Responses of one prompt share its effect: together they count like fewer independent ones.
         size = (pairs + groups) / max(groups, 1.0)
         self._solve(parent.weights if parent else self._start, self.within + size * self.between)
-        kept = (1 - 1 / _MEMORY) ** self.fresh  # the weight that everything entered so far has from now on
+        kept = (1 - 1 / _MEMORY) ** self.fresh  # the factor on all observations so far
         self.gram *= kept
         self.moment *= kept
         self.responses *= kept
@@ -133,7 +136,7 @@ class Level:
 
     def _solve(self, towards: np.ndarray, noise: float) -> None:
         """Solves for the weights, shrunk towards `towards`; `noise` is the variance of ln(length) of a response."""
-        if self._pending:  # all together: one product of matrices is much cheaper than many small ones
+        if self._pending:  # one matrix product is much cheaper than many small ones
             rows, targets, weights = zip(*self._pending, strict=True)
             x, scale = np.array(rows), np.array(weights)
             scaled = scale[:, None] * x
@@ -167,7 +170,7 @@ _VARIANCES = ("within", "between", "shift", "sums")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """The length of a whole response in tokens, those that it already has included.
+    """The length of an entire response in tokens, including those that it already has.
 
     `confidence` is the predicted probability that the length lies within a factor of two of `mean`.
     """
@@ -183,11 +186,11 @@ def log_tail(z: float) -> float:
 
 
 def given_survival(mu: float, sigma: float, running: int = 0, limit: int = 0) -> Prediction:
-    """Predicts the length min(L, limit) given L > running; `limit` 0: none."""
+    """Predicts the length min(L, limit) given L > running; `limit` 0: no limit."""
     if limit and running >= limit:
         return Prediction(float(running), float(running), 1.0)
     start, end = _standard(mu, sigma, running), _standard(mu, sigma, limit) if limit else math.inf
-    alive = log_tail(start)  # what is known: everything below is given that
+    alive = log_tail(start)  # all probabilities below are conditional on this one
     # E[L; L > x] is exp(mu + sigma^2 / 2) P(Z > z - sigma)
     beyond = log_tail(start - sigma)
     before_limit = math.exp(mu + 0.5 * sigma * sigma + beyond - alive) * -math.expm1(log_tail(end - sigma) - beyond)
@@ -209,26 +212,27 @@ def ends_by(mu: float, sigma: float, tokens: int, running: int = 0) -> float:
 
 
 def _standard(mu: float, sigma: float, tokens: float) -> float:
-    """Returns ln(tokens) in standard deviations from its mean."""
+    """Returns ln(tokens) in standard deviations `sigma` from its mean `mu`."""
     return (math.log(tokens) - mu) / sigma if tokens else -math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Censored:
-    """A response known to have more than so many tokens, as the Tobit model sees it (natural log units).
+    """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units).
 
-    `working` with weight `information` moves an estimate of mu like the likelihood of the censored observation does
-    (one Newton step); `mean` and `variance` are those of ln(length) given what is known.
+    `working` with weight `information` moves an estimate of mu as the likelihood of the censored observation does (one
+    Newton step); `mean` and `variance` are those of ln(length) given the censored observation.
     """
 
     working: float
-    information: float  # of one finished response; in (0, 1)
+    information: float  # in units of one finished response, in (0, 1)
     mean: float
     variance: float
 
 
 def censored(mu: float, sigma: float, tokens: int) -> Censored:
-    """Returns what `tokens` of an unfinished response tell. Few tokens tell nothing: `information` is then nearly 0."""
+    """Returns the information in `tokens` tokens of an unfinished response; for few tokens `information` is nearly
+    0."""
     z = (math.log(max(tokens, 1)) - mu) / sigma
     # Density(z) / P(Z > z), which is also E[Z | Z > z] (inverse Mills ratio).
     ratio = math.sqrt(2 / math.pi) / float(erfcx(z / math.sqrt(2)))
@@ -241,21 +245,21 @@ def censored(mu: float, sigma: float, tokens: int) -> Censored:
     )
 
 
-_HISTORY = 0.5  # weight of an earlier epoch's responses beside those of the epoch after it
-_FOLLOW = 1 / 1024  # of a response's deviation, by which the source's level moves: policies learn to answer longer
-_CACHED = 1 << 16  # prompts whose features are kept
+_HISTORY = 0.5  # weight of an earlier epoch's responses relative to the next epoch's
+_FOLLOW = 1 / 1024  # share of a response's deviation that moves the source's level: policies learn to answer longer
+_CACHED = 1 << 16  # prompts whose features are cached
 
 
 @dataclasses.dataclass(slots=True)
 class _SeenResponses:
-    """The responses seen of a prompt: of its latest draw, and in `past` what its earlier draws left."""
+    """The observed responses of a prompt: those of its latest draw, and in `past` a summary of its earlier draws."""
 
     draw: int
-    count: float = 0.0  # responses of this draw; a censored one counts as far as it tells
-    total: float = 0.0  # of their ln(length)
-    fixed: float = 0.0  # the regression's value at the last of them
+    count: float = 0.0  # responses of this draw; a censored one counts by its information
+    total: float = 0.0  # sum of their ln(length)
+    fixed: float = 0.0  # the regression's value at the last of these responses
     past_count: float = 0.0  # responses of earlier draws, discounted
-    past: float = 0.0  # their mean deviation from the regression of their time
+    past: float = 0.0  # their mean deviation from the regression of that time
 
     def add(self, y: float, weight: float, fixed: float) -> None:
         self.count += weight
@@ -263,7 +267,8 @@ class _SeenResponses:
         self.fixed = fixed
 
     def at(self, draw: int) -> _SeenResponses:
-        """Returns what is known at this draw of the prompt: itself, or all of it as what earlier draws left."""
+        """Returns the observations as of this draw of the prompt: for a later draw, all become a summary of the
+        past."""
         if draw == self.draw:
             return self
         if not self.count:
@@ -275,28 +280,29 @@ class _SeenResponses:
 
 
 class LengthPredictor:
-    """See the module's docstring. `limit`: tokens a response has at most (0: no limit).
+    """The predictor of the module's docstring. `limit`: the most tokens of a response (0: no limit).
 
-    What came since the last prediction is entered in the order of draws, whoever ended first: where nothing is asked
-    while responses run, predictions do not depend on time.
+    Observations since the last prediction are entered in the order of draws, not of arrival. So predictions do not
+    depend on time, unless some are made while responses run.
     """
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
             raise ValueError(f"limit is {limit} tokens; it must be at least 0")
         self.limit = limit
-        self._observed: list[tuple[int, int, Prompt, int, bool]] = []  # from draw and sample on; not entered yet
+        # (draw, sample, ...) of responses that are not entered yet
+        self._observed: list[tuple[int, int, Prompt, int, bool]] = []
         self._pooled = Level()
         self._sources: dict[str, Level] = {}
         self._known: dict[tuple[str, str], _SeenResponses] = {}
         self._cache: dict[tuple[str, str], tuple[np.ndarray, Level, int, float, float]] = {}
 
     def predict(self, prompt: Prompt, running: int = 0) -> Prediction:
-        """Predicts the length of a response to `prompt`, in tokens, given that it has `running` already and goes on."""
+        """Predicts the length in tokens of a response to `prompt` that has `running` tokens already and goes on."""
         return given_survival(*self._expected(prompt), running, self.limit)
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:
-        """Returns the probability that a response which has `running` tokens and goes on ends with at most `tokens`."""
+        """Returns the probability that a running response with `running` tokens ends with at most `tokens`."""
         if 0 < self.limit <= tokens:
             return 1.0
         return ends_by(*self._expected(prompt), tokens, running)
@@ -310,9 +316,8 @@ class LengthPredictor:
         return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _SeenResponses(prompt.draw))
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
-        """Enters a response of `length` tokens, the `sample`-th of its draw. Not `finished`: it was stopped with so
-        many tokens (a censored observation: it would have been longer). A response that fills `limit` is taken for
-        unfinished, too."""
+        """Enters response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped there (a
+        censored observation: it would have been longer). A response that fills `limit` counts as unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
         self._observed.append((prompt.draw, sample, prompt, length, finished))
@@ -340,7 +345,7 @@ class LengthPredictor:
             expected, y, weight = tail.mean, tail.working, tail.information
             within = level.within * ((expected - mu) ** 2 + tail.variance) / sigma**2 if n else None
             residual = (expected - fixed) ** 2 + tail.variance
-        # What the regression does not know yet is no variance of the responses.
+        # The regression's own uncertainty is no variance of the responses.
         residual *= (level.within + level.between) / (level.within + level.between + variance)
         known.add(y, weight, fixed)
         level.shift += _FOLLOW * (expected - mu)
@@ -361,7 +366,7 @@ class LengthPredictor:
         return x, fixed + level.shift, variance
 
     def state_dict(self) -> State:
-        """Leaves out the features, which are computed again when they are needed."""
+        """Omits the features, which are computed again when they are needed."""
         self._enter_observed()
         return {
             "pooled": self._pooled.state_dict(),
@@ -380,8 +385,8 @@ class LengthPredictor:
 
 
 def _posterior(level: Level, fixed: float, variance: float, known: _SeenResponses) -> tuple[float, float]:
-    """Returns mean and standard deviation of ln(length) of the prompt's next response. Its effect has the prior
-    N(fixed, between + variance)."""
+    """Returns mean and standard deviation of ln(length) of the prompt's next response. The prior of the prompt's effect
+    is N(fixed, between + variance)."""
     prior = level.between + variance
     precision = 1 / prior + (known.count + known.past_count) / level.within
     deviation = known.total - known.count * fixed + known.past_count * known.past

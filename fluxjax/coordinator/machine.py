@@ -2,11 +2,11 @@
 
 No I/O, no clock, no threads, no randomness. Three parts share the work:
 
-- the `Ledger` knows where every prompt and response is,
-- the `Coordinator` below enters events and instructions into the books and refuses what contradicts them,
-- a `SchedulingPolicy` reads the books and decides what to do next. Each policy is a file of its own in `policies/`.
+- the `Ledger` holds the stage of every prompt and response,
+- the `Coordinator` below enters events and instructions into the books and refuses contradictions,
+- a `SchedulingPolicy` reads the books and decides the next instructions. Each policy is a file in `policies/`.
 
-The runtime (asyncio, or a simulation on virtual time) carries the instructions out and reports what happened.
+The runtime (asyncio, or a simulation on virtual time) carries the instructions out and reports the results.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from .saved import SavedState, State
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741
 
-_LINES = 12  # of the log, in an error
+_LINES = 12  # of the log, shown in an error
 
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Decides what to do next, and never changes the books itself. It is asked after every event, until it says nothing
-    more."""
+    """Decides the next instructions, and never changes the books itself. It is asked again after every event, until it
+    returns no instruction."""
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the next instructions, all possible in the state as it is; none: wait for events."""
+        """Returns the next instructions, all possible in the present state; none: wait for events."""
         ...
 
     def state_dict(self) -> State:
-        """Returns what the policy remembers from step to step."""
+        """Returns the policy's memory from step to step."""
         ...
 
     def load_state_dict(self, state: SavedState) -> None: ...
 
 
 class Coordinator:
-    """The state machine of the module's docstring. Everything public is for policies and displays to read."""
+    """The state machine of the module's docstring. Public attributes are for policies and displays to read."""
 
     def __init__(
         self,
@@ -59,10 +59,11 @@ class Coordinator:
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
         """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields. `parallelism`
-        says how many devices an engine is to have, from the `rollout/preemptions` of each step; None: they stay."""
+        chooses the number of devices of an engine, from the `rollout/preemptions` of each step; None: it never
+        changes."""
         self.settings = settings
         self.schedules = dict(schedules or {})
-        self._scored: list[Group] = []  # that they have not learned from
+        self._scored: list[Group] = []  # groups that the schedules have not learned from yet
         self.policy = policy
         self.ledger = Ledger(settings.dynamic_sampling_by.value)
         self.fleet = EngineStates(settings.engines, settings.degree, settings.kv_tokens)
@@ -72,15 +73,15 @@ class Coordinator:
         self.step = 0  # optimizer steps done
         self.version = -1  # of the weights that the trainer holds; -1 before the start
         self.metrics: Mapping[str, float] = {}  # of the last step
-        # Not answered yet, at most one of each of `ANSWERED`.
+        # The instructions that no event has answered yet, at most one of each type of `ANSWERED`.
         self.awaiting: dict[type[messages.Instruction], messages.Instruction] = {}
         self.exhausted = False  # the data has no more prompts
-        self.stop_reason = ""  # why someone wants the run to stop
-        self.failure = ""  # why the run can't go on; it is then stopped, and raises this when it would have finished
+        self.stop_reason = ""  # why the run is asked to stop; "": it is not
+        self.failure = ""  # why the run can't go on: the run stops, and raises this error instead of finishing
         self.finished: messages.Finish | None = None
         self.now = 0.0  # seconds, as of the last tick
         self.log = MessageLog()
-        self._last_evaluation = (-1, False)  # step and whether it was a full evaluation
+        self._last_evaluation = (-1, False)  # the step, and whether it was a full evaluation
         self._saved = -1  # step of the last checkpoint
         self._snapshot = -1  # step of the last snapshot
 
@@ -93,7 +94,7 @@ class Coordinator:
 
     @property
     def ending(self) -> str:
-        """The reason why no further step will be begun; empty while there is a step to do. Only meaningful between
+        """The reason why no further step will begin; empty while there is a step to do. Only meaningful between
         steps."""
         if self.step >= self.settings.steps:
             return f"all {self.settings.steps} steps are done"
@@ -105,15 +106,14 @@ class Coordinator:
         return self.step / max(self.settings.steps - 1, 1)
 
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:
-        """Returns a schedule's value at this step (for a prompt); `otherwise` where there is no such schedule."""
+        """Returns a schedule's value at this step (for a prompt); `otherwise` if there is no such schedule."""
         if prompt is not None:
             self._learn_scored()
         schedule = self.schedules.get(name)
         return otherwise if schedule is None else schedule.value(self.progress, prompt)
 
     def _learn_scored(self) -> None:
-        """Has schedules learn from the groups that were scored since they were last asked for a prompt's value, in the
-        order of draws, whoever was scored first."""
+        """Lets schedules learn from the groups scored since the last call, in the order of draws, not of scoring."""
         scored, self._scored = self._scored, []
         for group in sorted(scored, key=lambda group: group.prompt.draw):
             for schedule in self.schedules.values():
@@ -121,11 +121,12 @@ class Coordinator:
 
     @property
     def evaluated_step(self) -> int:
-        """The step after which the last evaluation was made; -1: none yet."""
+        """The step after which the last evaluation took place; -1: none yet."""
         return self._last_evaluation[0]
 
     def evaluation_due(self) -> messages.Evaluate | None:
-        """Returns what to evaluate before the next step: at step 0 and the end in full, in between every n steps."""
+        """Returns the evaluation due before the next step: a full one at step 0 and at the end, others every n
+        steps."""
         every = self.settings.evaluate_every
         full = self.step == 0 or bool(self.ending)
         if not full and not (every and self.step % every == 0):
@@ -135,8 +136,8 @@ class Coordinator:
         return None if done or messages.Evaluate in self.awaiting else messages.Evaluate(self.step, full)
 
     def checkpoint_due(self) -> messages.SaveCheckpoint | None:
-        """Returns what to save before the next step: a checkpoint every n steps and at the end, whatever ends the run;
-        a snapshot, at its own steps, where there is no checkpoint."""
+        """Returns the checkpoint or snapshot due before the next step. Checkpoints are due every n steps and at any end
+        of the run, snapshots at their own interval, unless there is a checkpoint."""
         every, often = self.settings.checkpoint_every, self.settings.snapshot_every
         due = self.ending or self.stop_reason or (every and self.step and self.step % every == 0)
         if due and self._saved != self.step:
@@ -147,11 +148,11 @@ class Coordinator:
     # --- events in, instructions out ------------------------------------------------------------
 
     def handle(self, event: messages.Event) -> list[messages.Instruction]:
-        """Takes one event in and returns what to do now, in this order.
+        """Takes in one event and returns the instructions to carry out now, in this order.
 
-        Responses and rewards may come late or twice; those change nothing. Raises `CoordinatorError` for an event
-        that can't be true, and for a policy that would break the books or wait for nothing; the error shows the last
-        lines of the log.
+        Late and repeated responses and rewards change nothing. Raises `CoordinatorError` for an event that can't be
+        true, and for a policy that would contradict the books or wait for nothing; the error shows the last lines of
+        the log.
         """
         if self.finished:
             return []
@@ -184,7 +185,7 @@ class Coordinator:
             self.awaiting[kind] = instruction
 
     def story(self, draw: int) -> list[str]:
-        """Returns what was heard and said about one prompt: a line a message that the log still has, oldest first."""
+        """Returns the log's lines about one prompt, oldest first: one line for each event or instruction."""
         return self.log.story(draw)
 
     _hear: Final = Handlers(messages.Event)
@@ -206,7 +207,7 @@ class Coordinator:
         if len(event.prompts) > count:
             raise CoordinatorError(f"{len(event.prompts)} prompts drawn, {count} asked for")
         self.ledger.draw(event.prompts, event.skipped)
-        # A source may replace what it skips, or leave that to us; too few of both together means the end.
+        # A source may replace skipped prompts, or leave that to the coordinator; fewer of both together mean the end.
         self.exhausted = len(event.prompts) + len(event.skipped) < count
         if self.ledger.skipped_in_a_row >= self.settings.max_skipped_in_a_row:
             raise RunGivenUp(
@@ -289,7 +290,7 @@ class Coordinator:
 
     def _answered(self, kind: type[I], event: messages.Event) -> I:
         """Returns the instruction that the event answers. Raises `CoordinatorError` if there is none, or if a field
-        that both have differs."""
+        that instruction and event share differs."""
         order = self.awaiting.pop(kind, None)
         if not isinstance(order, kind):
             raise CoordinatorError(f"{type(event).__name__} answers no {kind.__name__} under way")
@@ -327,8 +328,7 @@ class Coordinator:
 
     @_say.of(messages.Skip)
     def _skip(self, order: messages.Skip) -> None:
-        """Enters a skip. A run that finds nothing to learn from is stopped: what was trained so far is worth a
-        checkpoint."""
+        """Enters a skip. Stops a run that finds nothing to learn from, with a checkpoint of its training so far."""
         ledger = self.ledger
         ledger.skip(order.prompt, order.reason)
         kept = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
@@ -379,7 +379,7 @@ class Coordinator:
 
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:
-        # Now, not when it is saved: the checkpoint itself must say that this step has one.
+        # Set now, not after saving: the checkpoint itself must record that this step has one.
         if order.snapshot:
             self._snapshot = order.step
         else:
@@ -396,13 +396,13 @@ class Coordinator:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns everything that decides the rest of the run, when `SaveCheckpoint` is said. Raises `CoordinatorError`
-        while a step is trained."""
+        """Returns all state that decides the rest of the run; for `SaveCheckpoint`. Raises `CoordinatorError` while a
+        step is trained."""
         if messages.Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
         self._learn_scored()
         ledger = self.ledger.state_dict()
-        if self.failure:  # whoever mends the reward begins to count anew
+        if self.failure:  # a run whose reward was mended counts from zero
             ledger["dropped"] = Dropped().state_dict()
         return {
             "step": self.step,
@@ -418,7 +418,7 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt] | None = None) -> None:
-        """Continues where `state` was taken. Call before `Started`; the settings may have changed since. `prompts` are
+        """Continues from `state`. Call before `Started`; the settings may differ from those of `state`. `prompts` are
         those of `state["ledger"]["entries"]`, by draw."""
         if self.served >= 0:
             raise CoordinatorError("state can only be loaded before the start")

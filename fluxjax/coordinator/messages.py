@@ -1,11 +1,10 @@
-"""Everything the coordinator hears (events) and says (instructions), as plain frozen data; each has its `Handlers`.
+"""Everything that the coordinator hears (events) and says (instructions), as frozen data with `Handlers`.
 
-This is where a new message begins: write its class here and, for an instruction that is answered by an event, a line
-in `ANSWERS`. `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
-
-The last messages are kept for people who look for what went wrong (`MessageLog`); no part of a checkpoint. Lines are
-written when they are read: to keep a message costs about a microsecond. A step of 8,192 responses has some 25,000
-messages, so in runs of that size the log reaches back less than a step.
+To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
+`Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
+`MessageLog` holds the last messages for people who look for an error; checkpoints omit it. Its lines are written when
+they are read: storing a message costs about a microsecond. A step of 8,192 responses has some 25,000 messages, so in
+runs of that size the log reaches back less than a step.
 """
 
 import collections
@@ -20,8 +19,8 @@ ABORTED = "abort"  # the value of `rollout.engine.FinishReason.ABORT`
 
 
 def request_id(draw: int, attempt: int) -> str:
-    """Returns the id of one generation of a prompt. Its length is fixed: SGLang aborts by prefix, so no id may begin
-    another."""
+    """Returns the id of one generation of a prompt. All ids have one length: SGLang aborts by prefix, so no id may be
+    the beginning of another."""
     return f"{draw:08d}.{attempt:02d}"
 
 
@@ -56,7 +55,7 @@ class Started(Event):
 
 
 class PromptsDrawn(Event):
-    """The answer to `DrawPrompts`: usable prompts in draw order, fewer than asked only if the data is exhausted.
+    """The answer to `DrawPrompts`: usable prompts in draw order, fewer than asked for only if the data is exhausted.
     `skipped` are prompts that could not be prepared, as (prompt, reason)."""
 
     prompts: tuple[Prompt, ...]
@@ -64,7 +63,8 @@ class PromptsDrawn(Event):
 
 
 class ResponseFinished(Event):
-    """One sample of a prompt ended (stop, length, or abort with what it had, what it was begun with included)."""
+    """One sample of a prompt ended (stop, length, or abort). The response includes tokens that the request began
+    with."""
 
     response: Response
 
@@ -75,28 +75,28 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the
-    step's, for policies that steer by them."""
+    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are those of
+    the step, for policies that steer by them."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Accumulated(Event):
-    """The gradients of `Accumulate` are computed and kept until the `Train` of this step."""
+    """The gradients of `Accumulate` are computed; the trainer holds them until the `Train` of this step."""
 
     step: int
 
 
 class Lent(Event):
-    """Nothing runs on the engines of `Lend` any more: training may use their devices."""
+    """The engines of `Lend` are idle: training may use their devices."""
 
     engines: tuple[int, ...]
 
 
 class ParallelismSet(Event):
-    """There are so many engines now, of `degree` devices each, all awake; they serve the oldest weights that any of
-    those before did. `kv_tokens` is what the cache of each holds; 0: as much as before."""
+    """The fleet now has `engines` engines of `degree` devices, all awake. They serve the oldest weights that any of the
+    engines before them served. `kv_tokens`: tokens that each cache holds; 0: unchanged."""
 
     degree: int
     engines: int
@@ -111,7 +111,7 @@ class WeightsPublished(Event):
 
 class Evaluated(Event):
     step: int
-    given_up: bool = False  # for a stop: the resumed run makes it
+    given_up: bool = False  # because of a stop: the resumed run evaluates
 
 
 class CheckpointSaved(Event):
@@ -119,15 +119,16 @@ class CheckpointSaved(Event):
 
 
 class EngineFailed(Event):
-    """The engine lost everything in flight for these requests; their prompts must be generated again."""
+    """The engine lost these requests with all their tokens; their prompts must be generated again."""
 
     request_ids: tuple[str, ...]
     reason: str
 
 
 class StopRequested(Event):
-    """Someone wants the run to end with a checkpoint, so that it can be resumed: at the next step boundary, or within a
-    step for which dynamic sampling would have to draw on. `failed`: it ends with an error, which the reason is."""
+    """A request to end the run with a checkpoint, so that it can be resumed: at the next step boundary, or within a
+    step for which dynamic sampling would have to draw further prompts. `failed`: the run ends with the error
+    `reason`."""
 
     reason: str
     failed: bool = False
@@ -148,14 +149,15 @@ class DrawPrompts(Instruction):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`n` responses to a prompt on one engine. The first `need` of them to end make its group (0: all of them)."""
+    """`n` responses to a prompt on one engine. The first `need` that end make up the group (0: all of them)."""
 
     prompt: Prompt
     n: int
-    attempt: int = 0  # grows when a prompt is generated again; part of the request id
+    attempt: int = 0  # grows by one when a prompt is generated again; part of the request id
     need: int = 0
-    engine: int = 0  # its index
-    begun: tuple[Response | None, ...] = ()  # responses to go on with, one a sample (None: from the start), or none
+    engine: int = 0  # the engine's index
+    # responses to continue, one for each sample (None: from the start), or empty
+    begun: tuple[Response | None, ...] = ()
     temperature: float | None = None  # of sampling; None: the run's
 
     @property
@@ -163,7 +165,7 @@ class Request:
         return request_id(self.prompt.draw, self.attempt)
 
     def to_come(self) -> dict[int, int]:
-        """Returns the samples that are generated, each with the number of tokens that it begins with."""
+        """Returns the samples that are to be generated, each with its number of tokens at the start."""
         begun = {i: before for i, before in enumerate(self.begun) if before is not None}
         whole = {i for i, before in begun.items() if before.finish != ABORTED}
         return {i: begun[i].num_tokens if i in begun else 0 for i in range(self.n) if i not in whole}
@@ -176,17 +178,17 @@ class Generate(Instruction):
 
 
 class Abort(Instruction):
-    """End a request (all its responses) or one response; ids that have ended already do no harm."""
+    """End a request (all its responses) or one response; an id that has ended already is ignored."""
 
     rid: str
 
 
 class Park(Instruction):
-    """End the request of a prompt that is not trained on yet, which is its newest `attempt`; the prompt is deferred
-    until it is generated again.
+    """End `attempt`, the newest request of a prompt that is not trained on yet. The prompt is deferred until it is
+    generated again.
 
-    With `keep`, each of its running responses is reported as aborted and goes on later, from where it is, under
-    whatever weights are served then; else nothing of it is used.
+    With `keep`, each running response is reported as aborted and continues later from its last token, under the weights
+    served then; else its tokens are dropped.
     """
 
     prompt: Prompt
@@ -204,22 +206,22 @@ class Score(Instruction):
 
 
 class Skip(Instruction):
-    """Give this prompt up: it will not be trained on. `reason` goes into the run's summary."""
+    """Give this prompt up: it will not be trained on. The run's summary shows `reason`."""
 
     prompt: Prompt
     reason: str
 
 
 class Lend(Instruction):
-    """Put these engines to sleep as soon as what was parked on them has ended; training may use their devices until
-    the next `PublishWeights` to them, which wakes them."""
+    """Put these engines to sleep as soon as the requests parked on them have ended. Training may use their devices
+    until the next `PublishWeights` to them, which wakes them."""
 
     engines: tuple[int, ...]
 
 
 class Accumulate(Instruction):
-    """Compute the gradients of these groups now, for the `Train` of `step`; nothing is updated. On the devices of
-    these lent engines, or on the trainer's own if none are given."""
+    """Compute the gradients of these groups now, for the `Train` of `step`, without an update: on the devices of these
+    lent engines, or on the trainer's own if `engines` is empty."""
 
     step: int
     groups: tuple[Group, ...]
@@ -227,46 +229,46 @@ class Accumulate(Instruction):
 
 
 class Train(Instruction):
-    """One optimizer step over these groups, in this order, and over those of the step's `Accumulate` before it, none of
-    which is among these; advantages are not yet filled in. Steps count from 1: after it, `step` steps are done."""
+    """One optimizer step over these groups, in this order, and over the groups of the step's earlier `Accumulate`s; no
+    group is in both. Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
 
 
 class PublishWeights(Instruction):
-    """Serve the trainer's weights, `version`, on these engines (none given: on all). What runs there goes on under
-    them; those that were lent wake up."""
+    """Serve the trainer's weights, `version`, on these engines (empty: on all). Running responses continue under the
+    new weights; lent engines wake up."""
 
     version: int
     engines: tuple[int, ...] = ()
 
 
 class SetParallelism(Instruction):
-    """Engines of `degree` devices each from now on, on the same devices as before: as many as that makes. Said when
-    nothing is generated or trained. What `engine` and `engines` mean elsewhere begins anew with the answer."""
+    """Rebuild the fleet on the same devices: engines of `degree` devices each, as many as fit. Said when nothing is
+    generated or trained. Engine indices in other messages refer to the new fleet after the answer."""
 
     degree: int
 
 
 class Evaluate(Instruction):
-    """Measure the published weights on held-out prompts; `full` at the start and the end of the run."""
+    """Evaluate the published weights on held-out prompts; `full` at the start and the end of the run."""
 
     step: int
     full: bool = False
 
 
 class SaveCheckpoint(Instruction):
-    """Save the state as it is now, before any later instruction is carried out: on disk, or, as a snapshot, in the
-    memory of the hosts."""
+    """Save the present state, before any later instruction is carried out: on disk, or, as a snapshot, in the memory of
+    the hosts."""
 
     step: int
     snapshot: bool = False
 
 
 class Finish(Instruction):
-    """Nothing is left to do, `step` steps are done. `reason` is for people; `complete` is False when the run was
-    stopped early and can be resumed."""
+    """The run is over after `step` steps. `reason` is for people; `complete` is False if the run was stopped early and
+    can be resumed."""
 
     step: int
     reason: str
@@ -302,8 +304,8 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
 
     self._carry_out[type(instruction)](self, instruction)
 
-    Raises `TypeError` for a type that is handled twice, and when the class is made for one that is not handled (Python
-    3.11 shows it as the cause of a `RuntimeError`).
+    Raises `TypeError` for a type with two handlers, and, as the class is created, for a type without a handler (Python
+    3.11 shows the error as the cause of a `RuntimeError`).
     """
 
     def __init__(self, family: type[Message]) -> None:
@@ -331,15 +333,16 @@ _SHOWN = 4  # ids of a message that concerns many prompts
 
 
 class MessageLog:
-    """The last messages, kept for `Coordinator.story` and `CoordinatorError`."""
+    """The last messages, for `Coordinator.story` and `CoordinatorError`."""
 
     def __init__(self) -> None:
-        # Step under way, seconds, type of the message, what it concerns, and its %-format with the values.
+        # The step under way, seconds, the message's type, the prompts that it concerns, and its %-format with the
+        # values.
         self._kept: collections.deque[tuple[int, float, type[Message], Sequence[str | int], str, object]]
         self._kept = collections.deque(maxlen=KEPT)
 
     def add(self, step: int, now: float, message: Message) -> None:
-        """Adds a message. Ticks are left out: every line has its time."""
+        """Adds a message. Ticks are left out: every line shows its time."""
         kind = type(message)
         if kind is not Tick:
             self._kept.append((step, now, kind, *_told(message)))
@@ -352,15 +355,15 @@ class MessageLog:
         """Returns the lines that concern one prompt, oldest first."""
         prefix = request_id(draw, 0).partition(".")[0] + "."
         lines = []
-        for step, now, kind, ids, form, values in list(self._kept):  # another thread may add some meanwhile
+        for step, now, kind, ids, form, values in list(self._kept):  # a copy: another thread may add messages meanwhile
             if hit := [i for i in ids if i == draw or (isinstance(i, str) and i.startswith(prefix))]:
                 lines.append(_line(step, now, kind, hit, form, values))
         return lines
 
 
 def _told(message: Message) -> tuple[Sequence[str | int], str, object]:
-    """Returns what the log keeps of a message: the prompts that it concerns (draws, or ids of requests or responses),
-    and a %-format with its values. No tokens and no prompts: they would live as long as the log does."""
+    """Returns a message's entry in the log: the prompts that it concerns (draws, or ids of requests or responses), and
+    a %-format with its values. The entry holds no tokens and no prompts: they would live as long as the log."""
     match message:
         case ResponseFinished(response):
             return (response.rid,), "%d tokens, %s", (response.num_tokens, response.finish)

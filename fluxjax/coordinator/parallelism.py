@@ -1,8 +1,8 @@
-"""The parallelism planner: on how many devices an engine computes, chosen anew each step (Flexes, section 4.2).
+"""The parallelism planner chooses the number of devices of an engine, again for each step (Flexes, section 4.2).
 
-Where the caches are full, engines take the place from running responses and compute them again later: preemptions. More
-devices an engine leave more room beside the weights, but fewer engines and more communication. So a sudden rise of
-preemptions doubles the degree, and some steps without any halve it.
+An engine whose cache is full takes pages from running responses and computes them again later: a preemption. More
+devices in an engine leave more room beside the weights, but mean fewer engines and more communication. So a sudden rise
+of preemptions doubles the degree, and several steps without preemptions halve it.
 """
 
 from ..config import ParallelismConfig
@@ -10,10 +10,10 @@ from .saved import SavedState, State
 
 
 class ParallelismPlanner:
-    """`degree` is how many devices an engine is to have now: a power of two within `[least, most]`.
+    """`degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 
-    `devices` is the number that all engines have together, 0 if not known; `start` is the degree at the start, 0 for
-    that of the settings. Engines stay within a host: `settings.max_degree` is the number of its devices.
+    `devices` is the number of devices of all engines together, 0 if unknown; `start` is the degree at the start, 0 for
+    the degree of the settings. Engines stay within a host: `settings.max_degree` is the number of a host's devices.
     """
 
     def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:
@@ -23,13 +23,13 @@ class ParallelismPlanner:
         self.least = min(settings.min_degree, self.most)
         self.degree = self._within(start or settings.degree)
         self._before: int | None = None  # preemptions of the last step
-        self._calm = 0  # steps without, since the last with some or the last change
+        self._calm = 0  # steps without preemptions, since the last step with some or the last change
 
     def next(self, preemptions: int) -> int:
-        """Returns the degree for the next step, after a step with so many preemptions in all engines together.
+        """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
 
-        The degree doubles where they are more than `rise` times those of the step before (after none, any are more);
-        the first step has no step before it and only sets the measure. `calm` steps without preemptions halve it.
+        More than `rise` times the preemptions of the step before double the degree (after a step without any, one is
+        enough). The first step only sets the measure. `calm` steps without preemptions halve the degree.
         """
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")

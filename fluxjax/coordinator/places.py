@@ -1,9 +1,8 @@
-"""The books of which place looks at which medium, and which place holds it: FlexRL's MetaStore, and its balancing of
-preprocessors.
+"""The books of preprocessors: which one looks at a medium, and which one holds it: FlexRL's MetaStore and balancing.
 
-A pure state machine: each method is an event, and returns instructions. A key names a medium, and a place is a
-preprocessor. A wanted key is looked at by the place that holds it, else by the one with the least to look at. Keys of a
-place that is lost, or that did not answer in time, are looked at elsewhere; the first answer counts.
+A pure state machine: each method is an event, and returns instructions. A key names a medium; a "place" is a
+preprocessor. The holder of a requested medium looks at it, or else the preprocessor with the shortest queue. If a
+preprocessor is lost or does not answer in time, others look at its media; the first answer counts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """The place is to look at the medium."""
+    """The preprocessor is to look at the medium."""
 
     key: str
     place: str
@@ -25,7 +24,7 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Forget:
-    """The place need not look at the medium any more."""
+    """The preprocessor need not look at the medium any more."""
 
     key: str
     place: str
@@ -33,7 +32,7 @@ class Forget:
 
 @dataclasses.dataclass(frozen=True)
 class Accept:
-    """The answer of this place is the one that counts."""
+    """This preprocessor's answer is the one that counts."""
 
     key: str
     place: str
@@ -41,7 +40,7 @@ class Accept:
 
 @dataclasses.dataclass(frozen=True)
 class GiveUp:
-    """No place can look at the medium, and it is not wanted any more. `reason` is that of the last place."""
+    """No preprocessor can look at the medium; its request is dropped. `reason` is that of the last preprocessor."""
 
     key: str
     reason: str
@@ -49,7 +48,7 @@ class GiveUp:
 
 @dataclasses.dataclass(frozen=True)
 class Lapsed:
-    """The place has not answered for so long that it counts as lost."""
+    """The preprocessor's lease is over: it has been silent for so long that it counts as lost."""
 
     place: str
 
@@ -58,18 +57,18 @@ Instruction: TypeAlias = Look | Forget | Accept | GiveUp | Lapsed
 
 
 class MediumStage(enum.Enum):
-    WAITS = "waits"  # for a place
+    WAITS = "waits"  # for a preprocessor
     LOOKED_AT = "looked at"
     HELD = "held"
     UNUSABLE = "unusable"
-    FAILED = "failed"  # at a place, or at all
+    FAILED = "failed"  # at one preprocessor, or finally
     RELEASED = "released"
-    JOINED = "joined"  # the place, of no medium
+    JOINED = "joined"  # a preprocessor; no medium
     LOST = "lost"
 
 
 class Transition(NamedTuple):
-    key: str  # empty: of the place itself
+    key: str  # empty: the transition of a preprocessor
     place: str
     stage: MediumStage
     time: float
@@ -77,59 +76,59 @@ class Transition(NamedTuple):
 
 @dataclasses.dataclass
 class _Wanted:
-    place: str = ""  # that looks at it; empty: waits for one
-    failed: list[str] = dataclasses.field(default_factory=list)  # places, in order
+    place: str = ""  # the preprocessor that looks at the medium; empty: none yet
+    failed: list[str] = dataclasses.field(default_factory=list)  # preprocessors that failed, in order
 
 
 @dataclasses.dataclass
 class _Living:
-    """A place that is there, as the books know it."""
+    """A living preprocessor in the books."""
 
-    heard: float  # when it last answered, or got something to do after it had nothing
-    keys: dict[str, None] = dataclasses.field(default_factory=dict)  # that it looks at, in order
-    given: int = 0  # keys, ever
+    heard: float  # time of its last answer, or of its first request after it was idle
+    keys: dict[str, None] = dataclasses.field(default_factory=dict)  # media that it looks at, in order
+    given: int = 0  # requests so far
 
 
 class Places:
-    """The books of media and places. Times are of any one clock, in seconds. A place that has something to look at and
-    does not answer for `lease_seconds` is lost. A key that fails `attempts` times is given up. The holders of the last
-    `keep` media and the last `remember` transitions are kept."""
+    """The books of media and preprocessors. Times are seconds of any one clock. A preprocessor with requests that does
+    not answer for `lease_seconds` is lost. A medium that fails `attempts` times is given up. The books remember the
+    holders of the last `keep` media and the last `remember` transitions."""
 
     def __init__(
         self, lease_seconds: float, *, attempts: int = 4, keep: int = 1 << 16, remember: int = 1 << 14
     ) -> None:
         self._lease, self._attempts, self._keep = lease_seconds, attempts, keep
         self._wanted: dict[str, _Wanted] = {}
-        self._held: dict[str, str] = {}  # the place of each key, the newest last
+        self._held: dict[str, str] = {}  # the holder of each medium, the newest last
         self._living: dict[str, _Living] = {}
         self._history: collections.deque[Transition] = collections.deque(maxlen=remember)
 
     @property
     def living(self) -> tuple[str, ...]:
-        """The places that are there."""
+        """The living preprocessors."""
         return tuple(self._living)
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The wanted keys that no place looks at, because there is none."""
+        """The requested media that no preprocessor looks at, because none lives."""
         return tuple(key for key, wanted in self._wanted.items() if not wanted.place)
 
     def looks(self, place: str) -> tuple[str, ...]:
-        """Returns the keys that this place looks at."""
+        """Returns the media that this preprocessor looks at."""
         return tuple(self._living[place].keys) if place in self._living else ()
 
     def holder(self, key: str) -> str:
-        """Returns the place that holds the medium; empty if none is known."""
+        """Returns the preprocessor that holds the medium; empty if none is recorded."""
         return self._held.get(key, "")
 
     def nearest(self, key: str, busy: Mapping[str, int] | None = None) -> str:
-        """Returns the place to ask for the medium: its holder, else the one with the least to do, where `busy` says
-        what each place has to do beyond its looks. Empty if there is no place."""
+        """Returns the preprocessor to ask for the medium: its holder, or else the one with the least work; `busy`
+        counts each preprocessor's work beside its looks. Empty if no preprocessor lives."""
         return self._choice(key, (), busy or {})
 
     def place_joined(self, place: str, now: float) -> list[Instruction]:
-        """Enters a place, which takes its share of what the others have to look at. A place that was there already was
-        started anew."""
+        """Enters a preprocessor, which takes over its share of the others' queues. A preprocessor that is in the books
+        already was restarted."""
         instructions = self.place_lost(place, now)
         self._living[place] = _Living(now)
         self._note("", place, MediumStage.JOINED, now)
@@ -142,7 +141,7 @@ class Places:
         return instructions
 
     def place_lost(self, place: str, now: float) -> list[Instruction]:
-        """Removes a place. The books forget what it holds: when it starts anew, it holds nothing."""
+        """Removes a preprocessor and its holdings from the books: after a restart it holds nothing."""
         lost = self._living.pop(place, None)
         if lost is None:
             return []
@@ -151,16 +150,15 @@ class Places:
         return [instruction for key in lost.keys for instruction in self._dispatch(key, now)]
 
     def wanted(self, key: str, now: float) -> list[Instruction]:
-        """Enters that a medium is to be looked at. A medium that is wanted already is answered once, for all
-        callers."""
+        """Enters the request to look at a medium. Several requests for a medium get one answer, for all callers."""
         if key in self._wanted:
             return []
         self._wanted[key] = _Wanted()
         return self._dispatch(key, now)
 
     def answered(self, key: str, place: str, now: float, *, usable: bool = True) -> list[Instruction]:
-        """Enters that a place has looked at a medium. Such an answer may come late, and again; if the medium is
-        `usable`, the place holds it."""
+        """Enters that a preprocessor has looked at a medium. The answer may be late or repeated; if the medium is
+        `usable`, the preprocessor holds it."""
         if (living := self._living.get(place)) is not None:
             living.heard = now
         wanted = self._wanted.pop(key, None)
@@ -177,7 +175,7 @@ class Places:
         return instructions
 
     def failed(self, key: str, place: str, now: float, reason: str) -> list[Instruction]:
-        """Enters that a place could not look at a medium, for a reason of its own: another place shall try."""
+        """Enters that a preprocessor could not look at a medium, for a reason of its own: another one shall try."""
         if (living := self._living.get(place)) is not None:
             living.heard = now
         wanted = self._wanted.get(key)
@@ -193,7 +191,7 @@ class Places:
         return [GiveUp(key, reason)]
 
     def released(self, key: str, now: float) -> list[Instruction]:
-        """Enters that nobody wants a medium any more, nor asks for its holder."""
+        """Enters that nobody needs a medium or its holder any more."""
         wanted, holder = self._wanted.pop(key, None), self._held.pop(key, "")
         place = wanted.place if wanted is not None else holder
         if wanted is not None or holder:
@@ -204,7 +202,7 @@ class Places:
         return [Forget(key, wanted.place)]
 
     def tick(self, now: float) -> list[Instruction]:
-        """Enters that time has passed: places whose lease is over are lost."""
+        """Enters that time has passed: preprocessors whose lease is over are lost."""
         silent = [p for p, living in self._living.items() if living.keys and now - living.heard >= self._lease]
         instructions: list[Instruction] = [Lapsed(place) for place in silent]
         for place in silent:
@@ -212,7 +210,7 @@ class Places:
         return [i for i in instructions if not isinstance(i, Look) or i.place in self._living]
 
     def hold(self, key: str, place: str) -> None:
-        """Enters that a place holds a medium, as somebody else says."""
+        """Enters a hint from elsewhere that a preprocessor holds a medium."""
         if place not in self._living:
             return
         self._held.pop(key, None)
@@ -243,8 +241,7 @@ class Places:
         return [Look(key, place)]
 
     def _relief(self, place: str) -> str | None:
-        """Returns a key that this place can take over from the busiest place: the last one in its queue; None if there
-        is none."""
+        """Returns the last medium in the longest queue that this preprocessor can take over; None if there is none."""
         busiest = max(self._living, key=lambda name: len(self._living[name].keys))
         keys = self._living[busiest].keys
         if len(keys) - len(self._living[place].keys) < 2:

@@ -10,24 +10,27 @@ from ..config import Config, SampledBy
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """See the fields. Raises `ValueError` for counts with which no run is possible."""
+    """Raises `ValueError` for counts that allow no run."""
 
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
     engines: int = 1  # at the start
     degree: int = 1  # devices of each, at the start
-    max_new_tokens: int = 0  # of a response; 0: not known
-    kv_tokens: int = 0  # that the cache of an engine holds at the start; 0: not known
-    kv_reserved: int = 0  # of them, what a running response takes at least
+    max_new_tokens: int = 0  # of a response; 0: unknown
+    kv_tokens: int = 0  # tokens that an engine's cache holds at the start; 0: unknown
+    kv_reserved: int = 0  # the least number of cache tokens for a running response
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
     snapshot_every: int = 0  # steps; 0: never
     max_attempts: int = 3  # generations of a prompt before it is given up
-    max_skipped_in_a_row: int = 1000  # prompts that can't be prepared, or teach nothing: the data is unusable
-    max_num_gen_batches: int = 0  # of `prompts_per_step`, generated for a step with dynamic sampling; 0: no bound
+    # prompts that can't be prepared, or teach nothing, before the data counts as unusable
+    max_skipped_in_a_row: int = 1000
+    # batches of `prompts_per_step` generated for one step with dynamic sampling; 0: no bound
+    max_num_gen_batches: int = 0
     dynamic_sampling_by: SampledBy = SampledBy.CORRECT
-    rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name of each source's, for messages
+    # the reward's name for each source, for messages
+    rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         least = min(self.prompts_per_step, self.group_size, self.engines, self.max_attempts)
@@ -45,7 +48,7 @@ class Settings:
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=kv_tokens,
-            kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
+            kv_reserved=kv_tokens // config.rollout.slots,  # so that at most as many responses run as there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
             snapshot_every=config.checkpoint.snapshot_every,

@@ -1,4 +1,4 @@
-"""Writes responses as JSON and reads them back: a checkpoint holds nothing else of the coordinator."""
+"""Writes responses as JSON and reads them back, for the coordinator's part of a checkpoint."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from ..base.types import Response
 
 State = dict[str, Any]  # JSON-serialisable
-SavedState = Mapping[str, Any]  # as it was read from JSON
+SavedState = Mapping[str, Any]  # the state as read from JSON
 
 
 def responses_to_json(responses: Mapping[int, Response]) -> list[State]:

@@ -1,9 +1,9 @@
 """Chooses the scored groups that a step trains on (Flux, component 4): a pure function of groups, seed and step.
 
-Candidates are ordered (as drawn or stalest first; with `curriculum` easy first, and that order among equals), then
-taken stratum by stratum, each as many as its share of the candidates (`stratify`: of a staleness; `diversity`: of a
-source and its kinds of media), and within a stratum, where `lengths` is set, those that are about as long as the first
-one. What would soon be too old to be trained on goes before all that, so no group starves.
+Candidates are ordered: as drawn or stalest first; with `curriculum` easy groups first, with that order among equals.
+Then they are taken from each stratum in proportion to its candidates (`stratify`: strata by staleness; `diversity`: by
+source and kinds of media). With `lengths`, those of a stratum are taken that are about as long as the first candidate.
+Groups that would soon be too old are taken before all others, so no group starves.
 """
 
 import math
@@ -15,11 +15,11 @@ import numpy as np
 from ..base.types import Group
 from ..config import ComposerConfig, Order
 
-_CHOICE = 2  # candidates looked at for each one taken, where lengths are to be similar
+_CHOICE = 2  # candidates considered for each one taken, if lengths are to be similar
 
 
 def versions_behind(group: Group, version: int) -> int:
-    """Counts the versions between the trainer's weights and the oldest that generated a token of the group."""
+    """Counts the versions between the trainer's weights and the oldest weights that generated a token of the group."""
     oldest = min((v for sample in group.samples for v in sample.response.versions), default=version)
     return version - oldest
 
@@ -47,11 +47,11 @@ def compose(
 ) -> tuple[Group, ...]:
     """Chooses `count` of `groups`; returns them in draw order.
 
-    A group whose staleness is at least `max_staleness - 1`, and which could therefore become too old in the next step,
-    is taken first, the stalest before others. With everything off the rest is the first ones in draw order.
+    A group of staleness `max_staleness - 1` or more could become too old in the next step, so it is taken first,
+    stalest groups before others. Without any option, the other groups are taken in draw order.
 
-    `version` is the trainer's, `progress` of the run in [0, 1]. Raises `ValueError` where there are fewer than `count`
-    groups, or one that is more than `max_staleness` versions old.
+    `version` is the trainer's, `progress` that of the run, in [0, 1]. Raises `ValueError` for fewer than `count`
+    groups, and for a group that is more than `max_staleness` versions old.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     if not 0 <= count <= len(ordered):
@@ -82,7 +82,8 @@ def _stratum(group: Group, age: int, config: ComposerConfig) -> Hashable:
 
 
 def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:
-    """Orders by chance at the start of the run, by difficulty at its end, and by a mixture of both in between."""
+    """Orders candidates by chance at the start of the run, by difficulty at its end, by a mixture of both in
+    between."""
     by_difficulty = sorted(ranking, key=lambda i: hard[i])
     chance = 1 - min(max(progress, 0.0), 1.0)
     places = (1 - chance) * np.arange(len(ranking)) + chance * len(ranking) * rng.random(len(ranking))
@@ -107,7 +108,8 @@ def _choose(
         members = [i for i in rest if strata[i] == stratum]
         wanted = quota - sum(strata[i] == stratum for i in urgent)
         if lengths:
-            # The first one is nearest to itself: whatever its length, it is not passed over again and again.
+            # The first candidate is nearest to itself: it is taken, whatever its length, and not passed over again and
+            # again.
             members = sorted(members[: _CHOICE * wanted], key=lambda i: abs(lengths[i] - anchor))
         chosen.update(members[:wanted])
     return chosen
@@ -116,8 +118,8 @@ def _choose(
 def _quotas(
     sizes: Mapping[Hashable, int], least: Mapping[Hashable, int], count: int, rng: np.random.Generator
 ) -> dict[Hashable, int]:
-    """Returns how many to take of each stratum: proportional to its size and at least `least`, by largest remainders;
-    chance breaks ties."""
+    """Returns the number to take from each stratum: proportional to its size and at least `least`, by largest
+    remainders; chance breaks ties."""
     quotas: dict[Hashable, int] = {}
     open_, left, total = dict(sizes), count, sum(sizes.values())
     while over := [key for key, size in open_.items() if least.get(key, 0) * total > size * left]:

@@ -1,1 +1,1 @@
-"""Scheduling policies decide what happens when: one a file, and beside them what they consult."""
+"""Scheduling policies, which decide the next instructions, one in each file; and the helpers that they consult."""

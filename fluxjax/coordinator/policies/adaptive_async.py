@@ -1,16 +1,16 @@
 """Generation runs ahead of training, as far as measured staleness allows (Flux, component 1).
 
-How far is one number, the async ratio: prompts are submitted as long as
+One number, the async ratio, says how far: prompts are submitted as long as
 
     submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
 
-(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness in the place of its eta). At 0
-this is the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that
-the staleness of what is trained on stays at its target; well above it, or after `sync_interval` steps without, a
-barrier lets everything that runs end and be trained on before anything new begins.
+(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At 0 this is the
+synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the staleness
+of the trained data stays at its target. If staleness is far above the target, or `sync_interval` steps have passed
+without a barrier, a barrier lets all running responses end and be trained on before new prompts begin.
 
-Nothing is trained on that is more than `max_staleness` versions old: training waits for a group that would become
-older by missing the step, and a prompt that became older all the same is generated anew.
+No token that is more than `max_staleness` versions old is trained on. Training waits for a group that would become too
+old by missing the step; a prompt that still became too old is generated again.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from .rounds import Base, generate
 
 @dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
-    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays; `seed` is that of
+    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays; `seed` is for
     `selection.compose`."""
 
     settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
@@ -41,10 +41,10 @@ class AdaptiveAsync(Base):
         low, high = settings.min_ratio, settings.max_ratio
         self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
         self.staleness = 0.0  # moving average
-        self.barriers = 0  # forced so far
-        self.barrier = False  # nothing new begins until everything that runs is trained on
+        self.barriers = 0  # barriers forced so far
+        self.barrier = False  # nothing new begins until all running responses are trained on
         self.since_sync = 0  # steps
-        self.seen = -1  # step of which the metrics were taken in
+        self.seen = -1  # the step whose metrics were observed last
 
     @property
     def ratio(self) -> float:
@@ -82,7 +82,7 @@ class AdaptiveAsync(Base):
             self.barriers += 1
 
     def _publish(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Publishes new weights at once, to all engines; with `interrupt` off, to those where nothing runs."""
+        """Publishes new weights at once, to all engines; with `interrupt` off, to idle engines only."""
         if PublishWeights in coordinator.awaiting or coordinator.served == coordinator.version:
             return []
         if self.settings.interrupt:
@@ -92,7 +92,8 @@ class AdaptiveAsync(Base):
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Says what is due after a step, while engines go on; at the end and at a stop they are emptied first."""
+        """Returns what is due after a step, while engines run on; at the end and at a stop the engines are emptied
+        first."""
         ledger, awaiting = coordinator.ledger, coordinator.awaiting
         if awaiting.keys() & {Train, Evaluate, SaveCheckpoint, PublishWeights, DrawPrompts}:
             return []
@@ -112,7 +113,8 @@ class AdaptiveAsync(Base):
             return []
         if scored < needed and not (coordinator.exhausted and scored == ledger.live):
             return []
-        if coordinator.evaluation_due() or coordinator.checkpoint_due():  # once the new weights are out
+        # these come first, once the new weights are published
+        if coordinator.evaluation_due() or coordinator.checkpoint_due():
             return []
         limit, version = self.settings.max_staleness, coordinator.version
         if any(version - entry.born >= limit for entry in ledger.at(*_UNDER_WAY)):
@@ -159,7 +161,7 @@ class AdaptiveAsync(Base):
         return [engine for engine, served in enumerate(fleet.served) if served == coordinator.version]
 
     def _room(self, coordinator: Coordinator) -> int:
-        """Returns how many prompts may be submitted now."""
+        """Returns the number of prompts that may be submitted now."""
         settings = coordinator.settings
         steps = min(1 + self.ratio * self.settings.max_staleness, settings.steps - coordinator.step)
         return math.floor(steps * settings.prompts_per_step) - coordinator.ledger.live
@@ -177,7 +179,7 @@ class AdaptiveAsync(Base):
 
 
 def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
-    """Returns how far the policy has moved away from what generated its data, in [0, 1] (Flux, component 1).
+    """Returns the distance between the policy and the one that generated its data, in [0, 1] (Flux, component 1).
 
     The weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour || policy) in
     nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean number of

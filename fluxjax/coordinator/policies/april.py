@@ -1,9 +1,9 @@
-"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, and nothing is thrown away.
+"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, and no token is thrown away.
 
-A round ends with the first groups that are complete; what the others have so far is kept, token by token with its
-log-probs and versions, and goes on in the next round under the new weights. So responses may be of several versions:
-the importance correction of the algorithm accounts for that. Prompts that are predicted to end first are submitted
-first. A round waits for prompts that would become older than `max_staleness` versions by missing it.
+A round ends with the first complete groups. The tokens of the other groups stay in the books with their log-probs and
+versions; these groups continue in the next round under the new weights. So a response may have several versions; the
+algorithm's importance correction accounts for that. Prompts that are predicted to end first are submitted first. A
+round waits for prompts that would become older than `max_staleness` versions by missing it.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class April(Rounds):
-    """Keeps `oversample` prompts under way for each that a step needs, and trains on nothing that is more than
+    """Has `oversample` prompts under way for each prompt that a step needs, and trains on no token that is more than
     `max_staleness` versions old."""
 
     oversample: float = 1.5
@@ -42,7 +42,7 @@ class April(Rounds):
         if missing > 0 and not coordinator.exhausted and scored < needed:
             return [DrawPrompts(missing)]
         if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
-            # Those predicted to end first go first; what became too old starts afresh.
+            # Prompts that are predicted to end first go first; a prompt that became too old starts afresh.
             waiting.sort(key=lambda entry: (_left(coordinator, entry), entry.prompt.draw))
             size = coordinator.settings.group_size
             return generate(coordinator, waiting, size, size, keep=lambda entry: entry.born >= oldest)
@@ -66,7 +66,7 @@ class April(Rounds):
         return [*park, *self._train(coordinator, winners)]
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns only what no other prompt can displace: the oldest of all that are under way."""
+        """Returns only groups that no other prompt can displace: the oldest of all prompts under way."""
         entries = sorted(coordinator.ledger.entries.values(), key=_oldest_first)
         first = entries[: coordinator.settings.prompts_per_step]
         return [entry for entry in first if entry.stage is PromptStage.SCORED]
@@ -81,6 +81,6 @@ def _oldest_first(entry: Entry) -> tuple[int, int]:
 
 
 def _left(coordinator: Coordinator, entry: Entry) -> float:
-    """Predicts how many tokens the longest response of a prompt needs yet."""
+    """Predicts the remaining tokens of the prompt's longest response."""
     begun = [response.num_tokens for response in entry.begun.values()] or [0]
     return max(coordinator.lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)

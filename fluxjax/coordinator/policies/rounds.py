@@ -1,4 +1,4 @@
-"""The common part of policies that train in rounds: scoring, what failed, what comes between two rounds.
+"""The common part of policies that train in rounds: scoring, failures, and the actions between two rounds.
 
 A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
@@ -16,12 +16,12 @@ from ..saved import SavedState, State
 from .speculative_sync import SpeculativeSync
 from .stream_trainer import StreamTrainer
 
-_PATIENCE = 3  # prompts given up in a row, without one response in between, until the engines count as lost
+_PATIENCE = 3  # prompts given up in a row, without a response in between, after which the engines count as lost
 NO_VARIANCE = "dynamic sampling finds no difference between its responses"
 
 
 class EngineLost(RunGivenUp):
-    """Prompt after prompt fails on the engines and no response comes back: going on would only burn the data."""
+    """Prompt after prompt fails on the engines and no response arrives: going on would only burn the data."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -30,10 +30,10 @@ class Base:
 
     dynamic_sampling: bool = False
     _failed: int = dataclasses.field(default=0, init=False)  # prompts given up in a row, with no response in between
-    _accepted: int = dataclasses.field(default=0, init=False)  # responses taken in when the last one was given up
+    _accepted: int = dataclasses.field(default=0, init=False)  # `Ledger.accepted` when the last prompt was given up
 
     def _urgent(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Says what is done at once, whatever else goes on."""
+        """Returns the instructions that are due at once, in any situation."""
         ledger = coordinator.ledger
         if ledger.unscored:
             return [messages.Score(response) for response in ledger.unscored.values()]
@@ -41,12 +41,12 @@ class Base:
             return [messages.Abort(rid) for rid in ledger.surplus]
         if ledger.count(PromptStage.LOST):
             return self._again(coordinator, ledger.at(PromptStage.LOST)[0])
-        # Groups that teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
+        # Groups without variance teach nothing (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2).
         scored = ledger.at(PromptStage.SCORED) if self.dynamic_sampling else []
         return [messages.Skip(entry.prompt, NO_VARIANCE) for entry in scored if not entry.varied]
 
     def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
-        """Generates a lost group once more: samples depend on the prompt's seed only, so this biases nothing."""
+        """Generates a lost group again: samples depend only on the prompt's seed, so this adds no bias."""
         abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
@@ -61,10 +61,10 @@ class Base:
         return [abort, messages.Skip(entry.prompt, f"failed {entry.failures} times, last: {entry.failure}")]
 
     def _due(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Says what comes after a step, if anything: evaluation, checkpoint, the end of the run."""
+        """Returns the instruction after a step, if any: evaluation, checkpoint, the end of the run."""
         stopped = coordinator.stop_reason
         evaluation = coordinator.evaluation_due()
-        if evaluation and not stopped:  # a stop should be quick; the resumed run makes up for it
+        if evaluation and not stopped:  # a stop should be quick; the resumed run evaluates
             return [evaluation]
         if checkpoint := coordinator.checkpoint_due():
             return [checkpoint]
@@ -77,13 +77,13 @@ class Base:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
-    """The base of policies that train in rounds: subclasses define how a round begins, what happens in it, and which
-    groups it trains on. While a round waits, `stream` and `speculative` may train on complete groups. Nothing that is
-    more than `max_staleness` versions old is trained on."""
+    """The base of policies that train in rounds: subclasses define a round's beginning, its course, and the groups that
+    it trains on. While a round waits, `stream` and `speculative` may train on complete groups. No token that is more
+    than `max_staleness` versions old is trained on."""
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None
-    max_staleness = 0  # of the class, where it is no setting
+    max_staleness = 0  # a constant of the class, unless it is a setting
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if urgent := self._urgent(coordinator):
@@ -106,7 +106,7 @@ class Rounds(Base, abc.ABC):
     def _in_round(self, coordinator: Coordinator) -> bool: ...
 
     def _begin(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Opens a round; some prompts may be deferred from earlier ones."""
+        """Opens a round; earlier rounds may have left deferred prompts."""
         return self._round(coordinator)
 
     @abc.abstractmethod
@@ -114,24 +114,24 @@ class Rounds(Base, abc.ABC):
         """Returns the instructions within a round. Must not end the round while `coordinator.awaiting` something."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Returns whether a stop ends the round as it is: with dynamic sampling, its step may end late or never. Scored
-        groups stay in the books; the resumed run goes on with them."""
+        """Returns whether a stop ends the round at once: with dynamic sampling, its step may end late or never. Scored
+        groups stay in the books, and the resumed run continues with them."""
         dropped = coordinator.ledger.dropped.count
         return bool(coordinator.stop_reason and dropped and self._missing(coordinator) > 0)
 
     def _missing(self, coordinator: Coordinator) -> int:
-        """Returns how many groups the step lacks yet."""
+        """Returns the number of groups that the step still lacks."""
         trained = coordinator.ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
         return coordinator.settings.prompts_per_step - trained
 
     def _ready(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns the scored groups that the round will train on, whatever else becomes of it."""
+        """Returns the scored groups that the round will train on in any case."""
         ledger = coordinator.ledger
         left = coordinator.settings.prompts_per_step - ledger.count(PromptStage.TRAINING)
         return ledger.at(PromptStage.SCORED)[: max(left, 0)]
 
     def _early(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Says what can be done of the round's training while the round waits."""
+        """Returns the part of the round's training that can begin while the round waits."""
         if not self._helpers or not self._in_round(coordinator):
             return []
         ready = self._ready(coordinator)
@@ -170,15 +170,16 @@ class Rounds(Base, abc.ABC):
             return []
         for helper in self._helpers:
             helper.reset()
-        if lent := coordinator.fleet.lent:  # and nothing was trained: the weights are those that they serve
+        if lent := coordinator.fleet.lent:  # nothing was trained: the lent engines serve the present weights
             return [messages.PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
-        if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):  # lost after it was parked
+        # requests that were lost after a park, and began again
+        if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):
             return [entry.park(keep=True) for entry in begun]
         return self._due(coordinator) or self._begin(coordinator)
 
     def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns the deferred prompts that go on where they were, under the same weights: their engine was lent."""
+        """Returns the deferred prompts of lent engines, which continue elsewhere under the same weights."""
         if not coordinator.fleet.lent:
             return []
         deferred = coordinator.ledger.at(PromptStage.DEFERRED)
@@ -202,9 +203,8 @@ def generate(
     engines: Sequence[int] = (),
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
-    """Generates for each entry, on the engine with the least predicted work (of `engines`; none given: of all) that is
-    not lent. Entries to `keep` go on with the parts of their responses that are there, as many as they were begun
-    with."""
+    """Generates each entry on the engine of `engines` (empty: of all) that is not lent and has the least predicted
+    work. Entries to `keep` continue the parts of their responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:

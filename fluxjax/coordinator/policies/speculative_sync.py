@@ -1,10 +1,10 @@
-"""Speculative sync: training begins before a batch is complete, if it is predicted to be complete in time.
+"""Speculative sync: training begins before a batch is complete, if the batch is predicted to be complete in time.
 
-Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). Gradients of the complete groups
-take some time. When the responses that are missing are predicted to end within that time, with the wanted confidence,
-these gradients are computed now, on the trainer's devices; the update waits for the rest of the batch. So training is
-exactly as on-policy as without, and a wrong prediction costs nothing but a later end of what still runs, where engines
-and trainer share their devices.
+Source: Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). The gradients of the
+complete groups take some time. If the missing responses are predicted to end within that time, with at least the set
+confidence, these gradients are computed now, on the trainer's devices; the update waits for the rest of the batch. So
+training stays exactly as on-policy as without it. A wrong prediction costs only time, and only if engines and trainer
+share devices: the running responses then end later.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, response_id
 
-_LOOKS = 16  # in the time that the gradients take: predictions of many responses are work, too
+_LOOKS = 16  # predictions made in the time that the gradients take; each costs work for many responses
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,14 +26,14 @@ class SpeculativeSync:
 
     settings: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
-    _next: float = dataclasses.field(default=0.0, init=False)  # when to look again
+    _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 
     def reset(self) -> None:
         """Ends a round."""
         self._next = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """Returns what to do while a round goes on; the round will train on the `ready` groups, whatever else comes."""
+        """Returns the next instructions within a round; the round trains on the `ready` groups in any case."""
         pace, now = coordinator.pace, coordinator.now
         if coordinator.awaiting or not ready or not (pace.training and pace.growth) or now < self._next:
             return []
@@ -47,8 +47,8 @@ class SpeculativeSync:
 
 
 def probability(coordinator: Coordinator, seconds: float) -> float:
-    """Returns the predicted probability that the groups which the batch lacks are complete within this time; their
-    rewards may come later. Of more prompts than are needed, those count that are likeliest to be in time."""
+    """Returns the predicted probability that the groups which the batch lacks are complete within `seconds`; their
+    rewards may come later. If more prompts run than are needed, the likeliest count."""
     ledger = coordinator.ledger
     missing = coordinator.settings.prompts_per_step - ledger.count(
         PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING
@@ -60,7 +60,7 @@ def probability(coordinator: Coordinator, seconds: float) -> float:
 
 
 def _in_time(coordinator: Coordinator, entry: Entry, seconds: float) -> float:
-    """Returns the probability that enough responses of a group end within this time, taken for independent."""
+    """Returns the probability that enough responses of a group end within `seconds`, as if they were independent."""
     pace, lengths, now = coordinator.pace, coordinator.lengths, coordinator.now
     chances = []
     for sample in set(range(entry.n)) - entry.responses.keys():

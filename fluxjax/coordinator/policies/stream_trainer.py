@@ -1,10 +1,10 @@
 """The stream trainer: gradients of complete groups while the rest of the round is generated (Flexes, section 4.4).
 
-Engines run out of work towards the end of a round. At milestones of its progress, it is asked whether the others could
-hold everything that still runs: the projected peak of their caches decides. If so, half of the engines are lent to
-training until the round is over. What runs on them goes on elsewhere, from where it is: its tokens are kept, its cache
-is computed again. The devices of the lent engines then compute the gradients of what is complete, a few groups at a
-time; the update waits for the end of the round, so that nothing is ever trained on older weights than without this.
+Engines run out of work towards the end of a round. At milestones of its progress, the helper projects the peak of the
+caches: can half of the engines hold all running responses? If so, the other half is lent to training until the round is
+over. The responses on lent engines continue elsewhere: their tokens stay, their cache is computed again. The devices of
+the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for the end of
+the round, so that no older weights are trained on than without this helper.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from ..messages import Accumulate, Instruction, Lend
 
 @dataclasses.dataclass(eq=False)
 class StreamTrainer:
-    """A helper that policies which train in rounds ask when they would wait. `lent` and `refused` are for displays."""
+    """A helper that round policies consult when they would wait. `lent` and `refused` are for displays."""
 
     settings: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
     lent: int = dataclasses.field(default=0, init=False)  # rounds in which engines were lent
-    refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection was against it
+    refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection refused it
     _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
 
     def reset(self) -> None:
@@ -31,7 +31,7 @@ class StreamTrainer:
         self._looked = 0.0
 
     def consult(self, coordinator: Coordinator, ready: Sequence[Entry]) -> Sequence[Instruction]:
-        """Returns what to do while a round goes on; the round will train on the `ready` groups, whatever else comes."""
+        """Returns the next instructions within a round; the round trains on the `ready` groups in any case."""
         if coordinator.awaiting:
             return []
         if not coordinator.fleet.lent:
@@ -39,7 +39,7 @@ class StreamTrainer:
         chunk = self.settings.chunk or math.ceil(coordinator.settings.prompts_per_step / 8)
         if len(ready) < chunk:
             return []
-        # No larger portions: when the round ends, training goes on on all devices as soon as one is done.
+        # Small portions: when the round ends, training on all devices waits for the portion under way.
         groups = tuple(entry.group() for entry in ready[:chunk])
         return [Accumulate(coordinator.step + 1, groups, tuple(sorted(coordinator.fleet.lent)))]
 
@@ -61,10 +61,10 @@ class StreamTrainer:
 
 
 def projected_tokens(coordinator: Coordinator) -> float:
-    """Predicts the tokens in all caches when everything that runs now has its predicted length.
+    """Predicts the tokens in all caches when all running responses have their predicted lengths.
 
-    Responses of a group begin together and grow at the same pace: one that still runs is at least as long as those of
-    its group that have ended.
+    Responses of a group begin together and grow at the same pace: a running response is at least as long as the group's
+    ended ones.
     """
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):

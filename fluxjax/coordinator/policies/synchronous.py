@@ -1,4 +1,4 @@
-"""Strictly on-policy training, one thing after the other: the reference that every other policy is compared with.
+"""Strictly on-policy training, step by step: the reference that every other policy is compared with.
 
 One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
 ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
@@ -14,7 +14,7 @@ from .rounds import Rounds, generate
 
 
 class Synchronous(Rounds):
-    """The policy of the module's docstring. It follows from the books alone; nothing is kept from step to step."""
+    """The policy of the module's docstring. It follows from the books alone and has no state of its own."""
 
     def _in_round(self, coordinator: Coordinator) -> bool:
         return coordinator.ledger.live > 0
@@ -25,7 +25,7 @@ class Synchronous(Rounds):
         missing = settings.prompts_per_step - ledger.live
         if missing > 0 and not coordinator.exhausted:
             return [DrawPrompts(missing)]
-        # Deferred: its engine was lent, or a run of another policy was resumed as this one.
+        # A prompt is deferred if its engine was lent, or if another policy's run was resumed with this policy.
         if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
             moving = {entry.prompt.draw for entry in self._moving(coordinator) if entry.need == size}
             return generate(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
