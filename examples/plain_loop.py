@@ -52,7 +52,7 @@ async def main() -> None:
     learning = build_learning(config, sizes, processor)
     learner, composer = learning.learner, learning.composer
     engine = JaxEngine(learning.model, slots=rollout.slots, max_sequence_tokens=rollout.max_sequence_tokens)
-    sampling = sampling_params(config, processor)
+    sampling, count = sampling_params(config, processor), rollout.group_size
     scorer = Scorer(config.data.sources, processor.decode, config.rewards)
     prompts = training_prompts(config, sources, processor)
 
@@ -67,9 +67,7 @@ async def main() -> None:
     for step in range(1, config.steps + 1):
         await engine.update_weights(learner.version, learner.weights())
         drawn, _ = await prompts.draw(rollout.prompts_per_step)
-        groups = await asyncio.gather(
-            *(respond(engine, scorer, prompt, sampling, rollout.group_size) for prompt in drawn)
-        )
+        groups = await asyncio.gather(*(respond(engine, scorer, prompt, sampling, count) for prompt in drawn))
         groups = algorithm.advantages(groups, config.algorithm)
         microbatches = composer.compose(groups, {prompt.prompt.draw: prompt for prompt in drawn}).everywhere
         metrics = learner.step(microbatches)

@@ -20,7 +20,9 @@ def test_every_module_has_a_line_and_the_structure_names_files_that_exist():
             assert f"| `{file.relative_to(ROOT)}` | " in printed or not file.read_text(), file
     for document in ("structure", "parallelism"):
         text = (ROOT / "docs" / f"{document}.md").read_text()
-        for file in re.findall(r"`((?:fluxjax|rollout|models|sharding|examples|scripts|docs|tests)/[\w/.]+\.\w+)`", text):
+        for file in re.findall(
+            r"`((?:fluxjax|rollout|models|sharding|examples|scripts|docs|tests)/[\w/.]+\.\w+)`", text
+        ):
             assert (ROOT / file).exists(), f"docs/{document}.md: {file}"
 
 
