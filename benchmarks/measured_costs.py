@@ -92,7 +92,6 @@ def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) ->
 
 
 def _workload(platform: str, quick: bool, repeats: int) -> CalibrationLoad:
-    """Chooses the sizes of a real layer for an accelerator, of a toy for a CPU."""
     if platform == "cpu":
         sizes = ModelSizes("toy layer", 1, 256, 8, 2, 32, mlp=1024, vision_width=128, vision_mlp=512, value_bytes=4)
         longest, tokens = (1024, (512, 2048)) if quick else (4096, (512, 2048, 8192))
@@ -128,8 +127,7 @@ def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool
 
 
 def _all_to_all(mesh: Mesh, load: CalibrationLoad, degree: int, tokens: int) -> float:
-    """Measures an attention's two all-to-alls over `tokens` tokens (q, k and v; then outputs), in all groups at
-    once."""
+    """Measures both all-to-alls of `tokens` tokens (q, k and v; then outputs), in all groups at once."""
     axes, sizes = group_axes(mesh, degree), load.sizes
     queries, kv = sizes.heads_of(degree)
     heads = queries + 2 * kv

@@ -144,7 +144,6 @@ def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
 
 
 def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    """One parameter on its devices; the host reads tensor after tensor."""
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)

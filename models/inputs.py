@@ -36,8 +36,8 @@ class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
     Each group of `merge_size ** 2` patches becomes one merged feature. Groups are ordered by window, windows by frame
-    pair. Both attention patterns of the tower are therefore contiguous runs, and merged feature `m` comes from patches
-    `m * merge_size**2 ...`.
+    pair. So both attention patterns of the tower are contiguous runs, and feature `m` comes from patches `m *
+    merge_size**2 ...`.
 
     No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part
     of the compiled shape; 0 means unknown (correct, but slow). Code that packs inputs sets

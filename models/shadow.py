@@ -147,7 +147,6 @@ def _named(rows: Rows) -> str:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same rows in as few pieces as possible."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

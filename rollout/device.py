@@ -96,7 +96,6 @@ class DeviceState:
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
 
     def _settle(self, layout: EngineLayout) -> None:
-        """Prepares shardings and programs for these devices."""
         self.layout = layout
         self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
         layer = layout.weights(self._engine_model.layers, stacked=False)
@@ -204,8 +203,7 @@ class DeviceState:
         return dataclasses.replace(batch.inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
 
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
-        """Fills in the patches of a request. If they can't be fetched, they stay blank, and the request is in
-        `lost`."""
+        """Fills in the patches of a request. Failed fetches leave them blank, and add the request to `lost`."""
         try:
             if rid not in lost:
                 into_PX[:] = self.pixels.take(tensor)
@@ -240,8 +238,8 @@ class DeviceState:
         return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
 
     def room(self, share: float, unknown: int) -> int:
-        """The tokens that fit a cache in `share` of the free memory of the fullest device; in `unknown` bytes if
-        devices don't report it."""
+        """The tokens that fit a cache in `share` of the free memory of the fullest device; if that isn't reported, in
+        `unknown` bytes."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}

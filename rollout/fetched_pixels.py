@@ -19,8 +19,8 @@ AHEAD_PATCHES = 8192  # most patches fetched before `take`: those of one or two 
 
 
 class FetchedPixels:
-    """Fetches the patches of prompts by `fetch`, which is None for an engine whose prompts have pixels. One thread uses
-    it at a time."""
+    """Fetches the patches of prompts by `fetch`, None for an engine whose prompts have pixels. Used by one thread at a
+    time."""
 
     def __init__(self, fetch: Fetch | None) -> None:
         self._fetch = fetch

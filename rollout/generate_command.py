@@ -167,7 +167,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor:
-    """The processor with the pixel and frame bounds of the flags."""
     processor = processor.configured(min_pixels=options.min_pixels or 0, max_pixels=options.max_pixels or 0)
     frames = processor.frames
     if options.fps is not None:

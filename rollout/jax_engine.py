@@ -169,8 +169,7 @@ class JaxEngine:
         Arrays that already have the engine's layout are not copied: do not donate them before the next update.
 
         Raises EngineError, naming the tensor, where names, shapes or dtypes differ or a value is not finite; the old
-        weights then stay. If an update fails on its way (no memory), the engine has no weights, and its requests are
-        lost.
+        weights then stay. An update that fails later (no memory) loses all weights and requests.
         """
         async with self._between_turns():
             try:
@@ -188,8 +187,7 @@ class JaxEngine:
             self._version = version
 
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns (name, tensor) of every weight that is served, by name and in the layout of a Hugging Face
-        checkpoint.
+        """Returns (name, tensor) of every weight that is served, named and laid out as in a Hugging Face checkpoint.
 
         Each tensor is copied to the host when it is asked for, in any thread. Until the last one is, an update does not
         free the memory of the weights that it replaces. Raises EngineError if the engine has no weights."""
@@ -234,8 +232,7 @@ class JaxEngine:
         self._kick()
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Frees the cache's memory (`Engine.sleep`). With `weights`, frees theirs, too: it then needs new ones to go
-        on."""
+        """Frees the cache's memory (`Engine.sleep`). With `weights`, frees theirs, too: it then needs new ones."""
         async with self._between_turns():
             if self._scheduler.running:
                 raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
@@ -251,8 +248,7 @@ class JaxEngine:
         self._kick()
 
     async def close(self) -> None:
-        """Waits for the turn in flight; streams that are still open fail with EngineError. May be called again, also
-        while an earlier call waits."""
+        """Waits for the turn in flight; streams that are still open fail with EngineError. May be called again."""
         if self._closed:
             return
         self._attach()
@@ -382,7 +378,6 @@ class JaxEngine:
         return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
-        """Starts to fetch the pixels of this turn, and then those of the next turns."""
         if self._limits.shadows:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
             ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)
@@ -429,8 +424,7 @@ async def generate_once(
     seed: int = 0,
     on_chunk: Callable[[TokenChunk], bool] = lambda chunk: False,
 ) -> TokenChunk:
-    """The complete response to one prompt, by an engine of its own. The engine copies the layers: keep no `model` where
-    memory is short.
+    """The complete response to one prompt, by an engine of its own, which copies the layers of `model`.
 
     `on_chunk` gets each chunk as it comes, and ends the response by returning True; that chunk still counts. Raises
     EngineError for a request that the engine refuses, or a model that computes no finite log-probs.

@@ -18,8 +18,8 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Counts the holders of `total` pages, numbered from 0. The lowest free pages are taken first, so that equal
-    histories give equal pages."""
+    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first: equal histories give
+    equal pages."""
 
     def __init__(self, total: int) -> None:
         self.total = total

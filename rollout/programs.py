@@ -127,8 +127,7 @@ class KVCache:
         return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """Fills pages from prefilled rows. Several pages may read one column, so that samples share their prompt's
-        prefill."""
+        """Fills pages from prefilled rows. Several pages may read one column: samples share a prompt's prefill."""
 
         def write(x: Array, new: Array) -> Array:
             new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
@@ -220,8 +219,7 @@ class EnginePrograms:
         return jax.lax.dynamic_update_slice_in_dim(rows_FD, features_MD, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """With several devices, selects portable code for the compiler to divide; it can't divide the vision tower's
-        GPU kernel."""
+        """Several devices: selects portable code, since the compiler can't divide the vision tower's GPU kernel."""
         return contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -233,8 +231,7 @@ class EnginePrograms:
         features_FD: Float[Array, "F D"] | None = None,
     ) -> tuple[Rows, Array]:
         """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
-        a cached `context`; every token of a row sees all of the row's context. `features_FD`, computed before, replace
-        pixels."""
+        a cached `context`; every token of a row sees all of the row's context. `features_FD` replace pixels."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
         if context is not None:
@@ -272,7 +269,6 @@ class EnginePrograms:
         return jax.lax.optimization_barrier(logits_VB).T
 
     def _fill(self, cache: KVCache, rows: Rows, writes: PageWrites) -> KVCache:
-        """Copies prefilled rows into pages."""
         return self._placed(cache.insert(rows, writes))
 
     def _start(
@@ -284,7 +280,6 @@ class EnginePrograms:
         writes: PageWrites,
         starts: Starts,
     ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
-        """Copies prefilled rows into the samples' pages and draws each sample's first token."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])

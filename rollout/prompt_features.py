@@ -1,8 +1,7 @@
 """The features of prompts whose images and videos are too many for one program: computed by groups of frame pairs.
 
 Attention of the vision tower never leaves a frame pair, so that features do not depend on which frame pairs are
-computed together. A group's pixels are fetched for that group alone; only the features stay, while the prompt is
-prefilled.
+computed together. Pixels are fetched for one group at a time; features stay while the prompt is prefilled.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A request is checked completely before it is accepted, so that a refused one leaves no trace. `checked` returns it in
 plain types (Python's numbers, tuples, int32 and float32 arrays). Later code needs no checks, and a caller who changes a
-list afterwards changes nothing. A stream is an async iterator that ends its request when it is closed, cancelled or
-dropped.
+list afterwards changes nothing. A stream is an async iterator that ends its request when closed, cancelled or dropped.
 """
 
 from __future__ import annotations
@@ -218,8 +217,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    """The token ids as plain integers. Checks the set of their types only: prefixes are long, and this runs on the
-    event loop."""
+    """The token ids as plain integers. Only the set of their types is checked, since prefixes are long."""
     flat = isinstance(ids, tuple | list) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
     if not flat or not all(map(_is_integer, set(map(type, ids)))):
         raise ValueError(f"{name}={_shown(ids)} must be a tuple of integers")
@@ -259,8 +257,7 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds the mailbox and not the stream: it then notices a stream
-    that was dropped."""
+    """Chunks on their way to one consumer. The engine holds no stream, so that it notices dropped ones."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -3,8 +3,8 @@
 Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
 submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages, which it
 gets when they are free, also in the order of submission. All samples of a request share the full pages of its prompt. A
-sample with pages and nothing in them (new, or after a change of weights) must be *started* from prefilled rows; all
-others are decoded.
+sample with pages and nothing in them (new, or after a change of weights) is *started* from prefilled rows; others are
+decoded.
 
 A sample gets pages for the tokens that it has, not for those that may follow: most responses end long before their
 limit. If a round finds no free page, the youngest sample with pages loses them. It is *preempted*, and started again

@@ -130,8 +130,7 @@ class RolloutServer:
             self._answers.pop(answer.sample.rid, None)
 
     async def _abort(self, prefix: str) -> None:
-        """Aborts all samples whose rid begins with `prefix`; samples that are not submitted yet, at their
-        submission."""
+        """Aborts all samples whose rid begins with `prefix`; samples not submitted yet, at their submission."""
         found = [answer for rid, answer in self._answers.items() if rid.startswith(prefix)]
         for answer in found:
             answer.aborted = True

@@ -35,8 +35,7 @@ def error_response(message: str, status: int) -> JSONResponse:
 
 @dataclasses.dataclass
 class SampleAnswer:
-    """The tokens, log-probs and versions that a sample has so far, and the number of tokens already sent to the
-    client."""
+    """The tokens, log-probs and versions of a sample so far, and the number of tokens sent to the client."""
 
     sample: BodySample
     engine_id: str = ""  # the id for aborting it in the engine; empty until it was submitted
@@ -100,8 +99,7 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[Incoming], generate: Callable[..., TokenStream]) -> None:
-        """Queues all requests in the engine. Raises EngineError for a request that can't be served; `close` ends the
-        rest."""
+        """Queues all requests in the engine. Raises EngineError for a bad one; `close` ends the rest."""
         for part in incoming:
             self._streams.append((part, generate(part.request)))
             prompt = len(part.request.prompt)

@@ -307,7 +307,6 @@ class RequestReader:
 
 
 def _prompt_key(sample: BodySample, ours: Mapping[str, Json]) -> Hashable:
-    """A key that all samples of one prompt share."""
     prompt = len(sample.ids) - sample.begun
     media: Hashable = tuple(sorted(sample.media.items()))
     if ours:

@@ -45,8 +45,7 @@ Handler = Callable[[Json], Awaitable[Json]]
 
 
 class WeightRoutes:
-    """The routes for an engine's weights, which are cast to `dtype` as the engine's are. `abort_all` aborts all
-    samples."""
+    """The routes for an engine's weights, which are cast to `dtype`. `abort_all` aborts all samples."""
 
     def __init__(
         self,
@@ -131,7 +130,6 @@ class WeightRoutes:
         return {"message": "Success"}
 
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
-        """Writes a checkpoint of the engine's weights, some of them replaced by the new tensors."""
         if unknown := sorted(new.keys() - held.keys()):
             raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
         tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width

@@ -1,5 +1,4 @@
-"""The state of an engine's slots on the host: settings, tokens and pages of each slot's sample, as arrays over
-slots."""
+"""The state of an engine's slots on the host: settings, tokens and pages of each slot's sample."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model whose layers are in host memory and travel to the device while other layers compute: a judge beside an
-engine.
+"""A model whose layers are in host memory and travel to the device while others compute: a judge beside an engine.
 
 Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
 all its layers on the device. Work goes layer by layer, and its caller may let other programs have the device between
@@ -197,8 +196,7 @@ class StreamedModel:
                 )
 
     def _batches(self, prompts: Sequence[Sequence[int]], tail: int) -> Iterator[tuple[list[int], int]]:
-        """(numbers of the prompts, row length) of each batch; prompts of similar length go together, the shortest
-        first."""
+        """(numbers of the prompts, row length) of each batch; similar lengths go together, the shortest first."""
         members: list[int] = []
         length = 0
         for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
@@ -297,7 +295,6 @@ class StreamedModel:
         )
 
     def _free(self) -> int | float:
-        """The device memory for layers and activations, in bytes."""
         if self._free_bytes is not None:
             return self._free_bytes
         memory = self.device.memory_stats() or {}

@@ -92,8 +92,7 @@ class StreamedJudge:
     async def _ask(
         self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
     ) -> list:
-        """The answers to `prompts`, by the work that `start` makes of the prompts of all waiting calls with this
-        `alike`."""
+        """The answers to `prompts`, by the work that `start` makes of all waiting prompts with this `alike`."""
         self.model.check("prompt", prompts)  # a bad prompt must not fail the batch of another call
         asked = _Asked(prompts)
         self._waiting.setdefault(alike, []).append(asked)

@@ -56,8 +56,7 @@ def layer_weights(text: TextConfig) -> int:
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """About the most device memory of a pass beside weights, if attention stores no scores: hidden states, one layer's
-    projections, MLP and unpacked weights, and the keys and values of all layers if there are `room` columns for a
-    response."""
+    projections, MLP and unpacked weights, and all keys and values if there are `room` columns for a response."""
     width = 4 * text.hidden_size + 2 * text.head_dim * (text.num_heads + text.num_kv_heads) + 3 * text.intermediate_size
     kept = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (tokens + room) if room else 0
     return value_bytes * (rows * (tokens * width + kept) + layer_weights(text))
@@ -96,8 +95,7 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each layer, (a streamed layer, the numbers of its parts) that travel while it computes; perhaps
-    none.
+    """Returns, for each layer, (a streamed layer, the numbers of its parts) that travel meanwhile (or none).
 
     A streamed layer travels from the start of the streamed layer before it; the first one travels behind the last
     streamed layer of the pass before. Its parts are spread evenly over that time."""

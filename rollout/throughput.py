@@ -71,7 +71,7 @@ class Profile:
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
         """The degree at which engines on `devices` devices decode most tokens a second in all, `batch` samples of about
-        `length` tokens divided between them; the smaller of two equal degrees.
+        `length` tokens divided between them; the smaller degree if two are equally fast.
 
         Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length counts.
         Raises ProfileError if no degree that fits was measured.

@@ -233,8 +233,8 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
 
 
 def _media_end(prompt: ModelInput) -> int:
-    """The tokens up to the page in which the last image or video ends; 0 without media, or if features are computed by
-    groups."""
+    """The tokens up to the page in which the last image or video ends; 0 without media, or if groups compute
+    features."""
     tokens, _ = prompt.shown
     return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not by_groups(prompt.vision) else 0
 
@@ -287,8 +287,8 @@ def _start(scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samp
 def _writes(
     scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample], places: list[Place]
 ) -> PageWrites:
-    """The pages that these samples fill from their rows: pages not written yet, and each page of a prompt once. Marks
-    the prompts as written."""
+    """The pages that these samples fill from their rows: pages not written yet, each page of a prompt once. Marks
+    prompts as written."""
     first_B, row_tokens = np.zeros(len(samples), np.int64), batch.inputs.tokens_BT.shape[1]
     for i, sample in enumerate(samples):
         first_B[i] = sample.written // PAGE_TOKENS
@@ -339,7 +339,6 @@ def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
 
 
 def _shape(rows: int, longest: int, least_area: int) -> tuple[int, int]:
-    """Rows and row length of a batch, rounded up."""
     T = geometric(longest, LEAST_TOKENS)
     return doubling(rows, max(1, least_area // doubling(T, 1))), T
 

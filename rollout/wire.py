@@ -1,8 +1,7 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and its seed and number in `custom_params`. SGLang ignores these; `rollout.serve` repeats
-draws by them.
+`input_ids`, its own `rid`, and its seed and number in `custom_params`. `rollout.serve` repeats draws by these.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on, in raster order like those of
 Hugging Face's processors, beside prompts whose placeholders are expanded. `rollout.serve` reads their `format`, and so
@@ -97,7 +96,6 @@ def _signed(seed: int) -> int:
 
 
 def _positions(prompt: ModelInput, begun: int) -> Json:
-    """The rotary positions of a prompt and of `begun` generated tokens behind it."""
     following = np.broadcast_to(prompt.next_position + np.arange(begun, dtype=np.int32), (3, begun))
     return {
         "positions": array_json(np.concatenate([prompt.positions_3T, following], axis=1)),
@@ -149,8 +147,8 @@ def _in_window_order(
     grids: Sequence[Grid],
     config: VisionConfig,
 ) -> ShadowTensor:
-    """The patches of the media that these runs of tokens show. Raises EngineError if a medium's features are not in the
-    window order of its grid."""
+    """The patches of the media that these runs of tokens show. Raises EngineError if features are not in window
+    order."""
     tensors = []
     for run, grid in zip(runs, grids, strict=True):
         rows = prompt.feature_index_T[run]

@@ -218,8 +218,7 @@ def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Arr
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """The rows on devices of this process, of an array that is cut by rows over the mesh; all rows in a single
-    process."""
+    """The rows on devices of this process, of an array that is cut by rows over the mesh; a single process has all."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

@@ -53,11 +53,10 @@ REMAT: dict[str, Callable[..., Any] | None] = {  # values of a layer, beside its
 class Walk:
     """The single-device walk, and the base of all others.
 
-    `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute
-    dtype. `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept except
-    gathered weights. These are gathered again: otherwise every device would hold the complete model between forward and
-    backward pass. `merge(weight, a, b)` gathers a weight that has adapters and adds their product (`lora`); models
-    without adapters need none.
+    `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
+    `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept except gathered
+    weights. These are gathered again: otherwise every device would hold the complete model between forward and backward
+    pass. `merge(weight, a, b)` gathers a weight with adapters and adds their product (`lora`).
     """
 
     gather: Gather | None = None
@@ -118,7 +117,7 @@ class Walk:
     ) -> tuple[Carry, list[Y]]:
         """As `scan`, over layers that are separate modules: returns the last carry and the list of `y`.
 
-        The loop is written out, so that nothing is copied out of a stack, for which a decoding engine would pay at
+        The loop is written out, so that nothing is copied out of a stack, which would cost a decoding engine time at
         every token.
         """
         ys = []

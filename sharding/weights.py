@@ -25,8 +25,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 class WeightSpec:
     """The declaration of one weight: `axes` names each dimension of `shape` with a letter of the legend.
 
-    The spec of a layer's weight leaves out the leading layer axis `L` of the stack: it describes the weight of one
-    layer.
+    The spec of a layer's weight leaves out the stack's leading layer axis `L`.
     """
 
     shape: tuple[int, ...]
@@ -137,8 +136,7 @@ def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Mo
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Puts a weight from the host onto its devices, each of which gets its share only. Every process has all of
-    `value`."""
+    """Puts a weight from the host onto its devices, each of which gets its share only. All processes have `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
         _dispatch(np.float32(0))  # at a call, the runtime usually frees host values whose transfer is done

@@ -34,8 +34,8 @@ PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF
 class Facts:
     """The facts of an image or a video. Sides are those of the upright picture, in pixels.
 
-    `seconds` is None where nothing tells how long a video lasts. `counted` is False where `frames` and `seconds` come
-    from the header.
+    `seconds` is None where nothing tells how long a video lasts. `counted` is False where a header gives `frames` and
+    `seconds`.
     """
 
     width: int

@@ -42,8 +42,7 @@ def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
     scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read it.
 
-    Some holes are missed: small holes more often than large ones, and all whose zeros decode to the right number of
-    blocks.
+    Some holes are missed, small ones more often, and all whose zeros decode to the right number of blocks.
     """
     if HOLE not in jpeg:
         return False

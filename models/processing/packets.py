@@ -3,9 +3,8 @@
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at its start. A
 container's own mark of a key frame doesn't promise that. The mark may stand where a picture begins that is refreshed
 step by step (H.264's recovery points), parameters for decoding may stand only once, further ahead, and the mark may be
-wrong. So the bitstream is read as well. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9
-bitstream
-specification (6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the AV1
+specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class EntryPoints:
         self._none = False
 
     def saw(self, packet: Packet) -> bool:
-        """Says whether decoding can begin with `packet`. Must be called for all packets of the stream, in file
-        order."""
+        """Says whether decoding can begin with `packet`. Must get all packets, in file order."""
         if self._none:
             return False
         if packet.has_sidedata("new_extradata") or packet.has_sidedata("param_change"):

@@ -3,9 +3,8 @@
 The published tower permutes patches into attention windows on every forward pass. Here the permutation, the
 2-D positions and both segmentations are computed once, on the host, with numpy; the model sees contiguous runs.
 
-Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row
-by row, then the `merge ** 2` patches of a block row by row. This file imports no JAX: processes that decode media
-need not load it.
+Raster order is that of the Hugging Face processors: media in order, frame pairs in time, then merge blocks row by row,
+then the `merge ** 2` patches of a block row by row. This file imports no JAX, since decoding needs none.
 """
 
 import dataclasses
@@ -37,9 +36,8 @@ def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]
 def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.ndarray:
     """Patches `[P, X]` (float32) of uint8 patches `[P, 3, n]`.
 
-    Two orders of the same arithmetic are in use, and they differ in the last bit: transformers' Pillow backend
-    (its reference for images) rescales and then normalises; its video processor folds the scale into mean and
-    deviation (`fused`).
+    Two orders of the same arithmetic are in use, and they differ in the last bit: transformers' Pillow backend (its
+    reference for images) rescales and then normalises; its video processor scales mean and deviation (`fused`).
     """
     values = patches.astype(np.float32)
     mean = np.asarray(pixels.mean, np.float32)[:, None]
@@ -60,8 +58,8 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
 
-    `window` is in merge blocks. Windows at the right and lower edge are cut off, as in the published model. The arrays
-    are read-only.
+    `window` is in merge blocks. Windows at the right and lower edge are cut off, as in the published model. Arrays are
+    read-only.
     """
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))

@@ -225,8 +225,7 @@ class Processor:
         self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = (), *, count: bool = False
     ) -> PromptOutline:
         """The outline of the input that `prepare_ids` returns, read from the headers of `media`. `count` reads all
-        packets of videos, without decoding them. Raises the errors of `prepare_ids`, as far as they show in what is
-        read."""
+        packets of videos, without decoding them. Raises the errors of `prepare_ids` that the reading shows."""
         ids = np.array(token_ids, np.int32)
         self.check_placeholders(ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
@@ -339,5 +338,4 @@ def _eos_ids(
 
 
 def _ids(entry: int | list[int] | None) -> tuple[int, ...]:
-    """The end tokens of a configuration file: one id, a list of them, or none."""
     return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)

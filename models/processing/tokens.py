@@ -20,8 +20,7 @@ def read_settings(folder: pathlib.Path) -> JsonObject:
 
 def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
     """The tokenizer of a folder's tokenizer.json, with the tokens that only `settings` name. Each of those gets the
-    next free id, whatever id is written there, as in transformers. Raises FileNotFoundError or ValueError, naming the
-    file."""
+    next free id, whatever id is written there, as in transformers. Raises FileNotFoundError or ValueError."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")

@@ -130,7 +130,6 @@ class _Slicer:
         return _Plan(notes, first, times[start:], (wanted - start).tolist(), bounds)
 
     def _notes(self, container: InputContainer, stream: VideoStream) -> list[_Note]:
-        """Notes of all packets, in the file's order, without decoding any."""
         notes: list[_Note] = []
         points, codec, count = EntryPoints(stream), stream.codec.canonical_name, 0
         for packet in container.demux(stream):
@@ -161,7 +160,6 @@ class _Slicer:
         return indices
 
     def _decode(self, packets: Iterator[Packet], stream: VideoStream, plan: _Plan) -> Slice:
-        """Decodes packets until all requested frames are there."""
         stream.codec_context.thread_count = 1  # many slices are decoded at a time; one thread decodes no frame ahead
         reformatter = VideoReformatter()
         wanted, result, place, decoded = set(plan.wanted), [], 0, 0

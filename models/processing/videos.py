@@ -1,8 +1,7 @@
 """Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
 
 Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers, and is
-repeated with counted ones if those were wrong. Only sampled frames are converted and resized; the reader keeps no
-frame.
+repeated with counted ones if those were wrong. Only sampled frames are converted and resized; none is kept.
 """
 
 import dataclasses
@@ -144,7 +143,6 @@ class _VideoReader:
     def _decode(
         self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int
     ) -> Generator[Sampled, None, _Pass]:
-        """Makes one pass over the file and yields the frames at `indices`."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in the next two lists

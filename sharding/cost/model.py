@@ -180,11 +180,10 @@ class CostModel:
 
         A device computes its unsharded sequences first; meanwhile the all-to-all of its first group is under way. The
         start of a group's attention issues the all-to-all of the device's next group; its end issues the all-to-all of
-        its own outputs. A device has one wire. Its all-to-alls run in the order of issue, and start when all of the
-        group are ready.
+        its own outputs. A device has one wire. Its all-to-alls run in order, and start when the group is ready.
 
         `squares` are the squared tokens of each sequence. Attention takes `factor` times the forward pass's time. A
-        `mirrored` pass exchanges the bytes of inputs and outputs.
+        `mirrored` pass swaps the bytes of inputs and outputs.
         """
         lengths = np.array(plan.lengths, float)
         busy_until, wire_until, issued = (np.zeros(plan.num_devices) for _ in range(3))
@@ -234,5 +233,4 @@ class CostModel:
 
 
 def _sums(turn: Round, values: np.ndarray) -> np.ndarray:
-    """Sums the values of each group's sequences: `[groups]`."""
     return np.array([values[list(members)].sum() if members else 0.0 for members in turn.groups])

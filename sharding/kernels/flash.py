@@ -22,11 +22,9 @@ MOST_HEAD_SIZE = 128
 
 
 def chosen(*arrays: Array) -> bool:
-    """Says, while a program is traced, whether this file's kernels compute attention over these queries, keys and
-    values.
+    """Says, while a program is traced, whether this file's kernels compute attention over these arrays.
 
-    They do where a Triton kernel can be launched (`launch.possible`) and heads have at most 128 numbers, a multiple of
-    8.
+    They do where a Triton kernel can be launched (`possible`) and heads have at most 128 numbers, a multiple of 8.
     """
     head = arrays[0].shape[-1]
     return head % 8 == 0 and head <= MOST_HEAD_SIZE and triton_launch.possible(*arrays)
@@ -184,8 +182,7 @@ def tile_table(
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """Of each tile: the least and largest value of its tokens (an empty range if all are padding), no padding in
-        it."""
+        """(least, largest value of each tile's tokens: an empty range if all are padding; whether none is padding)."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)

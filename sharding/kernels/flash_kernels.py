@@ -63,8 +63,7 @@ def _scores(
     K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of keys. Returns its indices, the offsets of its numbers, the keys, and the scores of the
-    queries."""
+    """Loads a tile of keys. Returns their indices, the offsets of their numbers, the keys, and the scores."""
     start = tile * KEYS
     key = start + tl.arange(0, KEYS)
     place = _start(row, T, start, kv_head, K, H) + offsets

@@ -156,7 +156,6 @@ def _groups(tokens: int, settings: Tiling) -> int:
 
 
 def _filled(allowed_V: Array, settings: Tiling) -> Array:
-    """`allowed_V` in int8, filled up to full tiles."""
     return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % settings.ids))
 
 

@@ -48,8 +48,7 @@ def softmax_sums(
     hidden, head, targets, allowed, scale, T, V, peaks, totals, slopes, hits,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens within a group, parts of the vocabulary, groups. A program goes through the tiles of a
-    part.
+    """Grid: tiles of tokens within a group, parts of the vocabulary, groups. A program computes a part.
 
     Results are `[parts, T]`: the largest score; the sum of weights `2**(score - largest)`; the sum of `weight * (score
     - largest)`, which loses no digits if scores are large; and the target's score, 0 if the target is in another part.

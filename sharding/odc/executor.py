@@ -42,8 +42,7 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Records any error raised inside, so that other threads do not wait for this one. `what` describes the
-        work."""
+        """Records an error raised inside, so that no thread waits for this one. `what` describes the work."""
         try:
             yield
         except BaseException as error:
@@ -124,8 +123,8 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None if another process
-        computed it."""
+        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None in another
+        process."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         trips = [task.scoring(self._live_layers) for task in tasks]
         workers = self._run(params, tasks, trips, _Failure(self._links))
@@ -133,7 +132,6 @@ class Odc:
         return [found.get(i) for i in range(len(inputs))]
 
     def _tasks(self, function: Loss | Forward, batches: Sequence[PyTree], devices: Sequence[int]) -> list[Task]:
-        """Each device's task in a minibatch, in the order of the mesh."""
         if not batches or len(devices) != len(batches):
             raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
         if not set(devices) <= set(range(len(self._devices))):
@@ -150,8 +148,7 @@ class Odc:
         failure: _Failure,
         gradients: PushedGradients | None = None,
     ) -> list[Worker]:
-        """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward passes
-        only."""
+        """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward only."""
         published, number = self._rows.publish(params), next(_numbers)
         bound = 2 * self._live_layers
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
@@ -218,7 +215,6 @@ class Odc:
         return rows
 
     def _tally(self, workers: Sequence[Worker], microbatch: StagedMicrobatch) -> tuple[jax.Array, Tally]:
-        """Sums loss and tally over all devices, from one small array on each."""
         tree = microbatch.program.tree
         example = jax.tree.unflatten(tree, range(tree.num_leaves))
         maxima = len(example[1].maxima)

@@ -49,8 +49,8 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that are fetched together; `layers` is their number of layers if they are stacked, else 0. A row has
-    `size` elements."""
+    """Weights that are fetched together; `layers` is their number of layers, 0 if not stacked. A row has `size`
+    elements."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -95,8 +95,7 @@ class ParameterRows:
     def whole(
         self, units: Sequence[int], rows: Sequence[Sequence[jax.Array]], leaves: Sequence[int]
     ) -> list[jax.Array]:
-        """Makes the complete weights `leaves` (of one layer) from rows of `units`, one row from each device of a
-        group."""
+        """Makes the complete weights `leaves` (of one layer) from rows of `units`, one of each device of a group."""
         found: dict[int, jax.Array] = {}
         for unit, unit_rows in zip(units, rows, strict=True):
             pieces = self.units[unit].pieces
@@ -133,7 +132,6 @@ class ParameterRows:
         return rows
 
     def _part(self, piece: RowPiece, shard: jax.Array) -> jax.Array:
-        """Cuts out the part of a shard's copy that this device owns."""
         flat = shard.reshape(-1).astype(self._dtype)
         if piece.copies == 1:
             return flat

@@ -54,8 +54,7 @@ class StagedMicrobatch:
         return self._jitted(step, _forward)
 
     def backward(self, step: Step) -> Callable:
-        """The program `(saved, rows, gradients of the active outputs) -> (gradient rows, gradients of the active
-        inputs)`."""
+        """The program `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs' gradients)`."""
         return self._jitted(step, _backward)
 
     def infer(self, step: Step) -> Callable:
@@ -102,8 +101,7 @@ class StagePrograms:
 
 
 def _one_first(program: Callable) -> Callable:
-    """Lets one thread call `program` first and alone if JAX keeps compiled programs on disk: the others read its
-    result.
+    """Lets one thread call `program` first and alone if JAX caches compiled programs: others read its result.
 
     All devices reach a new program at about the same time; each would compile it for itself.
     """

@@ -46,8 +46,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One application of a stage: the values that it reads and writes, and the layer of its stack (0 if it has
-    none)."""
+    """One application of a stage: the values that it reads and writes, and the layer of its stack (or 0)."""
 
     stage: Stage
     layer: int
@@ -115,8 +114,7 @@ class _Cutter:
             self._active.update(filter(is_float, eqn.outvars))
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step for the equations from `begin` to `end`; its outputs are the values that later equations
-        read."""
+        """Adds one step for the equations from `begin` to `end`; its outputs are those that later ones read."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return

@@ -87,8 +87,7 @@ class MarkingWalk(Walk):
         step: Callable[[Module, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` that returns a value
-        for every layer."""
+        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` with results `y`."""
         graphdef, weights = nnx.split(layers)
         stacked, tree = jax.tree.flatten((weights, xs))
         first = jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked)

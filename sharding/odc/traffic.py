@@ -1,12 +1,11 @@
 """Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-An itinerary lists the weights that a device needs at each of its steps. A window requests them in time, and bounds how
-many the device holds.
+An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time, and bounds their
+number.
 
 Processes send each other no requests. Each process knows the complete minibatch, and so the rows that other processes'
 devices will fetch, and their order. It offers these rows under numbers that both sides count up. It also knows the
-gradients that the others will push, and pulls them in that order. A worker that is more than a few pushes ahead of an
-owner waits for it.
+gradients that the others will push, and pulls them in that order. A worker that is many pushes ahead of an owner waits.
 """
 
 import dataclasses
@@ -122,8 +121,7 @@ class Traffic:
         return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Offers all rows that devices of other processes will fetch here; `trips` are the itineraries of all
-        devices."""
+        """Offers all rows that devices of other processes will fetch here; `trips` are all devices'."""
         for client in self.clients:
             keys = [key for keys in trips[client].fetches() for key in keys]
             for count, key in enumerate(keys):

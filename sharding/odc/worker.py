@@ -67,8 +67,7 @@ class Worker:
     def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
         """Goes forward and backward through each microbatch. `push(key, microbatch's number, rows)` sends gradients.
 
-        Gradients are pushed only when they are computed: otherwise the owner's device, which works in order, would
-        wait.
+        Gradients are pushed only when they are computed: otherwise the owner, which works in order, would wait.
         """
         ready = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()
 

@@ -94,8 +94,8 @@ class Descent:
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf where it does not fit),
-        and the codes. Smaller sequences have compute and memory `dust` in all; they count as a fluid that evens out as
-        much of a difference as it can."""
+        and the codes. Smaller sequences have compute and memory `dust` in all; they count as a fluid that evens out
+        differences."""
         is_left, is_right, stays, code = ternary(len(items))
         amounts = np.array([[self.work[i], self.tokens[i]] for i in items])
         price = np.array([self._price(i, size, have) for i in items])
@@ -151,8 +151,7 @@ def halves(
     members: Sequence[int], work: Sequence[float], tokens: Sequence[float], spare_work: float, spare_tokens: float
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides. Returns the larger of their differences in work and in tokens, each over what is
-    spare of it, and the sides. Karmarkar-Karp differencing down to `ENTITIES` differences, of which all ways are
-    tried."""
+    spare of it, and the sides. Karmarkar-Karp differencing down to `ENTITIES` entries, then all ways."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):

@@ -32,8 +32,8 @@ def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
 class Exchange:
     """Improves `degrees` and `firsts` in place; no device's load exceeds 1, or its former load if that is more.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of one device's limit; `weights[log2(p)]` is the traffic
-    of a token at degree `p`.
+    `amounts`, `[2, sequences]`, are work and tokens over a device's limit; `weights[log2(p)]` is a token's traffic at
+    degree `p`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Exchange:
         self.loads[first : first + degree] -= self.amounts[i] / degree
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
-        """Deals the sequences of two groups of `2 * half` devices anew. Returns True if traffic falls, None if it
+        """Deals the sequences of two groups of `2 * half` devices anew. Returns whether traffic falls; None: it
         can't."""
         size = 2 * half
         firsts = (group * size, partner * size)

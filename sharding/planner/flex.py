@@ -120,12 +120,10 @@ def _good(problem: Problem, placement: Placement) -> bool:
 
 
 def _vectors(problem: Problem, degrees: np.ndarray) -> float:
-    """The token vectors sent at these degrees."""
     return float((problem.lengths_I * (1 - 1 / degrees)).sum())
 
 
 def _accepted(problem: Problem) -> float:
-    """The largest compute load of a good placement."""
     mean = float(problem.work_I.sum()) / problem.num_devices
     return max(problem.least_compute, (1 + problem.limits.tolerance) * mean)
 

@@ -34,14 +34,14 @@ class Limits:
     """The settings of every planner. Sizes are tokens.
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays within an aligned block of the largest power of two that divides the devices (12: blocks of 4, odd numbers:
-    1). `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound. `alpha`: most tokens of a device
-    over the mean (FlexRL's alpha). It is exceeded, by as little as the search achieves, only if one sequence or one
-    block of `max_degree` devices holds more at the highest degree. `tolerance`: accepted excess of the largest compute
-    load over the smallest possible; within it, less traffic counts. `tokens_per_device`: the tokens of a device's
-    buffer, padding of chunks included; never exceeded. 0: no bound. `short`, `cap`, `rounds_per_degree`: h_pack, H_pack
-    and the most rounds of dynamic packing, see `plan.rounds`. `tau`, `gamma`: degrees above `tau` leave a host, and
-    their traffic counts `gamma` times (SplitCost).
+    stays in an aligned block of the largest power of two that divides the devices (12: blocks of 4, odd numbers: 1).
+    `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). It is exceeded, by as little as the search finds,
+    only if one sequence or one block of `max_degree` devices holds more at the highest degree.
+    `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
+    `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
+    `short`, `cap`, `rounds_per_degree`: h_pack, H_pack and the most rounds of dynamic packing, see `plan.rounds`.
+    `tau`, `gamma`: degrees above `tau` leave a host, and their traffic counts `gamma` times (SplitCost).
     """
 
     max_degree: int = 0
@@ -68,8 +68,7 @@ class Limits:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
 
     def degree(self, num_devices: int) -> int:
-        """The largest degree on so many devices. Raises PlanError for a `max_degree` that devices or heads do not
-        allow."""
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that these forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         aligned = num_devices & -num_devices
@@ -133,8 +132,7 @@ class Problem:
 
 
 def planner(place: Callable[..., Placement]) -> Callable[..., ShardPlan]:
-    """Makes a planner of `place(problem, **options)`. The planner has the arguments and errors of `pose`, and takes the
-    options by name."""
+    """Makes a planner of `place(problem, **options)`. It has `pose`'s arguments and errors, and options by name."""
 
     def plan(
         lengths: Sequence[int] | np.ndarray,
@@ -175,8 +173,7 @@ def pose(
     if work is not None:
         work_I = np.asarray(work, float)
     elif isinstance(cost, SequenceCost):
-        # Linear work counts, too: by attention alone, tokens would be uneven by up to alpha, which costs as much as it
-        # saves.
+        # By attention alone, tokens would stay uneven by up to alpha, and linear work would cost what balance saves.
         work_I = np.array([float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths_I.tolist()])
     else:
         work_I = lengths_I.astype(float) ** 2

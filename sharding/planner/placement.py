@@ -1,5 +1,4 @@
-"""A placement is a plan in the making. This file has its score, its largest loads, and the blocks that it begins
-with."""
+"""A placement is a plan in the making. Here are its score, its largest loads, and its first blocks."""
 
 import numpy as np
 
@@ -28,8 +27,8 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
 
     `amounts`, `[2, sequences]`, are work and tokens in units of what one block should take; `room`, `[2]`, is the spare
     part of these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its
-    excess over 1, divided by `room`. Then the block with the most pressure and another one deal their sequences anew,
-    as long as that helps.
+    excess over 1, divided by `room`. Then the block with the most pressure and another one deal anew, as long as that
+    helps.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -94,8 +93,7 @@ def largest(problem: Problem, placement: Placement) -> tuple[float, float]:
 
 
 def score(problem: Problem, placement: Placement) -> Score:
-    """Scores a placement, smaller is better: the excess over the limits of memory and compute (relative to them), then
-    traffic."""
+    """A placement's excess over the limits of memory and compute (relative to them), then its traffic."""
     compute, memory = largest(problem, placement)
     over = [
         round(max(load / limit - 1, 0.0), 9) if limit else 0.0

@@ -34,8 +34,7 @@ class ShardPlan:
     """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`.
 
     `rounds` are in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one of them. `work` is the compute of each sequence, in any unit; the default is the attention proxy
-    `length**2`.
+    exactly one of them. `work` is the compute of each sequence, in any unit; by default `length**2`.
     """
 
     num_devices: int

@@ -86,7 +86,6 @@ class _Run:
 
 
 def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray) -> None:
-    """Places the runs of one replica into `devices`."""
     if not runs:
         return
     mean = sum(run.count * run.size for run in runs) / replica
@@ -123,8 +122,7 @@ def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tup
 
 
 def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.ndarray:
-    """Counts how many of `count` equal units each device gets if each unit goes to the least loaded device with
-    `room`."""
+    """Counts how many of `count` equal units each device gets if each goes to the least loaded device with `room`."""
     heap = [(load, device) for device, load in enumerate(loads.tolist()) if room[device] > 0]
     heapq.heapify(heap)
     left, counts = room.tolist(), [0] * len(loads)

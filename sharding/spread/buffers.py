@@ -42,8 +42,7 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a group wider than the
-        mesh."""
+        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
         return trailing(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
@@ -164,8 +163,8 @@ class SizedLayout:
         return column.astype(np.int32), spread
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` of the rows' columns, and `all_to_all` of the tokens that are sent to the device
-        that receives most."""
+        """The shares of padding: `mlp` of the rows' columns, and `all_to_all` of the tokens sent to the device that
+        receives most."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0

@@ -35,8 +35,7 @@ class ShapeBook:
     `most` places. The order of requests decides, so that it is part of a run's state: `state` and `load_state`.
 
     With `ahead`, a new entry is used only `ahead` steps (`next_step`) later, and compiled meanwhile. Until then a
-    larger entry serves, if there is one. The duration of compilations does not matter: equal runs compute in equal
-    sizes.
+    larger entry serves, if there is one. Equal runs compute in equal sizes, however long compilations take.
     """
 
     most: int = 32
@@ -65,8 +64,7 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (sizes of the buffers now, new sizes to compile for later, or None). Without `ahead`: (`fit`'s,
-        None)."""
+        """Returns (sizes of the buffers now, new sizes to compile, or None); without `ahead`, (`fit`'s, None)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -205,7 +203,6 @@ def _cells(sizes: Mapping[str, int]) -> int:
 
 
 def _doubled(need: int) -> int:
-    """The next power of two."""
     return 1 << max(need - 1, 7).bit_length()
 
 

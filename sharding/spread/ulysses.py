@@ -4,8 +4,8 @@ Within a group of `p` devices every device holds 1/p of the tokens of a stream w
 this into all tokens with 1/p of the heads, attention is local, and a second all-to-all goes back (Ulysses). FlexRL
 section 3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The first
 round's tokens travel while unsharded sequences are computed, each further round's while the round before is computed.
-The backward pass is written out and does the same, in the same order; a transposed forward pass would run in reverse
-and wait for every transfer.
+The backward pass is written out and does the same, in the same order; a transposed forward pass would wait for every
+transfer.
 
 For the backward pass every round keeps q, k, v as received, its output and the log-sum-exp: sending q, k and v a second
 time would double the traffic of that pass. To save this memory, wrap layers in `jax.checkpoint`.
@@ -71,8 +71,8 @@ class RoundColumns:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One round as a device sees it. `tiles` are those of the group's stream, `axes` the mesh axes of the group (none
-    for a group of one device)."""
+    """One round as a device sees it. `tiles` are those of the group's stream, `axes` the group's mesh axes (none for
+    one device)."""
 
     columns: RoundColumns
     tiles: tiles.Tiles
@@ -192,9 +192,9 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
-    arrived, and no round is computed before all rounds ahead are. The scheduler only decides to start an exchange as
-    soon as it may, that is, together with the computation of the round before; on GPUs it does so under
-    `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
+    arrived, and no round is computed before all rounds ahead are. The compiler only has to start an exchange as soon as
+    it may, with the computation of the round before; on GPUs it does under `mesh.compiler_options`. Operations are
+    named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
