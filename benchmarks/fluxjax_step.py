@@ -44,6 +44,7 @@ from fluxjax.data.prepare import Preparer
 from fluxjax.data.sources import Source, open_sources
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
+from fluxjax.learner.run_models import RunModels
 from fluxjax.run.build import build_model
 from fluxjax.run.callbacks import SettledHeap
 from fluxjax.sizing.run_programs import cache_tokens
@@ -116,7 +117,8 @@ class Steps:
             reference = learner.params if config.algorithm.kl_coefficient else None
             self.learner = learner
             self.composer = Composer(config, learner.mesh.size, self.vision, learner.text)
-            self.trainer = PolicyTrainer(config, learner, self.composer, reference)
+            run_models = RunModels(config, find_algorithm(config.algorithm), learner, reference=reference)
+            self.trainer = PolicyTrainer(config, run_models, self.composer)
         self.step_number, self.heap = 0, SettledHeap()
 
     async def run(self) -> dict[str, Any]:

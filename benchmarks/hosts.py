@@ -119,7 +119,7 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
             answers.append(answer)
     team.finish()
     seconds = {name: spread([answer["seconds"][name] for answer in answers]) for name in answers[0]["seconds"]}
-    parts = ("plan", "told", "send")
+    parts = ("plan", "send")
     whole = statistics.median(sum(answer["seconds"][part] for part in parts) for answer in answers)
     size, told = statistics.median(answer["bytes"] for answer in answers), answers[0]["tokens_told"]
     return {

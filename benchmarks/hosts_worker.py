@@ -28,8 +28,8 @@ from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.config import Config, ConfigError, Strategy
-from fluxjax.hosts.gang import Gang, SharedComposer, check_across_processes, fingerprint
-from fluxjax.hosts.orders import Learn, OrderError, decode, share_of, told_all
+from fluxjax.hosts.gang import Gang, check_across_processes, fingerprint
+from fluxjax.hosts.orders import Learn, OrderError, decode, shares_of
 from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
 from models.inputs import ModelInput
@@ -63,7 +63,8 @@ class Process:
         self.tokens = 0  # of the last step, responses only
         self._vocabulary = MODELS[settings["model"]]["vocab_size"] if "model" in settings else VOCABULARY
         self._learner: Learner | None = None
-        self._composer: Composer = Composer(self._config, self._devices)
+        self._composer = Composer(self._config, self._devices)
+        self._gang.equip(self._config, lambda ticket: "", lambda batches: None)
         if "model" in settings:
             if self._processes > 1:
                 check_across_processes(self._config)
@@ -71,8 +72,6 @@ class Process:
             self.parameters = parameter_count(model)
             assert not isinstance(links, ScriptedLinks)
             self._learner = Learner(self._config, model, grpo.token_loss, links=links)
-            if not self._gang.process:
-                self._composer = SharedComposer(self._gang, self._config, self._devices)
 
     def tell(self, number: int) -> dict[str, Any]:
         """Does the work of process 0 for the others in a step: plans, writes their rows down, sends them, hears that
@@ -90,19 +89,18 @@ class Process:
                     sample.response.packed()
                 group.packed()
         before = gang.bytes_told
-        with collector_paused():  # as `SharedComposer` does
+        with collector_paused():  # as `Team.composed` does
             with watch("plan"):
-                shares = self._composer.shares(groups, prepared, shards)
+                outline = self._composer.outline(groups, prepared)
+                shares = [[self._composer.share(outline, some)] for some in shards]
             if isinstance(links, ScriptedLinks):
-                links.answer(fingerprint(self._config, self._composer.lay_out(shares[0])))
-            with watch("told"):
-                rows = told_all(shares)
+                links.answer(fingerprint(self._config, [self._composer.lay_out(shares[0][0])]))
             with watch("send"):  # and write down
-                gang.tell_rows(rows)
+                gang.hand_out(shares)
             with watch("own_rows"):
-                composition = self._composer.lay_out(shares[0])
+                composition = self._composer.lay_out(shares[0][0])
         with watch("agree"):
-            gang.agree(self._config, composition)
+            gang.agree([composition])
         seconds = watch.take()
         tokens_told = self.tokens - int(composition.lengths.sum())
         return {
@@ -117,8 +115,10 @@ class Process:
         learner = self._learner
         assert learner is not None
         started = time.perf_counter()
-        follows = self._gang.process > 0
-        composition = self._follow() if follows else self._composer.compose(*self._step(0))
+        if self._gang.process:
+            composition = self._follow()
+        else:
+            [composition] = self._gang.composed(self._composer, [self._step(0)])
         learner.step(composition.everywhere)
         jax.block_until_ready(learner.params)
         return {"seconds": time.perf_counter() - started}
@@ -127,8 +127,7 @@ class Process:
         order = decode(self._gang.links.receive(0))  # type: ignore[union-attr]
         if not isinstance(order, Learn):
             raise OrderError(f"expected rows, not {order.name}")
-        composition = self._composer.lay_out(share_of(order.rows, order.responses, self._inputs))
-        self._gang.agree(self._config, composition)
+        [composition] = self._gang.laid_out(self._composer, shares_of(order, self._inputs))
         return composition
 
     def _step(self, number: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:

@@ -31,7 +31,6 @@ from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composer import Composer, sft_groups
 from fluxjax.config import Config, Remat, Strategy
-from fluxjax.hosts.gang import local_shards
 from fluxjax.learner.learner import Learner
 from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
@@ -97,8 +96,9 @@ class Composed:
         ]
         groups = sft_groups([*prepared.values()], answers)
         composer = Composer(config, self._mesh.size, text=self._model.config.text)
-        shares = composer.shares(groups, prepared, local_shards(self._links.processes))
-        microbatches = composer.lay_out(shares[self._links.process]).everywhere
+        each, process = self._mesh.size // self._links.processes, self._links.process
+        share = composer.share(composer.outline(groups, prepared), range(process * each, (process + 1) * each))
+        microbatches = composer.lay_out(share).everywhere
 
         def gradients() -> Any:
             grads, tally = self._learner.accumulate(microbatches)

@@ -25,6 +25,7 @@ from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import Group, Media, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
+from fluxjax.batch.share import Share
 from fluxjax.config import Config, SourceConfig, Strategy
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.local_store import GIB, LocalStore
@@ -37,7 +38,7 @@ from fluxjax.data.shadows import ProxyMedia
 from fluxjax.data.sources import all_texts, open_sources
 from fluxjax.data.tickets import Ticket
 from fluxjax.hosts.coming import ComingPrompts, coming
-from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, share_of, told_all
+from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, shares_of, told
 from fluxjax.runtime.flight_store import FlightStore
 from models.config import PatchLayout, TextConfig, VisionConfig
 from models.inputs import PromptInput
@@ -235,12 +236,10 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     late = process.prefill([patches_of(prepared) for prepared in shares[0]], compute / 2)
     prefill = sending + max([late, *(pipe.recv() for pipe in pipes)])
     began = time.perf_counter()
-    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
-    shards = [range(rank, rank + 1) for rank in range(world.processes)]
-    rows = process.composer.shares(responses(prompts), by_draw, shards)
-    for pipe, share in zip(pipes, rows[1:], strict=True):
-        pipe.send_bytes(b"".join(encode(Learn(1, *told_all([share], process.holder)[0]))))
-    composition = process.composer.lay_out(rows[0])
+    own, *others = shares_of_step(process, world, prompts)
+    for pipe, share in zip(pipes, others, strict=True):
+        pipe.send_bytes(b"".join(learn(share, process)))
+    composition = process.composer.lay_out(own)
     process.materializer.expect(composition.batches)
     plan = time.perf_counter() - began
     began = time.perf_counter()
@@ -284,7 +283,7 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
             pipe.send(late)
             order = decode(pipe.recv_bytes())
             assert isinstance(order, Learn)
-            share = share_of(order.rows, order.responses, process.inputs)
+            [share] = shares_of(order, process.inputs)
             composition = process.composer.lay_out(share)
             process.materializer.expect(composition.batches)
             pipe.send(True)
@@ -306,19 +305,28 @@ def _tell_step(process: TrainerProcess, world: World) -> None:
     """Draws and plans a step, and writes what the others are told. Its prompts and groups are gone when the next step
     is drawn, as in a run."""
     prompts, _ = process.draw(world.prompts)
+    for share in shares_of_step(process, world, prompts)[1:]:
+        learn(share, process)
+
+
+def shares_of_step(process: TrainerProcess, world: World, prompts: Sequence[PreparedPrompt]) -> list[Share]:
+    """Plans a step; returns the share of every process."""
     by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
-    shards = [range(rank, rank + 1) for rank in range(world.processes)]
-    for share in process.composer.shares(responses(prompts), by_draw, shards)[1:]:
-        encode(Learn(1, *told_all([share], process.holder)[0]))
+    outline = process.composer.outline(responses(prompts), by_draw)
+    return [process.composer.share(outline, range(rank, rank + 1)) for rank in range(world.processes)]
+
+
+def learn(share: Share, process: TrainerProcess) -> list[bytes]:
+    """Writes the order to learn from a share."""
+    rows, data = told(share, process.holder)
+    return encode(Learn(1, [rows], data))
 
 
 def slices_fetched(world: World) -> dict[str, Any]:
     """Measures the bytes that each of several materializers fetches of a step."""
     process = TrainerProcess(world, 0)
     prompts, _ = process.draw(world.prompts)
-    by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
-    shards = [range(rank, rank + 1) for rank in range(world.processes)]
-    shares = process.composer.shares(responses(prompts), by_draw, shards)
+    shares = shares_of_step(process, world, prompts)
     whole = sum(patches_of(prepared).nbytes for prepared in prompts)
     fetched, samples = [], []
     for share in shares:
@@ -328,7 +336,7 @@ def slices_fetched(world: World) -> dict[str, Any]:
             materializer.read(batch)
         materializer.close()
         fetched.append(materializer.totals.bytes)
-        groups = share.groups if share.needed is None else [share.groups[k] for k in share.needed]
+        groups = [share.groups[k] for k in share.needed]
         needed = {group.name: group.inputs.patches_PX for group in groups}
         samples.append(sum(patches_PX.nbytes for patches_PX in needed.values() if patches_PX is not None))
     process.close()

@@ -1,9 +1,8 @@
 """One of several processes that train together, for `test_processes`.
 
-The step is planned by each of them, of sizes; it has the pixels of its own rows only, those of all others are NaN.
+Process 0 plans and has everything; the others hear their shares, and have the pixels of no others.
 """
 
-import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -16,62 +15,61 @@ from learner_cases import random_groups
 from one_process import SETTINGS, run
 
 from fluxjax.batch.composition import Composition
-from fluxjax.config import Config
-from fluxjax.hosts.gang import fingerprint, local_shards
-from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all
+from fluxjax.hosts.gang import Gang
+from fluxjax.hosts.orders import End, Learn, shares_of
 from sharding.links import Links
 
 
 def work(links: Links) -> None:
-    for strategy in SETTINGS["strategies"]:
-        steps(strategy, links)
+    gang = Gang(links)
+    orders = gang.orders() if gang.process else iter(())
+    for strategy, feature in SETTINGS["cases"]:
+        train(strategy, feature, gang, orders)
+    if gang.process == 0:
+        gang.tell(End())
+    gang.close()
     multihost_utils.sync_global_devices("end")
 
 
-def steps(strategy: str, links: Links) -> None:
-    """Writes what comes of the groups of each seed: gradients, sums, what the loss read; then the losses of steps."""
-    config, process = host_cases.settings(strategy, SETTINGS["processes"]), SETTINGS["process"]
-    compositions = {seed: laid_out(config, seed) for seed in host_cases.SEEDS}
-    recorded = host_cases.Recorded(config, compositions, links=links)
-    out, learner = pathlib.Path(SETTINGS["out"]), recorded.learner
+def train(strategy: str, feature: str, gang: Gang, orders) -> None:
+    """Writes what comes of the groups of each seed: gradients, sums, what the loss read; then the metrics of steps."""
+    recorded = host_cases.Recorded(strategy, feature, gang.processes, gang, links=gang.links)
+    gang.equip(recorded.config, lambda ticket: "", lambda batches: None)
     for seed in host_cases.SEEDS:
-        composition = recorded.composition(seed)
-        grads, tally = learner.accumulate(composition.everywhere)
+        if gang.process == 0:
+            compositions = recorded.composed(seed)
+        else:
+            shares = heard(next(orders), seed)
+            compositions = recorded.followed(gang.laid_out(recorded.composer, shares))
+        for number, composition in enumerate(compositions):
+            write(recorded, composition, f"{strategy}-{feature}-{seed}-{number}", gang.process)
+    steps = SETTINGS["steps"]
+    if gang.process == 0:
+        print(json.dumps({f"{strategy}-{feature}": recorded.steps(steps)}), flush=True)
+    made = steps if gang.process == 0 else 0
+    while made < steps:
+        order = next(orders)
+        shares = heard(order, host_cases.SEEDS[made % len(host_cases.SEEDS)])
+        recorded.trainer.follow(shares, order.size, order.update)
+        made += order.update
+
+
+def heard(order, seed: int):
+    assert isinstance(order, Learn)
+    _, prepared = random_groups(seed)
+    return shares_of(order, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+
+
+def write(recorded: host_cases.Recorded, composition: Composition, name: str, process: int) -> None:
+    out = pathlib.Path(SETTINGS["out"])
+    for of, (grads, tally) in enumerate(recorded.results(composition)):
         whole = multihost_utils.process_allgather(grads, tiled=True)
         if process == 0:
             leaves: dict[str, Any] = {f"grad {i}": leaf for i, leaf in enumerate(jax.tree.leaves(whole))}
             sums: dict[str, Any] = {f"sum {name}": np.asarray(value) for name, value in tally.sums.items()}
-            np.savez(out / f"{strategy}{seed}.npz", **leaves, **sums)
-        scores = host_cases.scores(composition).items()
-        read: dict[str, Any] = {f"{draw} {sample}": values for (draw, sample), values in scores}
-        np.savez(out / f"{strategy}{seed}-{process}.npz", **read)
-    print(json.dumps({strategy: recorded.losses(SETTINGS["steps"])}), flush=True)
-
-
-def laid_out(config: Config, seed: int) -> Composition:
-    """This process's part of a step, from orders that have been written and read."""
-    groups, prepared = random_groups(seed)
-    shares = host_cases.composer(config).shares(groups, blinded(prepared), local_shards(SETTINGS["processes"]))
-    order = decode(b"".join(encode(Learn(1, *told_all([shares[SETTINGS["process"]]])[0]))))
-    assert isinstance(order, Learn)
-    here = share_of(order.rows, order.responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
-    composition = host_cases.composer(config).lay_out(here)
-    program = np.array([int(fingerprint(config, composition), 16) % 2**31])
-    assert len(np.unique(multihost_utils.process_allgather(program))) == 1, "all would run the same programs"
-    return composition
-
-
-def blinded(prepared):
-    """The same prompts, as a process knows them that has none of their media: sizes, and NaN for each value."""
-    blind = {}
-    for draw, one in prepared.items():
-        vision = one.inputs.vision
-        if vision is not None:
-            patches = np.full_like(vision.patches_PX, np.nan)
-            inputs = dataclasses.replace(one.inputs, vision=dataclasses.replace(vision, patches_PX=patches))
-            one = dataclasses.replace(one, inputs=inputs)
-        blind[draw] = one
-    return blind
+            np.savez(out / f"{name}-{of}.npz", **leaves, **sums)
+    read: dict[str, Any] = {f"{draw} {k}": values for (draw, k), values in host_cases.scores(composition).items()}
+    np.savez(out / f"{name}-of-{process}.npz", **read)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from packing_cases import MODEL, make_config, make_groups
 
 from fluxjax.batch.composer import Composer
 from fluxjax.hosts.gang import Gang
-from fluxjax.hosts.orders import End, Learn, told_all
+from fluxjax.hosts.orders import End, Learn
 from sharding.links import Links
 
 
@@ -21,18 +21,17 @@ def work(links: Links) -> None:
     gang = Gang(links, SETTINGS["limit"])
     config = make_config(tokens_per_row=64, rows=2)
     composer = Composer(config, 2, MODEL.vision)
-    shares = composer.shares(*make_groups([[5], [4]], [[3], [2]]), [range(1), range(1, 2)])
-    composition = composer.lay_out(shares[gang.process])
+    gang.equip(config, lambda ticket: "", lambda batches: None)
+    groups, prepared = make_groups([[5], [4]], [[3], [2]])
     if gang.process == 0:
-        gang.tell_rows(told_all(shares))
-        gang.agree(config, composition)
+        gang.composed(composer, [(groups, prepared)])
         gang.tell(End())
     else:
         for order in gang.orders():
             if isinstance(order, Learn):
                 with gang.watch.stage("media"):
                     fail()
-                gang.agree(config, composition)
+                gang.laid_out(composer, [composer.share(composer.outline(groups, prepared), range(1, 2))])
     gang.close()
 
 

@@ -3,6 +3,7 @@ step for each algorithm and layout."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import models
 from fluxjax.algorithms import find_algorithm, grpo
 from fluxjax.base.types import TrainedStep
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import unpack
+from fluxjax.batch.composition import Composition, unpack
 from fluxjax.config import AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, Schedule, Strategy
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import PolicyTrainer
+from fluxjax.learner.policy_trainer import PolicyTrainer, Portion
+from fluxjax.learner.run_models import RunModels
 from sharding.mesh import make_mesh
 
 CONTENTS = [[5], [9], [4], [12]]
@@ -118,11 +120,18 @@ def trainer_of(
     """A trainer and its learner. The reference's weights are 0.9 times the policy's; `critic` has settings."""
     learner = learner_of(algorithm, layout, falling, critic)
     config = learner.config
-    if find_algorithm(algorithm).critic:
-        further["critic"] = critic_for(config, models.create(TEXT, seed=1), learner)
+    found = find_algorithm(algorithm)
+    own = critic_for(config, models.create(TEXT, seed=1), learner) if found.critic else None
     reference = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if referred else None
     composer = Composer(config, learner.mesh.size, text=learner.text)
-    return PolicyTrainer(config, learner, composer, reference, **further), learner
+    run_models = RunModels(config, found, learner, own, reference=reference)
+    return PolicyTrainer(config, run_models, composer, **further), learner
+
+
+def composed(trainer: PolicyTrainer, parts: Sequence[Portion]) -> list[Composition]:
+    """The microbatches of each part, with all that the loss reads."""
+    place = trainer._place()
+    return trainer._scored(parts, trainer._composed(parts, place), place)
 
 
 @functools.cache

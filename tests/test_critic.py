@@ -12,6 +12,7 @@ from packing_cases import MODEL, TEXT, compose, make_config
 from step_cases import (
     ALGORITHM_CASES,
     VERSION,
+    composed,
     config_for,
     critic_for,
     flat,
@@ -170,9 +171,9 @@ def test_advantages_are_those_of_the_values_before_the_step(in_reward):
     trainer, _ = trainer_of(algorithm, referred=True, critic={"gamma": 0.9, "gae_lambda": 0.8})
     critic = trainer._critic
     groups, prepared, own = near_policy()
-    config, place = trainer._config, trainer._place()
+    config = trainer._config
     halves = [PPO().advantages(some, config.algorithm) for some in (groups[::2], groups[1::2])]
-    compositions = trainer._composed([portion(some, prepared, config) for some in halves], place)
+    compositions = composed(trainer, [portion(some, prepared, config) for some in halves])
 
     def stored(name):
         found = {}
@@ -247,7 +248,7 @@ def test_own_algorithms_may_have_a_critic():
     trainer, _ = trainer_of(algorithm, critic={"gae_lambda": 1.0, "whiten": False})
     groups, prepared, _ = near_policy()
     groups = grpo.advantages(groups, AlgorithmConfig())
-    [composition] = trainer._composed([portion(groups, prepared, trainer._config)], trainer._place())
+    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
     wanted = {key_of(s): s.advantage for s in samples_of(groups)}
     for key, values in unpack(composition, [np.asarray(batch.returns_BT) for batch in composition.batches]).items():
         np.testing.assert_allclose(values, wanted[key], atol=1e-5)
@@ -265,11 +266,8 @@ def test_gradients_before_a_step_is_complete_are_refused(name, algorithm):
         check_algorithm(config, algorithm.impl or PPO())
 
 
-def test_several_processes_are_refused_and_so_is_a_rest_without_a_critic():
-    config = Config(algorithm=AlgorithmConfig.of("ppo"))
-    check_algorithm(config, PPO())
-    with pytest.raises(ConfigError, match=r"algorithm.name = ppo has a critic: not over several processes"):
-        check_algorithm(config, PPO(), processes=2)
+def test_a_rest_without_a_critic_is_refused():
+    check_algorithm(Config(algorithm=AlgorithmConfig.of("ppo")), PPO())
     config = Config()
     config.critic.warmup_steps = 3
     with pytest.raises(ConfigError, match=r"critic.warmup_steps is 3, but algorithm.name = grpo has no critic"):

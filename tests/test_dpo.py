@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from run_cases import flags, letters
-from step_cases import VERSION, flat, key_of, near_policy, samples_of, trainer_of
+from step_cases import VERSION, composed, flat, key_of, near_policy, samples_of, trainer_of
 from test_algorithms import finite_differences, group
 
 import models
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
 from fluxjax.config import AlgorithmConfig, ConfigError, cli
-from fluxjax.learner.coupling import coupled
 from fluxjax.learner.policy_trainer import check_algorithm, portion
-from fluxjax.learner.scoring import logprobs_of
+from fluxjax.learner.scoring import coupled, logprobs_of
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 from models.decoder import logprobs as model_logprobs
@@ -106,7 +105,7 @@ def computed(layout: str):
     trainer, learner = trainer_of(CFG, layout, referred=True)
     groups, prepared, _ = scored()
     part = portion(DPO.advantages(groups, CFG), prepared, trainer._config)
-    [composition] = trainer._composed([part], trainer._place())
+    [composition] = composed(trainer, [part])
     now = logprobs_of(composition, learner.gradients, learner.params)
     composition, found = coupled(composition, now, part.groups, DPO, CFG)
     grads, tally = learner.gradients.accumulate(learner.params, composition.microbatches)
@@ -118,7 +117,7 @@ def differentiated():
     """(loss, gradients) of the paper's equation 7 as one function of the weights."""
     trainer, learner = trainer_of(CFG, "one row", referred=True)
     _, prepared, _ = scored()
-    [composition] = trainer._composed([portion(near_policy()[0], prepared, trainer._config)], trainer._place())
+    [composition] = composed(trainer, [portion(near_policy()[0], prepared, trainer._config)])
     graphdef, _ = models.split(learner.gradients._model)
     ends = np.cumsum([0, *composition.lengths])
     cells = {key: composition.cells[ends[i] : ends[i + 1]] for i, key in enumerate(composition.keys)}
@@ -128,7 +127,7 @@ def differentiated():
         [batch] = composition.batches
         return model_logprobs(model, batch.inputs, Walk())[0].reshape(-1)
 
-    reference = whole(trainer._reference)
+    reference = whole(trainer._models.reference)
 
     def loss(params):
         ratios = whole(params) - reference
@@ -197,8 +196,6 @@ def test_a_step_of_equal_rewards_moves_nothing():
 def test_what_can_not_couple_responses_is_refused():
     config = cli.load(["--config.algorithm.name=dpo"])
     check_algorithm(config, DPO)
-    with pytest.raises(ConfigError, match=r"= dpo scores whole groups .*distributed.processes"):
-        check_algorithm(config, DPO, processes=2)
     for name in ("stream_trainer", "speculative_sync"):
         config = cli.load(["--config.algorithm.name=dpo", f"--config.{name}.enabled=true"])
         with pytest.raises(ConfigError, match=rf"{name}.enabled .* = dpo depend on all of it"):

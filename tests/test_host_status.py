@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from process_cases import free_port
 from rich.console import Console
@@ -18,7 +17,6 @@ from rich.console import Console
 from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.base.process import resident_bytes
 from fluxjax.base.timeline import Span
-from fluxjax.batch.composition import Composition
 from fluxjax.config import Config, ConfigError
 from fluxjax.hosts.gang import Gang
 from fluxjax.hosts.orders import PROTOCOL, OrderError
@@ -91,15 +89,14 @@ def gangs() -> Iterator[tuple[Gang, Gang]]:
 
 def test_process_0_hears_of_a_step_when_the_next_is_agreed_on(gangs):
     lead, other = gangs
-    orders, nothing = other.orders(), Composition((), (), np.zeros(0, int), np.zeros(0, int))
+    orders = other.orders()
     for step in (1, 2):
-        lead.watch.begin()
-        lead.tell_rows([({}, []), ({}, [])])
+        lead.hand_out([[], []])
         next(orders)
         with other.watch.stage("media"):
             pass
-        other.agree(Config(), nothing)
-        lead.agree(Config(), nothing)
+        other.agree([])
+        lead.agree([])
         assert [known.step for known in lead.statuses()] == ([1, 1] if step == 2 else [])
         lead.stepped()
         other.stepped()

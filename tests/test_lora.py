@@ -15,21 +15,19 @@ from test_learner import gradients, microbatches_for, tiny
 from turns import by_turns
 
 import models
-from fluxjax.algorithms import grpo
+from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
 from fluxjax.config import Config, ConfigError, DType, Remat, Strategy
 from fluxjax.config.algorithms import LORA_TARGETS
 from fluxjax.learner.frozen import fingerprint
 from fluxjax.learner.learner import Learner
-from fluxjax.run.build import first_reference
+from fluxjax.learner.run_models import RunModels, first_reference
 from fluxjax.run.checkpoint import Checkpoints
-from fluxjax.run.state import arrays_of, reference_of
 from models.lora import PROJECTIONS
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
 from sharding.mesh import make_mesh
-from sharding.weights import like
 
 RANK, ALPHA = 3, 6.0  # no number of devices divides this rank
 DEVICES = 4
@@ -174,7 +172,7 @@ def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
     reference = first_reference(config, first)  # adapters as they are now
     assert flatten_dict(reference)["layers", "mlp", "up"] is flatten_dict(first.params)["layers", "mlp", "up"]
     steps(first, [0])
-    arrays = arrays_of(first, reference)
+    arrays = RunModels(config, ALGORITHMS["grpo"], first, reference=reference).arrays()
     stored = sum(x.nbytes for x in jax.tree.leaves(arrays))
     adapters = sum(x.nbytes for x in jax.tree.leaves(first.trained(first.params)))
     assert stored < 4 * adapters + 1000, "adapters, those of the reference, two moments"
@@ -185,18 +183,17 @@ def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
 
     again = Learner(config, tiny("text"), grpo.token_loss, mesh=make_mesh(2))
     frozen = frozen_of(again)
-    abstract = like(arrays_of(again, again.params))
-    _, arrays, _ = with_checkpoints.restore(abstract, make_room=again.forget)
-    again.load_state(arrays.pop("learner"))
-    restored = reference_of(again, arrays)
-    jax.tree.map(np.testing.assert_array_equal, restored, reference)
+    run_models = RunModels(config, ALGORITHMS["grpo"], again)
+    _, arrays, _ = with_checkpoints.restore(run_models.abstract(), make_room=run_models.forget)
+    run_models.load(arrays)
+    jax.tree.map(np.testing.assert_array_equal, run_models.reference, reference)
     jax.tree.map(np.testing.assert_array_equal, steps(again, [1, 2]), want)
     jax.tree.map(np.testing.assert_array_equal, frozen_of(again), frozen)
 
     graphdef, params = models.split(tiny("text"))
     other = params | {"norm": {"scale": params["norm"]["scale"].at[3].add(1e-6)}}
     another = Learner(config, models.merge(graphdef, other), grpo.token_loss, mesh=make_mesh(2))
-    _, arrays, _ = with_checkpoints.restore(like(arrays_of(another, another.params)))
+    _, arrays, _ = with_checkpoints.restore(RunModels(config, ALGORITHMS["grpo"], another).abstract())
     with_checkpoints.close()
     with pytest.raises(ConfigError, match="other weights"):
         another.load_state(arrays["learner"])

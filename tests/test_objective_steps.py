@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 from packing_cases import TEXT
-from step_cases import VERSION, WIDE, key_of, near_policy, samples_of, trained, trainer_of
+from step_cases import VERSION, WIDE, composed, key_of, near_policy, samples_of, trained, trainer_of
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, KlEstimator
 from fluxjax.learner.policy_trainer import portion
-from fluxjax.run.build import check_reference, first_reference
+from fluxjax.learner.run_models import first_reference
+from fluxjax.run.build import check_reference
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,7 @@ def test_kl_in_the_reward(minibatches):
     cfg.minibatches = minibatches
     trainer, learner = trainer_of(cfg, referred=True)
     groups, prepared, own = near_policy()
-    [composition] = trainer._composed([portion(groups, prepared, trainer._config)], trainer._place())
+    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
     reference = composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
     parts = dict(zip(composition.keys, np.split(reference, np.cumsum(composition.lengths))[:-1], strict=True))
     paid = {key_of(s): s.reward.value for g in groups for s in g.samples}
@@ -84,24 +85,26 @@ def test_kl_in_the_reward(minibatches):
 
 @pytest.mark.slow
 def test_the_reference_is_renewed():
-    told = []
     cfg = AlgorithmConfig.of("grpo", kl_coefficient=0.1, reference_every=2)
-    trainer, learner = trainer_of(cfg, referred=True, on_reference=told.append)
+    trainer, learner = trainer_of(cfg, referred=True)
+    run_models = trainer._models
     groups, prepared, _ = near_policy()
     first = trainer.train(0, groups, prepared).metrics["reference_kl"]  # version 12
-    assert len(told) == 1 and told[0] is learner.params and first > 1e-4
-    second, third = (trainer.train(step, groups, prepared).metrics["reference_kl"] for step in (1, 2))
+    assert run_models.reference is learner.params and first > 1e-4
+    second = trainer.train(1, groups, prepared).metrics["reference_kl"]
+    assert run_models.reference is not learner.params
+    third = trainer.train(2, groups, prepared).metrics["reference_kl"]
     assert second == pytest.approx(0.0, abs=1e-6), "the policy itself"
     assert third > 1e-6, "one step later"
-    assert len(told) == 2 and told[1] is learner.params
+    assert run_models.reference is learner.params
 
 
 def test_distillation_goes_towards_its_teacher_and_stays_there():
     cfg = AlgorithmConfig.of("distillation", importance=ImportanceConfig(decoupled=True))
     trainer, learner = trainer_of(cfg, referred=True)
-    teacher = trainer._reference
+    teacher = trainer._models.reference
     groups, prepared, _ = near_policy()
-    [composition] = trainer._composed([portion(groups, prepared, trainer._config)], trainer._place())
+    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
 
     def distance():
         scores = [[learner.logprobs(b.inputs, p)[0] for b in composition.batches] for p in (learner.params, teacher)]
@@ -112,7 +115,7 @@ def test_distillation_goes_towards_its_teacher_and_stays_there():
     for step in range(5):
         trainer.train(step, groups, prepared)
     assert distance() < 0.8 * before
-    trainer._reference = learner.params
+    trainer._models.reference = learner.params
     metrics = trainer.train(5, groups, prepared).metrics
     assert metrics["teacher_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["grad_norm"] < 1e-5
 

@@ -5,8 +5,9 @@ or `fluxjax/learner` from a function in another of these files, with everything 
 out, so that a callback counts as a call. Between these files then holds:
 
 - No file calls one that it was called by, directly or through others: the graph of calls has no cycle.
-- A file that hands work on, so one that itself calls another file, is called from one file only, and once a step. What
-  is left are the files at the end of the walk: they compute something from what they are given, for whoever asks.
+- A file that hands work on, so one that itself calls another file, is called from one file only, and each of its
+  functions once a step. What is left are the files at the end of the walk: they compute something from what they are
+  given, for whoever asks.
 
 The composer is entered once by definition; so is the learner. What a dataclass generates has no file and is not seen.
 """
@@ -27,11 +28,12 @@ from learner_cases import tiny
 from packing_cases import MODEL, make_config, make_groups
 
 import fluxjax
-from fluxjax.algorithms import grpo
+from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
+from fluxjax.learner.run_models import RunModels
 from sharding.mesh import make_mesh
 
 ROOT = pathlib.Path(fluxjax.__file__).parent
@@ -41,9 +43,9 @@ CONTENTS = [[10], [4, (1, 4, 4)], [9], [20]]
 LENGTHS = [[110, 9], [20, 19], [14], [15, 2]]  # the first one fits no device alone
 
 
-def calls_between_files(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """How often a file of the rooms called another one, by (caller, called), in all threads."""
-    found: Counter[tuple[str, str]] = Counter()
+def calls_between_files(run: Callable[[], Any]) -> Counter[tuple[str, str, str]]:
+    """How often a file of the rooms called another one, by (caller, called, function), in all threads."""
+    found: Counter[tuple[str, str, str]] = Counter()
 
     def record(frame: Any, event: str, _: Any) -> None:
         called = ROOMS.get(frame.f_code.co_filename)
@@ -51,7 +53,7 @@ def calls_between_files(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
             return
         caller = next((ROOMS[file] for file in _files_above(frame) if file in ROOMS), called)
         if caller != called:
-            found[caller, called] += 1
+            found[caller, called, frame.f_code.co_name] += 1
 
     before = sys.getprofile()
     threading.setprofile(record)
@@ -85,20 +87,21 @@ def test_no_file_is_entered_again(strategy: Strategy) -> None:
     groups, prepared = make_groups(CONTENTS, LENGTHS)
     learner = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
     learner.version = 9
-    trainer = PolicyTrainer(config, learner, Composer(config, 4, MODEL.vision, learner.text), None)
+    run_models = RunModels(config, ALGORITHMS["grpo"], learner)
+    trainer = PolicyTrainer(config, run_models, Composer(config, 4, MODEL.vision, learner.text))
     before = jax.tree.leaves(learner.params)[0]
     calls = calls_between_files(lambda: trainer.train(1, groups, prepared))
     assert learner.version == 10 and jax.tree.leaves(learner.params)[0] is not before
 
     callers: dict[str, set[str]] = {}
-    for caller, called in calls:
+    for caller, called, _ in calls:
         callers.setdefault(called, set()).add(caller)
     order = [*graphlib.TopologicalSorter(callers).static_order()]  # raises CycleError
     assert order[0] == "policy_trainer"
-    hand_on = {caller for caller, _ in calls} - {"policy_trainer"}
+    hand_on = {caller for caller, _, _ in calls} - {"policy_trainer"}
     for file in hand_on:
         assert len(callers[file]) == 1, f"{file} is entered from {sorted(callers[file])}"
-        entries = sum(count for (_, called), count in calls.items() if called == file)
-        assert entries == 1, f"{file} is entered {entries} times in a step, from {callers[file]}"
+        for (_, called, function), count in calls.items():
+            assert called != file or count == 1, f"{file}: {function} is called {count} times in a step"
     family = {Strategy.FSDP: {"rows"}, Strategy.ODC: {"own_pace", "collective", "spreading", "fill"}}
     assert {"composer", "learner"} | family.get(strategy, {"spreading", "fill"}) <= hand_on

@@ -28,17 +28,19 @@ from fluxjax.hosts.orders import (
     OrderError,
     Restore,
     Save,
-    Snapshot,
     Start,
     decode,
+    decode_value,
     encode,
-    share_of,
-    told_all,
+    encode_value,
+    is_value,
+    shares_of,
+    told,
 )
 
 ORDERS = [Start("/runs/a", "secret", "{}"), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
 ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
-ORDERS += [Snapshot(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures": [{"weights": {"a": 0.5}}]})]
+ORDERS += [Save(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures": [{"weights": {"a": 0.5}}]})]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
@@ -63,13 +65,9 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
     whole = composer().compose(groups, prepared)
     each = 4 // processes
     shards = [range(process * each, (process + 1) * each) for process in range(processes)]
-    shares = composer().shares(groups, prepared, shards)
-    parts = []
-    for share in shares:
-        order = decode(b"".join(encode(Learn(1, *told_all([share])[0]))))
-        assert isinstance(order, Learn)
-        here = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
-        parts.append(composer().lay_out(here))
+    planner = composer()
+    outline = planner.outline(groups, prepared)
+    parts = [composer().lay_out(heard(planner.share(outline, some), inputs)) for some in shards]
     assert {key for part in parts for key in part.keys if key[0] >= 0} == set(whole.keys)
     assert sum(len(part.cells) for part in parts) == len(whole.cells)
     tokens = np.sum([part.lengths for part in parts], axis=0) if strategy != "fsdp" else whole.lengths
@@ -82,14 +80,28 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
             np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
 
 
+def learn(share) -> bytes:
+    """An order to learn from a share."""
+    rows, responses = told(share)
+    return b"".join(encode(Learn(1, [rows], responses)))
+
+
+def heard(share, inputs):
+    """The share as a process reads it that has these inputs."""
+    order = decode(learn(share))
+    assert isinstance(order, Learn)
+    [read] = shares_of(order, lambda draws: {draw: inputs[draw] for draw in draws if draw in inputs})
+    return read
+
+
 def test_no_media_are_told_and_no_batch():
     """However large media and rows are: what is told depends on the responses."""
     groups, prepared = random_groups(8)
     assert any(one.inputs.laid_out().vision is not None for one in prepared.values())
     sizes = []
     for rows in (2, 8):
-        (share,) = Composer(make_config(64, rows), 1, MODEL.vision).shares(groups, prepared, [range(1)])
-        data = b"".join(encode(Learn(1, *told_all([share])[0])))
+        composer = Composer(make_config(64, rows), 1, MODEL.vision)
+        data = learn(composer.share(composer.outline(groups, prepared), range(1)))
         sizes.append(len(data))
         for one in prepared.values():
             if one.inputs.laid_out().vision is not None:
@@ -104,15 +116,15 @@ def test_processes_agree_on_settings_and_shapes():
     """Not on what is in the arrays, which is each one's own."""
     groups, prepared = random_groups(3)
     config = make_config(64, 2)
-    shares = Composer(config, 4, MODEL.vision).shares(groups, prepared, [range(2), range(2, 4)])
-    first, second = (Composer(config, 4, MODEL.vision).lay_out(share) for share in shares)
+    composer = Composer(config, 4, MODEL.vision)
+    outline = composer.outline(groups, prepared)
+    first, second, whole = ([composer.lay_out(composer.share(outline, range(*ends)))] for ends in ((2,), (2, 4), (4,)))
     assert fingerprint(config, first) == fingerprint(config, second)
     assert fingerprint(make_config(64, 3), first) == fingerprint(config, first), "packing is in the shapes"
     other = make_config(64, 2)
     other.algorithm.clip_high = 0.3
     assert fingerprint(other, first) != fingerprint(config, first)
-    (whole,) = Composer(config, 4, MODEL.vision).shares(groups, prepared, [range(4)])
-    assert fingerprint(config, Composer(config, 4, MODEL.vision).lay_out(whole)) != fingerprint(config, first)
+    assert fingerprint(config, whole) != fingerprint(config, first)
 
 
 def test_processes_agree_on_the_release(tmp_path):
@@ -130,21 +142,18 @@ def test_each_process_is_told_its_own():
     groups, prepared = random_groups(3)
     inputs = {draw: one.inputs for draw, one in prepared.items()}
     composer = Composer(make_config(64, 2), 4, MODEL.vision)
-    shares = composer.shares(groups, prepared, [range(k, k + 1) for k in range(4)])
-    data = [b"".join(encode(Learn(1, *rows))) for rows in told_all(shares)]
-    assert data == [b"".join(encode(Learn(1, *told_all([share])[0]))) for share in shares]
-    heard = []
-    for order in map(decode, data):
-        assert isinstance(order, Learn)
-        share = share_of(order.rows, order.responses, lambda draws: {draw: inputs[draw] for draw in draws})
+    outline = composer.outline(groups, prepared)
+    came = []
+    for k in range(4):
+        share = heard(composer.share(outline, range(k, k + 1)), inputs)
         micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
         pieces = [piece for micro in micros for shard in micro.shards for row in shard for piece in row]
         shown = sorted((piece.item, k) for piece in pieces for k in piece.responses)
         assert shown == [(item, k) for item, group in enumerate(share.groups) for k in range(len(group.samples))]
-        heard += [sample.response for group in share.groups for sample in group.samples]
+        came += [sample.response for group in share.groups for sample in group.samples]
     sent = [sample.response for group in groups for sample in group.samples if sample.response.token_ids]
     known = {(r.draw, r.sample): dataclasses.replace(r, rid="") for r in sent}
-    assert {(r.draw, r.sample): r for r in heard} == known and len(heard) == len(sent)
+    assert {(r.draw, r.sample): r for r in came} == known and len(came) == len(sent)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +174,26 @@ def test_what_is_no_order_is_named(data, says):
 
 def test_a_prompt_that_is_not_here_is_named():
     groups, prepared = random_groups(3)
-    (share,) = Composer(make_config(64, 2), 1, MODEL.vision).shares(groups, prepared, [range(1)])
+    composer, inputs = Composer(make_config(64, 2), 1, MODEL.vision), {d: one.inputs for d, one in prepared.items()}
+    share = composer.share(composer.outline(groups, prepared), range(1))
     with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
-        share_of(*told_all([share])[0], lambda draws: {draw: prepared[draw].inputs for draw in draws if draw != 100})
-    cut, responses = told_all([share])[0]
+        heard(share, {draw: some for draw, some in inputs.items() if draw != 100})
+    cut, responses = told(share)
     cut["groups"][0] = cut["groups"][0][:3]
-    with pytest.raises(OrderError, match=r"rows that can't be read: .*'version'"):
-        share_of(cut, responses, lambda draws: {draw: prepared[draw].inputs for draw in draws})
+    with pytest.raises(OrderError, match="rows that can't be read"):
+        shares_of(Learn(1, [cut], responses), lambda draws: {draw: inputs[draw] for draw in draws})
+    with pytest.raises(OrderError, match="1 bytes more than the responses"):
+        rows, responses = told(share)
+        shares_of(Learn(1, [rows | {"bytes": rows["bytes"] + 1}], [*responses, b"x"]), lambda _: inputs)
+
+
+def test_a_value_comes_as_it_was_sent():
+    value = {"numbers": np.arange(3), "means": np.array([0.1, -np.inf]), "text": ["a", {"b": 1e-9}], "nothing": None}
+    data = encode_value(value)
+    assert is_value(data) and not is_value(b"".join(encode(End())))
+    read = decode_value(data)
+    for name, want in value.items():
+        np.testing.assert_array_equal(read[name], want)
 
 
 def test_fields_of_orders_are_plain():

@@ -25,7 +25,7 @@ from fluxjax.data.near_pixels import NearPixels
 from fluxjax.data.prepare import Preparer
 from fluxjax.data.shadows import ProxyMedia, rows_of
 from fluxjax.data.sources import all_texts, open_source
-from fluxjax.hosts.orders import Learn, decode, encode, share_of, told_all
+from fluxjax.hosts.orders import Learn, decode, encode, shares_of, told
 from models.config import PatchLayout
 from models.processing import tiny
 
@@ -121,10 +121,11 @@ def test_batches_of_every_process_are_those_of_central(
     make = functools.partial(Composer, settings_of(strategy, together), DEVICES, MODEL.vision, MODEL.text)
     each = DEVICES // processes
     shards = [range(k * each, (k + 1) * each) for k in range(processes)]
-    wanted = make().shares(groups, plain, shards)
-    shares = make().shares(groups, shadowed, shards)
+    planner = make()
+    wanted, outline = planner.outline(groups, plain), make().outline(groups, shadowed)
     fetched = 0
-    for number, (want, share) in enumerate(zip(wanted, shares, strict=True)):
+    for number, some in enumerate(shards):
+        want, share = planner.share(wanted, some), planner.share(outline, some)
         # Each process has a store of its own, and may have decoded nothing of this before.
         here = zero if number == 0 else process(strategy, seed + 100 * number, True)
         here.prompts.loader = zero.prompts.loader
@@ -137,9 +138,11 @@ def test_batches_of_every_process_are_those_of_central(
             assert all(one.inputs.patches_PX is None for one in texts), "pixels are never decoded for an order"
             return here.prompts.laid_out(tickets) | {draw: one.inputs for draw, one in by_draw(texts).items()}
 
-        order = decode(b"".join(encode(Learn(1, *told_all([share], lambda ticket: f"place of {ticket}")[0]))))
+        rows, responses = told(share, lambda ticket: f"place of {ticket}")
+        order = decode(b"".join(encode(Learn(1, [rows], responses))))
         assert isinstance(order, Learn)
-        got, expected = make().lay_out(share_of(order.rows, order.responses, inputs)), make().lay_out(want)
+        [read] = shares_of(order, inputs)
+        got, expected = make().lay_out(read), make().lay_out(want)
         assert [m.owner for m in got.microbatches] == [m.owner for m in expected.microbatches]
         with (
             contextlib.closing(NearPixels(here.store, near)) as pixels,

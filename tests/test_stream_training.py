@@ -10,12 +10,13 @@ import pytest
 from learner_cases import tiny
 from packing_cases import TEXT, make_config, make_groups
 
-from fluxjax.algorithms import RLAlgorithm, grpo
+from fluxjax.algorithms import ALGORITHMS, RLAlgorithm, grpo
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
+from fluxjax.learner.run_models import RunModels
 from sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.slow
@@ -38,13 +39,16 @@ def config_for(aggregation: LossAggregation, strategy: Strategy = Strategy.FSDP)
     return config
 
 
-def trainer(config: Config, devices: int = 4, reference: bool = False) -> PolicyTrainer:
+def trainer(
+    config: Config, devices: int = 4, reference: bool = False, algorithm: RLAlgorithm = ALGORITHMS["grpo"]
+) -> PolicyTrainer:
     """On four devices; two engines on the first two of them."""
     learner = Learner(config, tiny(None, TEXT), grpo.token_loss, mesh=make_mesh(devices))
     learner.version = VERSION
     engines = [Engine((device,)) for device in jax.devices()[:2]]
     frozen = jax.tree.map(lambda weight: 0.9 * weight, learner.params) if reference else None
-    return PolicyTrainer(config, learner, Composer(config, devices, text=learner.text), frozen, engines)
+    run_models = RunModels(config, algorithm, learner, reference=frozen)
+    return PolicyTrainer(config, run_models, Composer(config, devices, text=learner.text), engines)
 
 
 def scored(idle: tuple[int, ...] = ()):
@@ -129,8 +133,7 @@ def test_an_own_algorithm_gets_all_groups() -> None:
     """Groups without any advantage have no gradient under the built-in ones; nobody knows what another loss does."""
     config = config_for(LossAggregation.TOKEN_MEAN)
     groups, prepared = scored((0, 1, 2, 3))
-    built_in, own = trainer(config), trainer(config)
-    own = PolicyTrainer(config, own._learner, own._composer, None, algorithm=OwnAlgorithm())
+    built_in, own = trainer(config), trainer(config, algorithm=OwnAlgorithm())
     sizes = [one.train(1, groups, prepared).metrics["trained_tokens"] for one in (built_in, own)]
     assert sizes == [sum(map(sum, LENGTHS[4:])), sum(map(sum, LENGTHS))]
 

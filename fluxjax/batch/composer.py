@@ -32,13 +32,9 @@ class _Dealer(Protocol):
 
     def check(self) -> None: ...
 
-    def compose(self, groups: Sequence[TrainGroup]) -> Composition: ...
-
     def outline(self, groups: Sequence[TrainGroup]) -> Sequence[Outline]: ...
 
-    def share(self, outline: Any, groups: Sequence[TrainGroup], shards: range) -> Share:
-        """Returns the share of the process that has these shards, of the `outline` that was made of all `groups`."""
-        ...
+    def share(self, outline: Any, shards: range) -> Share: ...
 
     def lay_out(self, share: Share) -> Composition: ...
 
@@ -62,7 +58,7 @@ class Composer:
         text: TextConfig | None = None,
         shapes: ShapeBook | None = None,
     ) -> None:
-        self._config, self._vision, self._text = config, vision, text
+        self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
         self._dealer: _Dealer
         if config.sharding.strategy is Strategy.FSDP:
@@ -79,16 +75,20 @@ class Composer:
         """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
         self._dealer.check()
 
-    def compose(
+    def compose(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], **options: Any) -> Composition:
+        """Returns the microbatches with all of their shards. Arguments are those of `outline`."""
+        return self.lay_out(self.share(self.outline(groups, prepared, **options), range(self.num_devices)))
+
+    def outline(
         self,
         groups: Sequence[Group],
         prepared: Mapping[int, PreparedPrompt],
         *,
         skip_idle: bool = False,
         version: int | None = None,
-        last: bool = True,
-    ) -> Composition:
-        """Returns the microbatches, with the loss weights, advantages and log-probs of the responses.
+    ) -> Sequence[Outline]:
+        """Plans the microbatches, with the loss weights, advantages and log-probs of the responses, and remembers their
+        sizes. Reads no token and no pixel of any prompt.
 
         `prepared` maps the draw of each group to its prompt. Groups are laid out by draw and responses by sample,
         whatever order they arrive in.
@@ -97,47 +97,28 @@ class Composer:
         weights still count them. If there are no others, the first group stays.
 
         `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest version of
-        the tokens). `last` says that this is the last minibatch of the training step; `SharedComposer` tells the other
-        processes.
+        the tokens).
 
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
         """
         self.shapes.next_step()
-        return self._dealer.compose(self._chosen(groups, prepared, skip_idle, version))
+        return self._dealer.outline(self._chosen(groups, prepared, skip_idle, version))
 
-    def shares(
-        self,
-        groups: Sequence[Group],
-        prepared: Mapping[int, PreparedPrompt],
-        shards: Sequence[range],
-        *,
-        skip_idle: bool = False,
-        version: int | None = None,
-    ) -> list[Share]:
-        """Returns a share of the microbatches of `compose` for each process: `shards` has the shards of each. Reads no
-        token and no pixel of any prompt. Raises what `compose` raises."""
-        self.shapes.next_step()
-        chosen = tuple(self._chosen(groups, prepared, skip_idle, version))
-        outline = self._dealer.outline(chosen)
-        return [self._dealer.share(outline, chosen, process_shards) for process_shards in shards]
+    def share(self, outline: Sequence[Outline], shards: range) -> Share:
+        """Returns the share of the process that has these shards of the mesh."""
+        return self._dealer.share(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
         """Returns the microbatches of a share: with the rows of its shards, and no others."""
         return self._dealer.lay_out(share)
 
-    def outline(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> Sequence[Outline]:
-        """Returns the microbatches of `compose` before their arrays are written. Remembers their sizes, and raises, as
-        `compose` does."""
-        self.shapes.next_step()
-        return self._dealer.outline(self._chosen(groups, prepared))
-
     def _chosen(
         self,
         groups: Sequence[Group],
         prepared: Mapping[int, PreparedPrompt],
-        skip_idle: bool = False,
-        version: int | None = None,
+        skip_idle: bool,
+        version: int | None,
     ) -> list[TrainGroup]:
         config = self._config
         ordered = sorted(groups, key=attrgetter("prompt.draw"))

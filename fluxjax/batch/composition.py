@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -88,8 +88,14 @@ class TrainGroup:
         """Returns the group with only these of its samples, in order."""
         if len(responses) == len(self.samples):
             return self
-        samples = tuple(self.samples[k] for k in responses)
-        return dataclasses.replace(self, samples=samples, weights=self.weights[list(responses)])
+        some = list(responses)
+        samples = tuple(self.samples[k] for k in some)
+        group = dataclasses.replace(self, samples=samples, weights=self.weights[some])
+        if "columns" in vars(self):
+            draw, numbers_G3, advantages_G, data = self.columns
+            columns = Columns(draw, numbers_G3[some], advantages_G[some], tuple(data[k] for k in some))
+            vars(group)["columns"] = columns
+        return group
 
 
 def tokens_of(items: Sequence[Item], piece: Piece) -> int:
@@ -177,10 +183,9 @@ class Composition:
     `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` says where these are,
     response after response: indices into the token buffers of all microbatches, flattened, one after the other.
 
-    In a run of several processes, these are the rows of one of them. `whole` has the tokens on all devices of the
-    responses that lie on several processes: these responses stand first, in the same order in each. `elsewhere` has the
-    microbatches that devices of other processes compute alone, with shapes instead of arrays. `coming` has some of the
-    same microbatches in new sizes, for which programs are to be compiled.
+    In a run of several processes, these are the rows of one of them: a response may have none of its tokens here, or
+    some. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of arrays.
+    `coming` has some of the same microbatches in new sizes, for which programs are to be compiled.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -189,7 +194,6 @@ class Composition:
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
     filled: tuple[Filled, ...] = ()  # of each microbatch, over all devices
-    whole: np.ndarray | None = None
     elsewhere: tuple[Microbatch, ...] = ()
 
     @property
@@ -213,6 +217,11 @@ class Composition:
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """Returns the sum over the tokens of each response, of one value a token, response after response."""
+        responses = np.repeat(np.arange(len(self.keys)), self.lengths)
+        return np.bincount(responses, values, minlength=len(self.keys))
+
     def scattered(self, values: np.ndarray) -> list[np.ndarray]:
         """Returns an array `[B, T]` for each microbatch, from one value a token, response after response; 0
         elsewhere."""
@@ -220,19 +229,22 @@ class Composition:
         sizes = [math.prod(shape) for shape in shapes_BT]
         flat = np.zeros(sum(sizes), np.float32)
         flat[self.cells] = values
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        parts = np.split(flat, np.cumsum(sizes, dtype=np.int64))[:-1]
         return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
-        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch."""
+        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch here; those
+        of other processes get the shapes."""
+
+        def with_fields(microbatch: Microbatch, fields: Mapping[str, Any]) -> Microbatch:
+            return dataclasses.replace(microbatch, batch=dataclasses.replace(microbatch.batch, **fields))
+
         microbatches = tuple(
-            dataclasses.replace(
-                microbatch,
-                batch=dataclasses.replace(microbatch.batch, **{name: array[i] for name, array in arrays.items()}),
-            )
+            with_fields(microbatch, {name: array[i] for name, array in arrays.items()})
             for i, microbatch in enumerate(self.microbatches)
         )
-        return dataclasses.replace(self, microbatches=microbatches)
+        elsewhere = tuple(with_fields(m, dict.fromkeys(arrays, m.batch.loss_weights_BT)) for m in self.elsewhere)
+        return dataclasses.replace(self, microbatches=microbatches, elsewhere=elsewhere)
 
 
 def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int], np.ndarray]:

@@ -16,6 +16,7 @@ from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import blank, concatenate, side_by_side
 from sharding.spread.buffers import SizedLayout, Spread
+from sharding.spread.shapes import Sizes
 
 from ..base.types import Sample, TrainBatch
 from .composition import Composition, Filled, Microbatch, PackedRows, Row, TrainGroup
@@ -68,7 +69,7 @@ class Spans:
 
     def response_cells(self) -> np.ndarray:
         """Returns the cells of all response tokens, response after response."""
-        return _cells(np.array([span[0] for span in self.responses], np.int64), self.response_lengths())[0]
+        return span_cells(np.array([span[0] for span in self.responses], np.int64), self.response_lengths())[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,8 @@ class SizedRows:
 
     micro: PackedRows
     filled: Filled
-    coming: PackedRows | None = None  # the same rows in the sizes that they would have had, if those were compiled
+    groups: Sequence[TrainGroup]  # its items
+    coming: Sizes | None = None  # those that it would have had, if they were compiled
 
     @property
     def program(self) -> tuple[object, ...]:
@@ -126,7 +128,7 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, local_devices
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     none = np.zeros(0, np.int64)
-    cells, counts, whole = [none], [none], [none]
+    cells, counts = [none], [none]
     first = 0
     for sized in parts:
         part, layout = sized.part, sized.layout
@@ -141,13 +143,8 @@ def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, local_devices
         cells.append(first + at[here])
         lengths = spans.response_lengths()
         counts.append(np.add.reduceat(here, np.cumsum(lengths) - lengths, dtype=np.int64))
-        if part.owner is None:
-            whole.append(lengths)
         first += len(devices) * layout.columns
-    filled = tuple(sized.filled for sized in parts)
-    over = np.concatenate(whole) if local_devices is not None else None
-    places = np.concatenate(cells), np.concatenate(counts)
-    return Composition(tuple(microbatches), tuple(keys), *places, filled=filled, whole=over)
+    return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(counts))
 
 
 def _lay_out_part(sized: SizedPart, spans: Spans, devices: range) -> TrainBatch:
@@ -176,7 +173,7 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
     return rows
 
 
-def _cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns all cells of all spans, one span after the other, and the index of each cell within its span."""
     ends = np.cumsum(lengths)
     within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
@@ -200,7 +197,7 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
         return _rows(arrays, tokens_per_row)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
-    cells, _ = _cells(starts, lengths)
+    cells, _ = span_cells(starts, lengths)
     arrays["tokens"][cells] = np.concatenate([prompt.token_ids_T for prompt in spans.inputs])
     arrays["positions"][:, cells] = np.concatenate([prompt.positions_3T for prompt in spans.inputs], axis=1)
     index = np.concatenate([prompt.feature_index_T for prompt in spans.inputs])
@@ -210,7 +207,7 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
 
     starts, segments, branches, last, position = np.array(spans.responses).T
     lengths = spans.response_lengths()
-    cells, within = _cells(starts, lengths)
+    cells, within = span_cells(starts, lengths)
     responses = [sample.response for sample in spans.samples]
     numbers = zip(*(response.arrays for response in responses), strict=True)
     for name, parts in zip(("tokens", "behaviour", "lags"), numbers, strict=True):

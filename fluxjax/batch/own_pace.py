@@ -18,7 +18,6 @@ from sharding.spread.shapes import ShapeBook
 from ..config import Config
 from .collective import Collective
 from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
-from .fill import lay_out_parts
 from .part import Part, Room, SizedPart, size_parts
 from .pieces import pieces_of
 from .share import Share, lay_out_share, share_parts
@@ -48,11 +47,8 @@ class OwnPace:
         """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
         self._collective.spreading.check()
 
-    def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        return lay_out_parts(self.outline(groups), self._room.share_prompts)
-
-    def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_parts(outline, groups, shards)
+    def share(self, outline: Sequence[SizedPart], shards: range) -> Share:
+        return share_parts(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
         return lay_out_share(share, self._room, self._tempered)

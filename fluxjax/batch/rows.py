@@ -69,22 +69,17 @@ class RowPacking:
     def check(self) -> None:
         """Does nothing: rows do not depend on the number of devices."""
 
-    def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        outline = self.outline(groups)
-        composition = self._written([sized.micro for sized in outline], groups)
-        if coming := [sized.coming for sized in outline if sized.coming is not None]:
-            composition = dataclasses.replace(composition, coming=self._written(coming, groups).batches)
-        return dataclasses.replace(composition, filled=tuple(sized.filled for sized in outline))
-
-    def share(self, outline: Sequence[SizedRows], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_rows(outline, tuple(groups), shards)
+    def share(self, outline: Sequence[SizedRows], shards: range) -> Share:
+        return share_rows(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
-        micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
-        return dataclasses.replace(self._written(micros, share.groups), filled=share.filled)
+        def written(micros: Sequence[PackedRows]) -> Composition:
+            return lay_out_rows(micros, share.groups, self._share, self._vision, self._tempered)
 
-    def _written(self, micros: Sequence[PackedRows], groups: Sequence[TrainGroup]) -> Composition:
-        return lay_out_rows(micros, groups, self._share, self._vision, self._tempered)
+        micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
+        coming = [self._in(sizes, micros[number]) for number, sizes in share.coming]
+        batches = written(coming).batches if coming else ()
+        return dataclasses.replace(written(micros), filled=share.filled, coming=batches)
 
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
         """Returns the microbatches, in buffers whose sizes the shape book chooses."""
@@ -97,7 +92,7 @@ class RowPacking:
             full = packed(items, pieces, self._budget, self._share)
             plan = full if plan is None or cells_of(full) < cells_of(plan) else plan
         frame = common_bound(group.inputs for group in groups) if self._vision is not None else 0
-        return [self._sized(micro, items, frame, exact) for micro in plan]
+        return [self._sized(micro, groups, items, frame, exact) for micro in plan]
 
     def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:
         """Returns the microbatches in rows of fitted lengths; None if there is no such packing."""
@@ -121,7 +116,9 @@ class RowPacking:
             return None
         return [micro for length, members in filled for micro in _spread(items, members, budget, rows, length)]
 
-    def _sized(self, micro: PackedRows, items: Sequence[Item], frame: int, exact: bool) -> SizedRows:
+    def _sized(
+        self, micro: PackedRows, groups: Sequence[TrainGroup], items: Sequence[Item], frame: int, exact: bool
+    ) -> SizedRows:
         budget = self._budget
         needs = {"rows": micro.rows, "columns": micro.tokens}
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
@@ -130,14 +127,14 @@ class RowPacking:
             needs |= {"patches": max(micro.patches, self._vision.merge_unit), "frame": frame}
             caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
         sizes, coming = self._shapes.choose(needs, caps, _rows_cost, budget.num_shards, exact)
-        later = self._in(coming, micro) if coming is not None else None
         micro = self._in(sizes, micro)
         used = sum(tokens_of(items, piece) for shard in micro.shards for row in shard for piece in row)
         media = (
             sum(_media_of(items, list(chain.from_iterable(shard))) for shard in micro.shards) if micro.patches else 0
         )
         shards = budget.num_shards
-        return SizedRows(micro, Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches), later)
+        filled = Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches)
+        return SizedRows(micro, filled, groups, coming)
 
     def _in(self, sizes: Sizes, micro: PackedRows) -> PackedRows:
         """Returns the microbatch in buffers of these sizes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from itertools import chain
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from sharding.spread.buffers import lay
 from sharding.spread.shapes import Sizes
 
 from ..base.types import Response, Reward, Sample, TrainBatch
-from .composition import Composition, Filled, Microbatch, PackedRows, Piece, TrainGroup
+from .composition import Composition, Filled, Microbatch, PackedRows, Piece, Row, TrainGroup
 from .fill import SizedRows, lay_out_parts
 from .part import Part, Room, SizedPart
 
@@ -47,50 +48,70 @@ class PlannedRows:
 @dataclasses.dataclass(frozen=True)
 class Share:
     """The part of a step that one process lays out. `micros` are the step's microbatches, for the devices `shards` of
-    the mesh only; their items are `groups`. Of groups that are not `needed`, only the sizes count. Packed rows need
-    every group in them: `groups` may be those of the whole step, and `needed` is None."""
+    the mesh only; their items are `groups`. Groups that are not `needed` have nothing but their sizes here. `coming`
+    has (microbatch, new sizes of its buffers) where a program is to be compiled for them."""
 
     micros: tuple[PackedRows | PlannedRows, ...]
-    groups: tuple[TrainGroup, ...]
+    groups: Sequence[TrainGroup]
     shards: range
-    needed: frozenset[int] | None
+    needed: frozenset[int]
     filled: tuple[Filled, ...] = ()  # of the microbatches with all of their shards
+    coming: tuple[tuple[int, Sizes], ...] = ()
 
 
-def share_rows(outline: Sequence[SizedRows], groups: tuple[TrainGroup, ...], shards: range) -> Share:
-    """Returns the share of the process that has these shards. All shares have the same groups, so that nothing is done
-    for each."""
-    local_rows = [(sized.micro, sized.micro.shards[shards.start : shards.stop]) for sized in outline]
-    filled = tuple(sized.filled for sized in outline)
-    return Share(
-        tuple(dataclasses.replace(micro, shards=rows) for micro, rows in local_rows), groups, shards, None, filled
-    )
+def share_rows(outline: Sequence[SizedRows], shards: range) -> Share:
+    """Returns the share of the process that has these shards, with the responses in their rows and no others."""
+    rows = [sized.micro.shards[shards.start : shards.stop] for sized in outline]
+    used: dict[int, list[int]] = {}  # responses, by item
+    for piece in chain.from_iterable(row for micro in rows for shard in micro for row in shard):
+        used.setdefault(piece.item, []).extend(piece.responses)
+    number = {item: k for k, item in enumerate(sorted(used))}
+    place = {item: {response: k for k, response in enumerate(sorted(used[item]))} for item in used}
+
+    def here(row: Row) -> Row:
+        return tuple(Piece(number[item], tuple(place[item][k] for k in responses)) for item, responses in row)
+
+    micros = [
+        dataclasses.replace(sized.micro, shards=tuple(tuple(map(here, shard)) for shard in micro))
+        for sized, micro in zip(outline, rows, strict=True)
+    ]
+    groups = [outline[0].groups[item].only(sorted(used[item])) for item in number]
+    return Share(tuple(micros), groups, shards, frozenset(number.values()), *_filled_and_coming(outline))
 
 
-def share_parts(outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
+def _filled_and_coming(
+    outline: Sequence[SizedRows] | Sequence[SizedPart],
+) -> tuple[tuple[Filled, ...], tuple[tuple[int, Sizes], ...]]:
+    coming = [(number, sized.coming) for number, sized in enumerate(outline) if sized.coming is not None]
+    return tuple(sized.filled for sized in outline), tuple(coming)
+
+
+def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
     """Returns the share of the process that has these devices. It takes part in what all compute together, and needs
     those groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, only shapes
     count.
 
-    Its groups keep the order of `groups`, by which media are numbered: all processes send features by one route.
+    Its groups keep the order that they have in the parts, by which media are numbered: all processes send features by
+    one route.
     """
     planned = [PlannedRows(sized.part.plan, (), sized.sizes, sized.part.owner, sized.part.work) for sized in outline]
     here = [None if rows.elsewhere(shards) else sized.part for rows, sized in zip(planned, outline, strict=True)]
-    known = {id(part.groups[piece.item]) for part in here if part is not None for piece in part.pieces}
-    local_groups = tuple(group for group in groups if id(group) in known)
-    number = {id(group): k for k, group in enumerate(local_groups)}
+    lists = {id(part.groups): part.groups for part in here if part is not None}  # several parts have the same list
+    used = {(id(part.groups), piece.item) for part in here if part is not None for piece in part.pieces}
+    order = [(of, item) for of, groups in lists.items() for item in range(len(groups)) if (of, item) in used]
+    number = {place: k for k, place in enumerate(order)}
     needed: set[int] = set()
     micros: list[PlannedRows] = []
     for rows, part in zip(planned, here, strict=True):
         if part is None:
             micros.append(rows)
             continue
-        local = {item: number[id(part.groups[item])] for item in {piece.item for piece in part.pieces}}
+        local = {item: number[id(part.groups), item] for item in {piece.item for piece in part.pieces}}
         needed |= {local[item] for item in part.items_on(shards)}
         pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
         micros.append(dataclasses.replace(rows, pieces=pieces))
-    filled = tuple(sized.filled for sized in outline)
-    return Share(tuple(micros), local_groups, shards, frozenset(needed), filled)
+    local_groups = [lists[of][item] for of, item in order]
+    return Share(tuple(micros), local_groups, shards, frozenset(needed), *_filled_and_coming(outline))
 
 
 def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
@@ -109,7 +130,9 @@ def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
             part = Part(share.groups, micro.pieces, micro.plan, room, micro.owner, micro.work)
             parts.append(SizedPart(part, micro.sizes))
     composition = lay_out_parts(parts, room.share_prompts, share.shards)
-    return dataclasses.replace(composition, elsewhere=tuple(elsewhere), filled=share.filled)
+    coming = [SizedPart(parts[number].part, sizes) for number, sizes in share.coming]
+    batches = lay_out_parts(coming, room.share_prompts, share.shards).batches if coming else ()
+    return dataclasses.replace(composition, elsewhere=tuple(elsewhere), filled=share.filled, coming=batches)
 
 
 @functools.lru_cache(maxsize=1024)

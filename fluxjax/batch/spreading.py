@@ -17,7 +17,6 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config, ConfigError, Strategy
 from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
-from .fill import lay_out_parts
 from .part import Part, Room, SizedPart, size_parts
 from .pieces import pieces_of
 from .share import Share, lay_out_share, share_parts
@@ -61,15 +60,8 @@ class Spreading:
     def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
         return size_parts(self.parts(groups), self._shapes)
 
-    def compose(self, groups: Sequence[TrainGroup]) -> Composition:
-        outline, share = self.outline(groups), self.room.share_prompts
-        composition = lay_out_parts(outline, share)
-        if coming := [SizedPart(sized.part, sized.coming) for sized in outline if sized.coming is not None]:
-            composition = dataclasses.replace(composition, coming=lay_out_parts(coming, share).batches)
-        return composition
-
-    def share(self, outline: Sequence[SizedPart], groups: Sequence[TrainGroup], shards: range) -> Share:
-        return share_parts(outline, groups, shards)
+    def share(self, outline: Sequence[SizedPart], shards: range) -> Share:
+        return share_parts(outline, shards)
 
     def lay_out(self, share: Share) -> Composition:
         return lay_out_share(share, self.room, self._tempered)

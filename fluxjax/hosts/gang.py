@@ -1,7 +1,8 @@
-"""The processes of a run, as each of them sees them: process 0 gives orders, the others carry them out."""
+"""The processes of a run, as each of them sees them: process 0 gives orders, and all carry them out."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import importlib.metadata
@@ -9,7 +10,8 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -22,13 +24,26 @@ from sharding.walk import Params
 
 from ..algorithms import own_code
 from ..base.host_status import HostStatus
-from ..base.process import collector_paused
-from ..base.types import Group, PreparedPrompt, TrainBatch
-from ..batch.composer import Composer
+from ..base.types import TrainBatch
 from ..batch.composition import Composition
+from ..batch.share import Share
+from ..batch.team import Team
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
-from .orders import UNKNOWN_PLACE, End, Gather, Learn, Order, PlaceOf, Told, decode, encode, told_all
+from .orders import (
+    UNKNOWN_PLACE,
+    End,
+    Gather,
+    Learn,
+    Order,
+    PlaceOf,
+    decode,
+    decode_value,
+    encode,
+    encode_value,
+    is_value,
+    told,
+)
 from .progress import Progress
 from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
 
@@ -38,7 +53,7 @@ T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-class Gang:
+class Gang(Team):
     """All processes that train together. A gang of one process is trivial: it sends no orders and gathers nothing.
     Orders are given from one thread at a time, and process 0 itself does what it orders, too."""
 
@@ -53,11 +68,13 @@ class Gang:
         self.processes = links.processes if links is not None else 1
         self.bytes_told = 0  # by this process, to all others together
         self.watch = StepWatch()  # of this process
-        self._number = 0  # of the last step
-        self.complete = True  # all of its minibatches are told
+        self._number = 0  # of the last step whose update is told
+        self._at = 0  # the step that this process works for
+        self._heard: collections.deque[bytes] = collections.deque()  # orders that came while it waited for a value
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
+        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, lambda batches: None)
 
     @property
     def alone(self) -> bool:
@@ -74,18 +91,29 @@ class Gang:
         for process in range(1, self.processes):
             self._send(process, data)
 
-    def tell_rows(self, rows: Sequence[Told], *, last: bool = True) -> None:
-        """Sends every other process an order to learn from its own rows of a minibatch, `rows[process]`. The `last`
-        minibatch of a training step is followed by the optimizer steps."""
-        self._number += self.complete
-        self.complete = last
-        if self._progress is not None:
-            self._progress.begin(self._place)
+    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None]) -> None:
+        """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
+        medium of a ticket; `expect`, which is called with the batches that this process will read."""
+        self._config, self._place_of, self._expect = config, place_of, expect
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.alone else self.watch.stage(name)
+
+    def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
+        """Sends every other process an order to learn from its shares: those of a whole training step, or, without
+        `update`, of a portion of one."""
+        if self._progress is None:
+            return
+        self._at = self._number + 1
+        self._number += update
+        self._progress.begin(self._place)
         for process in range(1, self.processes):
-            self._send(process, encode(Learn(self._number, *rows[process], last)))
+            minibatches = [told(share, self._place_of) for share in shares[process]]
+            responses = [data for _, every in minibatches for data in every]
+            self._send(process, encode(Learn(self._at, [rows for rows, _ in minibatches], responses, size, update)))
 
     def _place(self) -> str:
-        return f"step {self._number}, {self.watch.at}"
+        return f"step {self._at}, {self.watch.at}"
 
     def close(self) -> None:
         """Ends the time limit on progress."""
@@ -103,60 +131,68 @@ class Gang:
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
-                data = self.links.receive(0)
+                data = self._heard.popleft() if self._heard else self.links.receive(0)
             order = decode(data)
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
-                if order.number != self._number:
-                    self.watch.begin()
-                self._number, place = order.number, self._place
+                self._at, place = order.number, self._place
+                self._number = order.number if order.update else self._number
             assert self._progress is not None
             with self._progress.of(place):
                 yield order
 
-    def collect(self, value: T) -> list[T]:
-        """Returns the `value` (JSON) of every process, by process, in process 0; in the others, their own value only.
-        All processes must call it, and before a step."""
-        if self.links is None:
-            return [value]
-        if self.process:
-            self.links.send(0, json.dumps(value).encode())
-            return [value]
-        return [value, *(json.loads(self.links.receive(process)) for process in range(1, self.processes))]
-
     def exchange(self, value: T) -> list[T]:
-        """Returns the `value` (JSON) of every process, by process, in all processes. All must call it, and before a
-        step."""
-        collected = self.collect(value)
-        if self.links is None or self.alone:
-            return collected
-        if self.process:
-            return json.loads(self.links.receive(0))
-        for process in range(1, self.processes):
-            self.links.send(process, json.dumps(collected).encode())
-        return collected
+        """Returns the `value` of every process, by process, in all processes; see `encode_value`. All must call it, and
+        before a step."""
+        return self.decided(value, lambda every: [every] * len(every))
 
-    def agree(self, config: Config, composition: Composition) -> None:
-        """Compares the program that this process is about to run, its settings and the shapes of its arrays, with those
-        of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for ever."""
+    def agree(self, compositions: Sequence[Composition]) -> None:
+        """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
+        those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
+        ever."""
+        self._expect([batch for composition in compositions for batch in composition.batches])
         if self.links is None or self.alone:
             return
-        mine = fingerprint(config, composition)
-        if self.process:
-            self.links.send(0, mine.encode())
-            self.watch.agreed()
-            return
-        for process in range(1, self.processes):
-            theirs = self._fingerprint_of(process)
-            if theirs != mine:
-                self.links.fail(
-                    f"process {process} would run another program than process 0 ({theirs} and {mine}): start all with "
-                    "the same command, release, and versions of JAX"
-                )
-                self.links.check()
+        with self.watch.waiting():
+            mine = fingerprint(self._config, compositions)
+            if self.process:
+                self.links.send(0, mine.encode())
+                self.watch.agreed()
+                return
+            for process in range(1, self.processes):
+                theirs = self._fingerprint_of(process)
+                if theirs != mine:
+                    self.links.fail(
+                        f"process {process} would run another program than process 0 ({theirs} and {mine}): start all "
+                        "with the same command, release, and versions of JAX"
+                    )
+                    self.links.check()
         self.watch.agreed()
         assert self._progress is not None
         self._progress.end()
+
+    def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+        if self.links is None or self.alone:
+            return super().decided(value, decide)
+        with self.watch.waiting():
+            if self.process:
+                self.links.send(0, encode_value(value))
+                return self._value_of(0)
+            parts = decide([value, *map(self._value_of, range(1, self.processes))])
+        for process in range(1, self.processes):
+            self.links.send(process, encode_value(parts[process]))
+        return parts[0]
+
+    def _value_of(self, process: int) -> Any:
+        """Returns the value that a process sends. An order that comes before it waits for its turn: process 0 tells of
+        drawn prompts from another thread."""
+        assert self.links is not None
+        while not is_value(data := self.links.receive(process)):
+            if is_status(data):
+                self._note(process, data)
+            else:
+                self._heard.append(data)
+        return decode_value(data)
 
     def _fingerprint_of(self, process: int) -> str:
         assert self.links is not None
@@ -240,91 +276,48 @@ def release(root: pathlib.Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(config: Config, composition: Composition) -> str:
-    """Returns a digest that is equal in processes that would run the same programs on a step's rows."""
-    microbatches = sorted(composition.everywhere, key=lambda micro: -1 if micro.owner is None else micro.owner)
+def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
+    """Returns a digest that is equal in processes that would run the same programs on their shares of minibatches."""
     shapes = [
         (
             micro.owner,
             str(jax.tree.structure(micro.batch)),
             [(x.shape, str(x.dtype)) for x in jax.tree.leaves(micro.batch)],
         )
-        for micro in microbatches
+        for composition in compositions
+        for micro in sorted(composition.everywhere, key=lambda micro: -1 if micro.owner is None else micro.owner)
     ]
-    settings = {name: value for name, value in to_json(config).items() if name in ("model", "sharding", "algorithm")}
+    rooms = "model", "sharding", "algorithm", "critic"
+    settings = {name: value for name, value in to_json(config).items() if name in rooms}
     parts = [release(), settings, own_code(config.algorithm), shapes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-class SharedComposer(Composer):
-    """Plans a step in process 0, tells each process its rows, and lays out its own."""
-
-    def __init__(
-        self,
-        gang: Gang,
-        config: Config,
-        *sizes: Any,
-        place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE,
-        expect: Callable[[Sequence[TrainBatch]], None] = lambda batches: None,
-    ) -> None:
-        """`sizes` are the further arguments of `Composer`; `place_of` says which preprocessor holds the medium of a
-        ticket; `expect` is told which batches this process will read, before the others agree."""
-        super().__init__(config, *sizes)
-        self._gang, self._place_of, self._expect, self._settings = gang, place_of, expect, config
-
-    def compose(
-        self,
-        groups: Sequence[Group],
-        prepared: Mapping[int, PreparedPrompt],
-        *,
-        skip_idle: bool = False,
-        version: int | None = None,
-        last: bool = True,
-    ) -> Composition:
-        """Returns this process's rows only. The other processes have been told theirs by then, so that the step must
-        follow, or, if this is not its `last` minibatch, another minibatch; after an error nothing can follow."""
-        watch = self._gang.watch
-        if self._gang.complete:
-            watch.begin()
-        with collector_paused():  # it is made up for while the others lay their rows out
-            with watch.stage("plan"):
-                shards = local_shards(self._gang.processes)
-                shares = self.shares(groups, prepared, shards, skip_idle=skip_idle, version=version)
-                self._gang.tell_rows(told_all(shares, self._place_of), last=last)
-            with watch.stage("layout"):  # as the others do now
-                composition = self.lay_out(shares[0])
-            self._expect(composition.batches)
-        with watch.waiting():
-            self._gang.agree(self._settings, composition)
-        return composition
-
-
-def local_shards(processes: int) -> list[range]:
-    """Returns, for each process, the shards of the mesh that it has."""
-    count = jax.device_count() // processes
-    return [range(process * count, (process + 1) * count) for process in range(processes)]
+# What several processes can't do, of all that one can: the settings, and why.
+ALONE_ONLY = {
+    "stream_trainer.enabled": "it computes gradients on the devices of some engines, while the others, of every "
+    "process, go on decoding: no program of several processes can leave some of their devices out",
+    "parallelism.enabled": "process 0 knows the embedded engines of the other processes as servers, whose devices it "
+    "can't deal anew; set rollout.engine to serve",
+}
 
 
 def check_across_processes(config: Config) -> None:
     """Raises ConfigError, naming the settings, for settings that do not work over several processes."""
-    refused = {
+    embedded = config.rollout.engine is RolloutEngine.JAX
+    used = {
         "stream_trainer.enabled": config.stream_trainer.enabled,
-        "speculative_sync.enabled": config.speculative_sync.enabled,
-        "servers.colocated": config.servers.colocated,
-        "algorithm.importance.normalize": config.algorithm.importance.normalize,
-        "algorithm.kl_in_reward": config.algorithm.kl_in_reward,
-        "sharding.compile_ahead": bool(config.sharding.compile_ahead),
+        "parallelism.enabled": embedded and config.parallelism.enabled,
     }
-    if config.rollout.engine is RolloutEngine.JAX:
-        refused["parallelism.enabled"] = config.parallelism.enabled
-    if wrong := [name for name, used in refused.items() if used]:
-        raise ConfigError(f"{', '.join(wrong)}: not over several processes (distributed.processes) yet; unset it")
+    for name, why in ALONE_ONLY.items():
+        if used[name]:
+            raise ConfigError(f"{name}: not over several processes (distributed.processes), because {why}")
     if config.sharding.devices not in (0, jax.device_count()):
         raise ConfigError(
             f"sharding.devices is {config.sharding.devices}, but over several processes all {jax.device_count()} "
             "train; leave it at 0"
         )
-    if config.rollout.engine is RolloutEngine.JAX and config.policy.engines % jax.process_count():
+    if embedded and config.policy.engines % jax.process_count():
         raise ConfigError(
             f"policy.engines is {config.policy.engines}; make it 0, or a multiple of the {jax.process_count()} "
             "processes, which have as many engines each"

@@ -28,10 +28,6 @@ class StepWatch:
         self.at = "its programs"  # what this process does: a stage, or, between stages, this
         self._waited = 0.0
 
-    def begin(self) -> None:
-        """Begins a step: forgets the stages of the step before."""
-        self._stages = []
-
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         start, before, self.at = time.perf_counter(), self.at, name
@@ -51,9 +47,9 @@ class StepWatch:
         self._agreed = time.perf_counter()
 
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
-        """Returns the measurements of the step, which is done; the time that it waited begins anew at 0."""
+        """Returns the measurements of the step, which is done; the next step's begin."""
         now = time.perf_counter()
-        waited, self._waited = self._waited, 0.0
+        waited, stages, self._waited, self._stages = self._waited, self._stages, 0.0, []
         devices = jax.local_devices()
         stats = [device.memory_stats() or {} for device in devices]
         return HostStatus(
@@ -63,7 +59,7 @@ class StepWatch:
             memory=resident_bytes(),
             device_memory=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
             step=step,
-            stages=(*self._stages, HostStage("train", self._agreed, now)),
+            stages=(*stages, HostStage("train", self._agreed, now)),
             waited=waited,
             idle=idle,
         )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from models.values import first_weights, value_model, values
+from sharding.links import Links
 from sharding.walk import Params, Tally, Walk
 
 from ..algorithms.gae import explained_variance, gae, terminal_rewards, whitened
@@ -23,6 +24,7 @@ from ..algorithms.ppo import value_loss
 from ..algorithms.rl_algorithm import Key
 from ..base.types import TrainBatch
 from ..batch.composition import Composition
+from ..batch.team import Arrays, Team, by_token
 from ..config import AlgorithmConfig, Config, CriticConfig, LoraConfig
 from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
@@ -52,9 +54,15 @@ class Critic(Learner):
     gradients_kind = ValueGradients
 
     def __init__(
-        self, config: Config, policy: Decoder, *, mesh: Mesh | None = None, materializer: Materializer | None = None
+        self,
+        config: Config,
+        policy: Decoder,
+        *,
+        mesh: Mesh | None = None,
+        links: Links | None = None,
+        materializer: Materializer | None = None,
     ) -> None:
-        """`policy` may be abstract. `mesh` and `materializer` are those of the policy's learner."""
+        """`policy` may be abstract. `mesh`, `links` and `materializer` are those of the policy's learner."""
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
         # All of the critic learns, whatever the policy does.
         critic_config = dataclasses.replace(config, optim=optim, lora=LoraConfig())
@@ -65,7 +73,9 @@ class Critic(Learner):
             return value_loss(values_BT, batch, config.critic.value_clip)
 
         self._value_loss = token_loss  # one object: another would have its programs compiled again
-        super().__init__(critic_config, value_model(policy), token_loss, mesh=mesh, materializer=materializer)
+        super().__init__(
+            critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
+        )
 
     def begin(self, policy: Params, steps: int) -> None:
         """Begins RL of so many training steps with the policy's weights, and values that are all 0."""
@@ -90,62 +100,66 @@ class Critic(Learner):
         self,
         compositions: Sequence[Composition],
         outcomes: Mapping[Key, float],
-        costs: Sequence[np.ndarray] | None = None,
+        costs: Sequence[np.ndarray],
+        team: Team,
     ) -> "Judged":
         """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
         optimizer step.
 
-        `outcomes` has the reward of each response by (draw, sample), `costs` what is taken off each token's reward, one
-        flat array a composition."""
+        `outcomes` has the reward of each response of all processes, by (draw, sample), in process 0, which estimates
+        all advantages; `costs` what is taken off each token's reward, one flat array a composition (empty: nothing is).
+        Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
-        flat = [composition.of_responses(values_BT, np.float64) for composition, values_BT in pairs]
-        return judged(compositions, flat, outcomes, costs, self.config.critic)
+        known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]
+        for part, cost in zip(known, costs, strict=False):
+            part["costs"] = cost
+        judged = Judged([])
+
+        def estimated(keys: Sequence[Key], lengths: np.ndarray, numbers: Arrays) -> Arrays:
+            arrays, means, metrics = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config.critic)
+            judged.means.update(zip(keys, means.tolist(), strict=True))
+            judged.metrics.update(metrics)
+            return arrays
+
+        decided = by_token(team, compositions, known, estimated)
+        for composition, part, own in zip(compositions, decided, known, strict=True):
+            fields = {"values_BT": own["values"], **part}
+            arrays = {name: composition.scattered(flat) for name, flat in fields.items()}
+            judged.compositions.append(composition.replaced(arrays))
+        return judged
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A step as its critic judged it. `means` has the mean advantage of each response that has a token."""
+    """A step as its critic judged it; the rest is process 0's: the mean advantage of each response that has a token,
+    and metrics."""
 
     compositions: list[Composition]
-    means: dict[Key, float]
-    metrics: dict[str, float]
+    means: dict[Key, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def judged(
-    compositions: Sequence[Composition],
-    values: Sequence[np.ndarray],
-    outcomes: Mapping[Key, float],
-    costs: Sequence[np.ndarray] | None,
-    settings: CriticConfig,
-) -> Judged:
-    """Judges the minibatches of a step, see `Critic.judge`, by the critic's `values`: one flat array a composition.
-    Every response must be of this process, as a whole."""
-    estimates = []
-    for number, (composition, token_values) in enumerate(zip(compositions, values, strict=True)):
-        rewards = terminal_rewards(np.array([outcomes[key] for key in composition.keys]), composition.lengths)
-        if costs is not None:
-            rewards -= costs[number]
-        estimates.append(gae(rewards, token_values, composition.lengths, settings.gamma, settings.gae_lambda))
-    returns = [estimate + token_values for estimate, token_values in zip(estimates, values, strict=True)]
-    all_estimates, all_returns = np.concatenate(estimates), np.concatenate(returns)
-    used = whitened(all_estimates) if settings.whiten else all_estimates
+def estimate(
+    lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[float], settings: CriticConfig
+) -> tuple[Arrays, np.ndarray, dict[str, float]]:
+    """Returns advantages and returns of the tokens of a step, the mean advantage of each response, and metrics.
+    `numbers` has the critic's `values`, and what tokens' rewards lose as `costs`, if anything."""
+    rewards = terminal_rewards(np.array(outcomes), lengths)
+    if "costs" in numbers:
+        rewards -= numbers["costs"]
+    values = numbers["values"]
+    estimates = gae(rewards, values, lengths, settings.gamma, settings.gae_lambda)
+    returns, used = estimates + values, whitened(estimates) if settings.whiten else estimates
     metrics = {
-        "critic/explained_variance": explained_variance(np.concatenate(values), all_returns),
-        "critic/return_mean": float(all_returns.mean()),
-        "critic/return_std": float(all_returns.std()),
-        "critic/advantage_mean": float(all_estimates.mean()),  # before whitening
-        "critic/advantage_std": float(all_estimates.std()),
+        "critic/explained_variance": explained_variance(values, returns),
+        "critic/return_mean": float(returns.mean()),
+        "critic/return_std": float(returns.std()),
+        "critic/advantage_mean": float(estimates.mean()),  # before whitening
+        "critic/advantage_std": float(estimates.std()),
     }
-    done, means = [], {}
-    parts = np.split(used, np.cumsum([len(estimate) for estimate in estimates])[:-1])
-    for composition, token_values, back, advantages in zip(compositions, values, returns, parts, strict=True):
-        fields = {"values_BT": token_values, "returns_BT": back, "advantages_BT": advantages}
-        done.append(composition.replaced({name: composition.scattered(flat) for name, flat in fields.items()}))
-        responses = np.repeat(np.arange(len(composition.keys)), composition.lengths)
-        sums = np.bincount(responses, advantages, minlength=len(composition.keys))
-        means |= dict(zip(composition.keys, (sums / np.maximum(composition.lengths, 1)).tolist(), strict=True))
-    return Judged(done, means, metrics)
+    means = np.bincount(np.repeat(np.arange(len(lengths)), lengths), used) / lengths
+    return {"returns_BT": returns, "advantages_BT": used}, means, metrics
 
 
 def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

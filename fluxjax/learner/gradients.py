@@ -186,7 +186,8 @@ class Gradients:
         if not batches:  # nearly every step
             return
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
-        for batch in shapes:
+        processes = self.mesh.size // len(self.mesh.local_devices)
+        for batch in (_of_all(processes, batch) for batch in shapes):
             for name, tree in [("accumulate", batch), *([("logprobs", batch.inputs)] if scores else [])]:
                 if (key := (name, *_shapes(tree))) not in self._ahead:
                     self._ahead[key] = self._background.submit(self._compiled, weights, batch, name)
@@ -324,6 +325,16 @@ def _described(array: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, and where it lies if it is on devices."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
+    """The shapes of a batch of all processes, from those of the rows of one."""
+
+    def shape(array: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+        sizes = [size * processes if axis == rows else size for axis, size in enumerate(array.shape)]
+        return jax.ShapeDtypeStruct(tuple(sizes), array.dtype)
+
+    return jax.tree.map(shape, batch, _row_dims(batch))
 
 
 def _shapes(tree: Any) -> tuple[object, ...]:

@@ -8,6 +8,9 @@ A step's gradients may be computed in portions, at different times and on differ
 computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
 it. In the step's mean a portion counts as much as its share of the step's normaliser: tokens, or responses (Flexes,
 section 4.4, "Preserving On-Policy Semantics"). Nothing is updated in between: all portions are of the same weights.
+
+Every process of a run has a trainer, and makes the same steps. Process 0 has the groups: it calculates advantages,
+plans, and hands every process its share; from there on, all of them do the same.
 """
 
 import dataclasses
@@ -21,22 +24,23 @@ import numpy as np
 
 from sharding.walk import Params, Tally
 
-from ..algorithms import RLAlgorithm, find_algorithm
-from ..algorithms.advantages import with_advantages
+from ..algorithms import RLAlgorithm
 from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer
 from ..batch.composition import Composition, plan_metrics, together
+from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
+from ..batch.share import Share
+from ..batch.team import ALONE, Arrays, Team, by_response
 from ..config import Config, ConfigError
-from .coupling import coupled, only_taught
-from .critic import Critic, critic_metrics
+from .critic import critic_metrics
 from .gradients import Gradients, Outcome
-from .learner import Learner
 from .minibatches import minibatches, of_all_updates
 from .replay import ReplayBuffer, replay_metrics
-from .scoring import in_turn, logprobs_of, needs_scores, shaped, with_scores
+from .run_models import RunModels
+from .scoring import coupled, logprobs_of, needs_scores, only_taught, shaped, token_kl
 
 
 @runtime_checkable
@@ -62,11 +66,12 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and their gradients where they have been computed."""
+    """Some groups of a step with their advantages, and their gradients where they have been computed. Processes other
+    than 0 have no groups."""
 
-    groups: Sequence[Group]
-    prepared: Mapping[int, PreparedPrompt]
-    size: int  # of the step's normaliser
+    groups: Sequence[Group] = ()
+    prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
+    size: int = 0  # of the step's normaliser
     gradients: Gradients | None = None  # whose mesh the outcome is on
     composition: Composition | None = None  # the last one that was computed
     outcome: Outcome | None = None
@@ -80,32 +85,24 @@ class PolicyTrainer:
     def __init__(
         self,
         config: Config,
-        learner: Learner,
+        models: RunModels,
         composer: Composer,
-        reference: Params | None,
         engines: Sequence[OnDevices] = (),
-        algorithm: RLAlgorithm | None = None,
         weights: Callable[[], Params] | None = None,
-        on_reference: Callable[[Params], None] | None = None,
         replay: ReplayBuffer | None = None,
-        critic: Critic | None = None,
+        team: Team = ALONE,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh; `reference` are the weights of the KL term, if any, and
-        `on_reference` is called with the weights that take their place; `algorithm` replaces the one that `config`
-        names; `weights` returns the weights for engines, where these are not the learner's parameters; `replay` has
-        groups that steps train on again; `critic` is for algorithms that have one. Raises ConfigError for an algorithm
-        that can't have what `config` asks for."""
-        self._config, self._learner, self._composer, self._reference = config, learner, composer, reference
-        self._engines, self._weights = engines, weights
-        self._algorithm = algorithm or find_algorithm(config.algorithm)
+        """`composer` is for the devices of the learner's mesh; `weights` returns the weights for engines, where these
+        are not the learner's parameters; `replay` has groups that steps train on again; `team` are the processes that
+        make the same steps. Raises ConfigError for an algorithm that can't have what `config` asks for."""
+        self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
+        self._engines, self._weights, self._replay, self._team = engines, weights, replay, team
+        self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
-        self._on_reference, self._replay = on_reference, replay
         idle = self._algorithm.idle_without_advantage(config.algorithm)
         # The KL term is an advantage, too, and critics learn from all.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
-        if self._algorithm.critic and critic is None:
-            raise ValueError(f"{config.algorithm.label} needs a critic")
-        self._critic = critic if self._algorithm.critic else None
+        self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
         self._early: list[Portion] = []  # of the step under way
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
@@ -128,40 +125,35 @@ class PolicyTrainer:
         on the learner's). What teaches nothing is left to `train`."""
         latest = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
         place = self._place(engines)
-        if has_gradient(latest.groups, self._skip_idle):
-            self._compute(latest, place)
-        here = [early for early in self._early if early.gradients is place.gradients]
-        elsewhere = [early for early in self._early if early.gradients is not place.gradients]
-        self._early = [*elsewhere, joined(place.gradients, [*here, latest])]
-        jax.block_until_ready(self._early[-1].outcome)
+        parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
+        self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """The groups are those of `accumulate`, too; not those that are replayed, which neither `TrainedStep.groups`
         has. Metrics are those of the learner, and of the rewards: see `reward_metrics` and `replay_metrics`.
         `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and plans are then of
         what was left."""
-        early, self._early = self._early, []
-        learner, place = self._learner, self._place()
+        learner, place, settings = self._learner, self._place(), self._config.algorithm
+        early = self._joined_early(place)
         replayed: list[Group] = []
         again: dict[int, PreparedPrompt] = {}  # the prompts of these
         if self._replay is not None:
-            count = len(groups) + sum(len(portion.groups) for portion in early)
+            count = len(groups) + len(early.groups)
             replayed, again = self._replay.choose(count, learner.version)
-        scored = self._algorithm.advantages([*groups, *replayed], self._config.algorithm)
+        scored = self._algorithm.advantages([*groups, *replayed], settings)
         rest = portion(scored, {**prepared, **again}, self._config)
-        whole = joined(place.gradients, early)
-        if whole.outcome is None:  # nothing was computed yet
-            whole = joined(place.gradients, [whole, rest])
-            composition, metrics = self._update(whole, place)
+        if early.outcome is None:  # nothing was computed yet
+            whole = joined(place.gradients, [early, rest])
+            dealt = minibatches(whole.groups, settings.minibatches) or [whole.groups]
+            parts = [portion(part, whole.prepared, self._config) for part in dealt]
         else:
-            if has_gradient(rest.groups, self._skip_idle):
-                self._compute(rest, place)
-            whole = joined(place.gradients, [whole, rest])
-            assert whole.composition is not None and whole.outcome is not None
-            composition = whole.composition
-            metrics = learner.update(*whole.outcome)
+            parts = [rest] if has_gradient(rest.groups, self._skip_idle) else []
+        compositions = self._composed(parts, place, rest.size, update=True)
+        whole, metrics = self._finish(early, rest, parts, compositions, place)
+        composition = whole.composition
+        assert composition is not None
         fresh = [group for group in whole.groups if group.prompt.draw not in again]
-        if early:
+        if early.groups:
             metrics["stream/groups"] = float(len(fresh) - len(groups))
         if self._replay is not None:
             self._replay.keep(fresh, whole.prepared, learner.version)
@@ -174,23 +166,71 @@ class PolicyTrainer:
             "packing/shapes": float(len(self._composer.shapes)),
         }
         metrics |= plan_metrics(composition, learner.mesh.size)
-        self._renew_reference()
         return TrainedStep(tuple(fresh), metrics)
 
-    def _update(self, step: Portion, place: _Place) -> tuple[Composition, dict[str, float]]:
-        """All optimizer steps of a training step. Every minibatch is laid out and scored before the first of them."""
+    def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
+        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`: with these
+        shares of the minibatches that it composed, one of each. `size` is the part that groups not in earlier portions
+        have in the step's normaliser."""
+        place, rest = self._place(), Portion(size=size)
+        compositions = self._team.laid_out(self._composer, shares)
+        if update:
+            self._finish(self._joined_early(place), rest, [Portion() for _ in compositions], compositions, place)
+        else:
+            self._keep(rest, compositions, place)
+
+    # --- what every process does ----------------------------------------------------------------
+
+    def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
+        """Computes the gradients of a portion, whose compositions are none or one, and keeps them for the step."""
+        self._compute(latest, compositions, place)
+        here = [early for early in self._early if early.gradients is place.gradients]
+        elsewhere = [early for early in self._early if early.gradients is not place.gradients]
+        self._early = [*elsewhere, joined(place.gradients, [*here, latest])]
+        jax.block_until_ready(self._early[-1].outcome)
+
+    def _joined_early(self, place: _Place) -> Portion:
+        """Everything of the step under way that was computed before its end."""
+        early, self._early = self._early, []
+        return joined(place.gradients, early)
+
+    def _finish(
+        self,
+        early: Portion,
+        rest: Portion,
+        parts: Sequence[Portion],
+        compositions: Sequence[Composition],
+        place: _Place,
+    ) -> tuple[Portion, dict[str, float]]:
+        """Makes the optimizer steps of a training step; returns all of it, and metrics. The compositions are those of
+        the `parts`: all minibatches, or what there is to compute of the `rest` where some was computed early."""
+        if early.outcome is None:
+            metrics = self._update(parts, compositions, place)
+            whole = joined(place.gradients, [early, rest])
+            new = {group.prompt.draw: group for part in parts for group in part.groups}
+            whole.groups = [new.get(group.prompt.draw, group) for group in whole.groups]
+            whole.composition = together(compositions)
+        else:
+            self._compute(rest, compositions, place)
+            whole = joined(place.gradients, [early, rest])
+            assert whole.outcome is not None
+            metrics = self._learner.update(*whole.outcome)
+        self._renew_reference()
+        return whole, metrics
+
+    def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
+        """All optimizer steps of a training step. Every minibatch is scored before the first of them."""
         settings, learner = self._config.algorithm, self._learner
-        parts = minibatches(step.groups, settings.minibatches) or [step.groups]
-        portions = [portion(part, step.prepared, self._config) for part in parts]
-        compositions = self._composed(portions, place)
-        if settings.kl_in_reward or self._critic is not None:
-            new = {group.prompt.draw: group for part in portions for group in part.groups}
-            step.groups = [new.get(group.prompt.draw, group) for group in step.groups]
+        scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
         metrics: list[dict[str, float]] = []
         of_critic: list[dict[str, float]] = []
-        updates = in_turn(compositions, learner, self._config, self._algorithm)
-        for part, (composition, last) in zip(portions * settings.epochs, updates, strict=True):
+        updates = list(zip(parts, scored, strict=True)) * settings.epochs
+        for number, (part, composition) in enumerate(updates, 1):
+            last = number == len(updates)
+            if number > 1 and self._algorithm.response_ratios:
+                now = logprobs_of(composition, place.gradients, learner.params)
+                composition = with_policy_ratios(composition, now, settings.importance.decoupled, self._team)
             found: Mapping[str, float] = {}
             if self._critic is not None:
                 of_critic.append(self._critic.step(composition.everywhere, last=last))
@@ -198,63 +238,83 @@ class PolicyTrainer:
                 continue
             if self._algorithm.coupled:
                 now = logprobs_of(composition, place.gradients, learner.params)
-                composition, found = coupled(composition, now, part.groups, self._algorithm, settings)
+                composition, found = coupled(composition, now, part.groups, self._algorithm, settings, self._team)
             metrics.append({**learner.step(composition.everywhere, last=last), **found})
         if resting:
             learner.rest()
         of_policy = of_all_updates(metrics) if metrics else {}
-        return together(compositions), of_policy | (self._judged | critic_metrics(of_critic) if of_critic else {})
+        return of_policy | (self._judged | critic_metrics(of_critic) if of_critic else {})
 
-    def _compute(self, portion: Portion, place: _Place) -> None:
-        """The gradients of a portion."""
-        [portion.composition] = self._composed([portion], place)
-        portion.gradients = place.gradients
-        portion.outcome = place.gradients.accumulate(place.params, portion.composition.microbatches)
+    def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
+        """The gradients of a portion, if there is anything to compute."""
+        for composition in self._scored([portion] * len(compositions), compositions, place):
+            portion.composition, portion.gradients = composition, place.gradients
+            portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
 
-    def _composed(self, portions: Sequence[Portion], place: _Place) -> list[Composition]:
-        """The microbatches of each portion for the devices of `place`, with all that the loss reads. Where advantages
-        depend on log-probs or on the critic, the portions' groups get new ones."""
+    def _composed(
+        self, parts: Sequence[Portion], place: _Place, size: int = 0, update: bool = True
+    ) -> list[Composition]:
+        """The microbatches of each part for the devices of `place`; all processes get theirs."""
         chosen = only_taught if self._algorithm.coupled else list
-        options = {"skip_idle": self._skip_idle, "version": place.version}
-        compositions = [
-            place.composer.compose(chosen(part.groups), part.prepared, **options, last=part is portions[-1])
-            for part in portions
-        ]
-        scores = place.reference is not None or needs_scores(self._config, self._algorithm)
+        some = [(chosen(part.groups), part.prepared) for part in parts]
+        told: Any = {"size": size, "update": update, "skip_idle": self._skip_idle, "version": place.version}
+        return self._team.composed(place.composer, some, **told)
+
+    def _scored(
+        self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
+    ) -> list[Composition]:
+        """The compositions with all that the loss reads: log-probs of the reference, if there is one; those of the
+        weights to train, for importance weights and ratios of whole responses, and where these weights will have
+        changed before the last optimizer step. Where advantages depend on log-probs or on the critic, the groups of the
+        parts get new ones."""
+        settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
+        needed = needs_scores(self._config, algorithm)
         for composition in compositions:
-            coming = [shaped(batch, self._config, self._algorithm) for batch in composition.coming]
-            place.gradients.compile_ahead(place.params, coming, scores=scores)
+            coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
+            place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
                 self._critic.gradients.compile_ahead(self._critic.params, coming, scores=True)
-
-        def rewarded(kl: Mapping[Key, float]) -> Mapping[Key, float]:
-            return self._rewarded(portions, kl)
-
-        judging = functools.partial(self._judge, portions) if self._critic is not None else None
-        weights = place.params, place.reference
-        return with_scores(compositions, place.gradients, *weights, self._config, self._algorithm, rewarded, judging)
+        if place.reference is not None:
+            scored = [with_reference(one, logprobs_of(one, place.gradients, place.reference)) for one in scored]
+        proximal = [logprobs_of(one, place.gradients, place.params) for one in scored] if needed else []
+        kl: list[np.ndarray] = []  # in nats, of each token, where it is taken off rewards
+        if settings.kl_in_reward:
+            kl = [token_kl(one, now, settings.kl_estimator) for one, now in zip(scored, proximal, strict=True)]
+        if self._critic is not None:
+            scored = self._judge(parts, scored, kl)
+        elif settings.kl_in_reward:
+            sums = [{"kl": one.summed(tokens)} for one, tokens in zip(scored, kl, strict=True)]
+            found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
+            scored = [with_advantages(one, numbers["advantages"]) for one, numbers in zip(scored, found, strict=True)]
+        for number, now in enumerate(proximal):
+            composition = scored[number]
+            if settings.importance.whole:
+                composition = with_importance(composition, now, settings.importance, self._team)
+            if settings.updates > 1:
+                composition = with_proximal(composition, now)
+            if algorithm.response_ratios:
+                composition = with_policy_ratios(composition, now, settings.importance.decoupled, self._team)
+            scored[number] = composition
+        return scored
 
     def _judge(
-        self,
-        portions: Sequence[Portion],
-        compositions: Sequence[Composition],
-        kl: Sequence[np.ndarray] | None,
-    ) -> Sequence[Composition]:
+        self, portions: Sequence[Portion], compositions: Sequence[Composition], kl: Sequence[np.ndarray]
+    ) -> list[Composition]:
         """Returns the minibatches with the critic's advantages. The samples of the portions get the mean advantage of
         their tokens."""
         assert self._critic is not None
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
-        costs = None if kl is None else [self._config.algorithm.kl_coefficient * token_kls for token_kls in kl]
-        judged = self._critic.judge(compositions, outcomes, costs)
+        costs = [self._config.algorithm.kl_coefficient * token_kls for token_kls in kl]
+        judged = self._critic.judge(compositions, outcomes, costs, self._team)
         self._judged = judged.metrics
         for part in portions:
             part.groups = [advantaged(group, dict.fromkeys(outcomes, 0.0) | judged.means) for group in part.groups]
         return judged.compositions
 
-    def _rewarded(self, portions: Sequence[Portion], kl: Mapping[Key, float]) -> Mapping[Key, float]:
-        """The advantages of all responses of the portions, whose KL is taken off their rewards."""
-        settings = self._config.algorithm
+    def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
+        """The advantages of these responses of the portions, whose `kl` is taken off their rewards."""
+        settings, kl = self._config.algorithm, dict(zip(keys, sums["kl"].tolist(), strict=True))
         groups = [group for part in portions for group in part.groups]
         paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
         advantages = {
@@ -264,27 +324,23 @@ class PolicyTrainer:
         }
         for part in portions:
             part.groups = [advantaged(group, advantages) for group in part.groups]
-        return advantages
+        return {"advantages": np.array([advantages[key] for key in keys])}
 
     def _renew_reference(self) -> None:
         """Makes the current policy the reference, where the configuration says so for this version."""
-        learner = self._learner
-        if self._config.algorithm.renews_reference(learner.version):
-            self._reference = learner.params
+        if self._models.renew_reference():
             for place in self._lent.values():
-                place.reference = place.gradients.on_mesh(learner.params)
-            if self._on_reference is not None:
-                self._on_reference(learner.params)
+                place.reference = place.gradients.on_mesh(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
         """The devices of these engines, with the newest weights; without engines, the learner's devices."""
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
         if not devices or set(devices) == set(learner.mesh.devices.flat):
-            return _Place(learner.gradients, self._composer, learner.params, learner.version, self._reference)
+            return _Place(learner.gradients, self._composer, learner.params, learner.version, self._models.reference)
         if devices not in self._lent:
             lent = learner.gradients.on(devices)
-            reference = self._reference and lent.on_mesh(self._reference)
+            reference = self._models.reference and lent.on_mesh(self._models.reference)
             composer, params = self._composer.on(len(devices)), lent.on_mesh(learner.params)
             self._lent[devices] = _Place(lent, composer, params, learner.version, reference)
         place = self._lent[devices]
@@ -293,22 +349,12 @@ class PolicyTrainer:
         return place
 
 
-def check_algorithm(config: Config, algorithm: RLAlgorithm, processes: int = 1) -> None:
-    """Raises ConfigError for settings, or a number of processes, under which the algorithm can't be computed."""
+def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
+    """Raises ConfigError for settings under which the algorithm can't be computed."""
     if algorithm.coupled and not config.algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.name = {config.algorithm.label} compares with a reference: algorithm.kl_coefficient must be "
             "above 0"
-        )
-    if algorithm.coupled and processes > 1:
-        raise ConfigError(
-            f"algorithm.name = {config.algorithm.label} scores whole groups before each optimizer step: not over "
-            "several processes (distributed.processes) yet"
-        )
-    if algorithm.critic and processes > 1:
-        raise ConfigError(
-            f"algorithm.name = {config.algorithm.label} has a critic: not over several processes "
-            "(distributed.processes) yet"
         )
     if config.critic.warmup_steps and not algorithm.critic:
         raise ConfigError(
@@ -336,7 +382,7 @@ def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
 
 def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
     """The group with these advantages, given by (draw, sample)."""
-    return with_advantages(group, [advantages[s.response.draw, s.response.sample] for s in group.samples])
+    return group.with_advantages([advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
 def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:

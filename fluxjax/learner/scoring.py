@@ -1,8 +1,8 @@
-"""Log-probs that a loss reads beside those of its own pass, each from a forward pass over whole minibatches."""
+"""Log-probs that a loss reads beside those of its own pass, each from a forward pass over whole minibatches, and what
+is made of them: KL divergences, and the slopes of losses that couple responses."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,16 +12,11 @@ from sharding.walk import Params
 from ..algorithms import RLAlgorithm
 from ..algorithms.loss import kl_estimate
 from ..algorithms.rl_algorithm import Key
-from ..base.types import TrainBatch
-from ..batch.composition import Composition
-from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
-from ..config import Config, KlEstimator
+from ..base.types import Group, TrainBatch
+from ..batch.composition import Composition, PerToken
+from ..batch.team import ALONE, Arrays, Team, by_response
+from ..config import AlgorithmConfig, Config, KlEstimator
 from .gradients import Gradients
-from .learner import Learner
-
-Rewarded: TypeAlias = Callable[[Mapping[Key, float]], Mapping[Key, float]]
-# (minibatches, the KL in nats of each token that is taken off its reward, if any) -> minibatches with advantages
-Judging: TypeAlias = Callable[[Sequence[Composition], Sequence[np.ndarray] | None], Sequence[Composition]]
 
 
 def logprobs_of(composition: Composition, gradients: Gradients, weights: Params) -> list[np.ndarray]:
@@ -36,64 +31,8 @@ def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
     return settings.importance.whole or settings.updates > 1 or settings.kl_in_reward or algorithm.response_ratios
 
 
-def with_scores(
-    compositions: Sequence[Composition],
-    gradients: Gradients,
-    params: Params,
-    reference: Params | None,
-    config: Config,
-    algorithm: RLAlgorithm,
-    rewarded: Rewarded | None = None,
-    judging: Judging | None = None,
-) -> list[Composition]:
-    """Returns the minibatches of a step with the log-probs that their loss reads: those of the reference weights, if
-    there are any; and those of `params`, for importance weights and ratios of whole responses, and where these
-    parameters will have changed before the last optimizer step. `rewarded` returns the advantages of responses whose
-    KL, in nats, is taken off their reward; with a critic, `judging` sets the advantages instead."""
-    settings, scored = config.algorithm, list(compositions)
-    if reference is not None:
-        scored = [with_reference(composition, logprobs_of(composition, gradients, reference)) for composition in scored]
-    needed = needs_scores(config, algorithm)
-    proximal = [logprobs_of(composition, gradients, params) for composition in scored] if needed else []
-    if judging is not None:
-        paired = zip(scored, proximal, strict=True) if settings.kl_in_reward else None
-        scored = list(judging(scored, paired and [token_kl(*pair, settings.kl_estimator) for pair in paired]))
-    if not needed:
-        return scored
-    if settings.kl_in_reward and rewarded is not None and judging is None:
-        kl: dict[Key, float] = {}
-        for composition, logprobs in zip(scored, proximal, strict=True):
-            kl |= response_kl(composition, logprobs, settings.kl_estimator)
-        advantages = rewarded(kl)
-        scored = [with_advantages(composition, advantages) for composition in scored]
-    done = []
-    for composition, logprobs in zip(scored, proximal, strict=True):
-        if settings.importance.whole:
-            composition = with_importance(composition, logprobs, settings.importance)
-        if settings.updates > 1:
-            composition = with_proximal(composition, logprobs)
-        if algorithm.response_ratios:
-            composition = with_policy_ratios(composition, logprobs, settings.importance.decoupled)
-        done.append(composition)
-    return done
-
-
-def in_turn(
-    compositions: Sequence[Composition], learner: Learner, config: Config, algorithm: RLAlgorithm
-) -> Iterator[tuple[Composition, bool]]:
-    """Yields the scored minibatches of a training step in the order of its optimizer steps, each with whether it is the
-    last. Where the loss has ratios of whole responses, they are those of the policy when the minibatch is yielded."""
-    settings = config.algorithm
-    updates = list(compositions) * settings.epochs
-    for number, composition in enumerate(updates, 1):
-        if number > 1 and algorithm.response_ratios:
-            now = logprobs_of(composition, learner.gradients, learner.params)
-            composition = with_policy_ratios(composition, now, settings.importance.decoupled)
-        yield composition, number == len(updates)
-
-
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """The batch with all fields that `with_scores` fills in, for compiling a program; only their shapes are right."""
+    """The batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are right."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,
@@ -110,11 +49,39 @@ def token_kl(composition: Composition, logprobs_BT: Sequence[np.ndarray], estima
     return kl_estimate(reference - composition.of_responses(logprobs_BT, np.float64), estimator)
 
 
-def response_kl(
-    composition: Composition, logprobs_BT: Sequence[np.ndarray], estimator: KlEstimator
-) -> dict[Key, float]:
-    """KL(policy || reference) of each response in nats, summed over its tokens, by (draw, sample)."""
-    kl = token_kl(composition, logprobs_BT, estimator)
-    responses = np.repeat(np.arange(len(composition.keys)), composition.lengths)
-    sums = np.bincount(responses, kl, minlength=len(composition.keys))
-    return dict(zip(composition.keys, sums.tolist(), strict=True))
+def only_taught(groups: Sequence[Group]) -> list[Group]:
+    """The groups without their responses of advantage 0; a group where no other response is left stays whole."""
+
+    def taught(group: Group) -> Group:
+        samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
+        return dataclasses.replace(group, samples=samples) if any(s.response.num_tokens for s in samples) else group
+
+    return [taught(group) for group in groups]
+
+
+def coupled(
+    composition: Composition,
+    logprobs_BT: PerToken,
+    groups: Sequence[Group],
+    algorithm: RLAlgorithm,
+    settings: AlgorithmConfig,
+    team: Team = ALONE,
+) -> tuple[Composition, Mapping[str, float]]:
+    """The composition whose advantages are minus the slopes of the algorithm's loss, and the metrics of `couple`.
+
+    `logprobs_BT` are the policy's, with which the next optimizer step begins; `groups` are those of all processes, with
+    their advantages, in process 0, which calls `couple` and has its metrics. Slopes are divided by the tokens' loss
+    weights, which cancels these out of the loss. Collective."""
+    metrics: dict[str, float] = {}
+
+    def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
+        slopes, found = algorithm.couple(groups, dict(zip(keys, sums["ratios"].tolist(), strict=True)), settings)
+        metrics.update(found)
+        return {"slopes": np.array([slopes.get(key, 0.0) for key in keys])}
+
+    tokens = composition.of_responses(logprobs_BT, np.float64)
+    tokens = tokens - composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
+    [found] = by_response(team, [composition], [{"ratios": composition.summed(tokens)}], couple)
+    token_slopes = np.repeat(found["slopes"], composition.lengths)
+    weights = composition.of_responses([b.loss_weights_BT for b in composition.batches], np.float64)
+    return composition.replaced({"advantages_BT": composition.scattered(-token_slopes / weights)}), metrics

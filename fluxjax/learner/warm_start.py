@@ -6,6 +6,8 @@ from models.processing import Processor, PromptError
 
 from ..algorithms import sft
 from ..batch.composer import Composer, sft_groups
+from ..batch.composition import Composition
+from ..batch.team import ALONE, Team
 from ..config import Config, OptimConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
@@ -22,6 +24,7 @@ async def warm_start(
     processor: Processor,
     count_skip: Callable[[str], None],
     proxy: ProxyMedia | None = None,
+    team: Team = ALONE,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
 
@@ -48,11 +51,16 @@ async def warm_start(
             if not prepared:
                 continue
             by_draw = {candidate.prompt.draw: candidate for candidate in prepared}
-            composition = composer.compose(sft_groups(prepared, answers), by_draw)
-            learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
-            yield step, learner.step(composition.everywhere)
+            [composition] = team.composed(composer, [(sft_groups(prepared, answers), by_draw)])
+            yield step, given_step(learner, composition)
     finally:
         source.close()
+
+
+def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
+    """Makes a step of the warm start, in every process; returns its metrics."""
+    learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
+    return learner.step(composition.everywhere)
 
 
 def begin_warm_start(config: Config, learner: Learner) -> None:

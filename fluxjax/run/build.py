@@ -20,9 +20,7 @@ from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
 from sharding.links import Links
-from sharding.low_rank import plain
 from sharding.mesh import MeshError, make_mesh
-from sharding.walk import Params
 from sharding.weights import ShardingRules, shardings
 
 from ..algorithms import find_algorithm
@@ -64,7 +62,6 @@ def build_learning(
     *,
     token_loss: TokenLoss | None = None,
     note: Callable[[str], None] | None = None,
-    make_composer: Callable[..., Composer] = Composer,
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
@@ -90,14 +87,14 @@ def build_learning(
         except (ValueError, OSError) as error:
             raise ConfigError(f"lora.adapter: {error}") from error
     vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
-    composer = make_composer(config, mesh.size, vision, learner.text)
+    composer = Composer(config, mesh.size, vision, learner.text)
     composer.check()
     return Learning(shapes_only(model), learner, composer)
 
 
-def build_critic(config: Config, model: Decoder, learner: Learner, materializer: Materializer | None) -> Critic:
+def build_critic(config: Config, learning: Learning, links: Links | None, materializer: Materializer | None) -> Critic:
     """Returns the critic of an algorithm that has one, on the learner's mesh; it has no weights until RL begins."""
-    return Critic(config, model, mesh=learner.mesh, materializer=materializer)
+    return Critic(config, learning.model, mesh=learning.learner.mesh, links=links, materializer=materializer)
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
@@ -128,22 +125,6 @@ def check_reference(config: Config) -> None:
     path = config.algorithm.reference if config.algorithm.kl_coefficient else ""
     if path and (why := why_missing(pathlib.Path(path))):
         raise ConfigError(f"algorithm.reference: {why}")
-
-
-def first_reference(config: Config, learner: Learner) -> Params:
-    """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
-    Raises `ConfigError` for a checkpoint of another model."""
-    if not config.algorithm.reference:
-        return learner.params
-    try:
-        reference = models.load(config.algorithm.reference, dtype=jnp.float32)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"algorithm.reference: {error}") from error
-    weights = models.split(reference)[1], plain(learner.params)
-    sizes, wanted = (jax.tree.map(jnp.shape, params) for params in weights)
-    if sizes != wanted:
-        raise ConfigError(f"algorithm.reference: {config.algorithm.reference} has other sizes than the model")
-    return learner.laid_out(reference)
 
 
 def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyConfig, Processor]:

@@ -1,4 +1,5 @@
-"""A process that trains along: it does what process 0 tells it (`hosts.orders`), with its own rows and media."""
+"""A process that trains along: it hears from process 0 what comes (`hosts.orders`), and trains as process 0 does, on
+its own rows and media."""
 
 from __future__ import annotations
 
@@ -7,13 +8,11 @@ import itertools
 import json
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from models.inputs import PromptInput
-from sharding.walk import Params
 
 from ..algorithms import find_algorithm
-from ..batch.composition import Composition
 from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..data.prepare import Preparer
 from ..data.sources import open_sources, open_warm_start
@@ -30,22 +29,21 @@ from ..hosts.orders import (
     OrderError,
     Restore,
     Save,
-    Snapshot,
     Start,
-    share_of,
+    shares_of,
 )
-from ..learner.scoring import in_turn, with_scores
-from ..learner.warm_start import begin_warm_start, warm_start_source
+from ..learner.policy_trainer import PolicyTrainer
+from ..learner.run_models import RunModels
+from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..report.prometheus import HostCollector, PrometheusPort
 from ..runtime.engine_servers import EngineServers
 from . import snapshot_folder
-from .build import build_learning, describe_model, first_reference, training_prompts
+from .build import build_critic, build_learning, describe_model, training_prompts
 from .checkpoint import Checkpoints
 from .pixels import Pixels
 from .pools import serve_engines
 from .process_log import process_log
 from .snapshots import Snapshots
-from .state import abstract_arrays, arrays_of, reference_of
 
 log = logging.getLogger(__name__)
 _REMEMBERED = 4  # steps whose prompts are laid out before it is known whether they are trained on here
@@ -71,17 +69,21 @@ class Follower:
             materializer=self._media.materializer,
         )
         self._learner, self._composer = learning.learner, learning.composer
-        self._reference: Params | None = None
+        critic = (
+            build_critic(config, learning, gang.links, self._media.materializer) if self._algorithm.critic else None
+        )
+        self._models = RunModels(config, self._algorithm, self._learner, critic, self._processor.media_token_ids)
+        self._trainer = PolicyTrainer(config, self._models, self._composer, team=gang)
+        gang.equip(config, self._media.place_of, self._media.expect)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, largest=learning.largest)
         self._snapshots = Snapshots(gang.process, gang.processes)
         self._prompts = training_prompts(config, self._sources, self._processor, self._media.proxy)
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
-        self._step: list[Composition] = []  # the minibatches so far of the training step under way
         self._engines: EngineServers | None = None
         if config.rollout.engine is RolloutEngine.JAX:
             self._engines = serve_engines(config, learning.model, self._processor, gang, token, self._media.fetch)
-            gang.collect(self._engines.addresses)
+            gang.exchange(self._engines.addresses)
 
     def close(self) -> None:
         """Waits for checkpoints under way, ends threads, and removes the snapshots of this host, which are of no use
@@ -91,7 +93,7 @@ class Follower:
             self._engines.close()
         self._media.close()
         self._checkpoints.close()
-        self._learner.gradients.close()
+        self._models.close()
 
     def obey(self, order: Order) -> None:
         """Carries out one order of process 0. Raises what the parts that carry it out raise."""
@@ -108,56 +110,34 @@ class Follower:
                 brought(
                     learner.trained(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False
                 )
+            case Save() if order.folder:
+                self._snapshots.write(pathlib.Path(order.folder), order.step, self._models.arrays())
             case Save():
-                self._checkpoints.write(order.step, arrays_of(self._learner, self._reference), {})
-            case Snapshot():
-                arrays = arrays_of(self._learner, self._reference)
-                self._snapshots.write(pathlib.Path(order.folder), order.step, arrays)
+                self._checkpoints.write(order.step, self._models.arrays(), {})
             case Offer():
-                folder, abstract = pathlib.Path(order.folder), abstract_arrays(self._learner, self._config)
-                self._gang.collect(self._snapshots.steps(folder, abstract))
+                self._gang.exchange(self._snapshots.steps(pathlib.Path(order.folder), self._models.abstract()))
             case Restore():
                 self._restore(order)
 
-    def _begin(self, phase: str, *, restored: bool = False) -> None:
-        config = self._config
-        if phase == "warm_start":
-            begin_warm_start(config, self._learner)
-            self._warm_start = warm_start_source(
-                config, open_warm_start(config.data), self._processor, self._media.proxy
-            )
-            return
+    def _begin(self, phase: str) -> None:
         self._warm_start = None
-        self._learner.reset(self._algorithm.token_loss, never_sampled=self._processor.media_token_ids)
-        if config.algorithm.kl_coefficient and not restored:
-            self._reference = first_reference(config, self._learner)
+        if phase == "rl":
+            self._models.begin()
+            return
+        begin_warm_start(self._config, self._learner)
+        sources = open_warm_start(self._config.data)
+        self._warm_start = warm_start_source(self._config, sources, self._processor, self._media.proxy)
 
     def _learn(self, order: Learn) -> None:
-        watch = self._gang.watch
-        with watch.stage("media"):
-            share = share_of(order.rows, order.responses, self._inputs)
-        with watch.stage("layout"):
-            composition = self._composer.lay_out(share)
-        self._media.expect(composition.batches)
-        self._gang.agree(self._config, composition)
-        self._step.append(composition)
-        if not order.last:
-            return
-        minibatches, self._step, learner = self._step, [], self._learner
+        with self._gang.watch.stage("media"):
+            shares = shares_of(order, self._inputs)
         if self._warm_start is None:
-            self._train(minibatches)
+            self._trainer.follow(shares, order.size, order.update)
         else:
-            learner.step(composition.everywhere)
-        self._gang.stepped(learner.idle)
-
-    def _train(self, minibatches: Sequence[Composition]) -> None:
-        """Computes this process's share of one training step, as `PolicyTrainer.train` does in process 0."""
-        learner, config, algorithm = self._learner, self._config, self._algorithm
-        scored = with_scores(minibatches, learner.gradients, learner.params, self._reference, config, algorithm)
-        for composition, last in in_turn(scored, learner, config, algorithm):
-            learner.step(composition.everywhere, last=last)
-        if config.algorithm.renews_reference(learner.version):
-            self._reference = learner.params
+            [composition] = self._gang.laid_out(self._composer, shares)
+            given_step(self._learner, composition)
+        if order.update:
+            self._gang.stepped(self._learner.idle)
 
     def _inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
         tickets = {draw: told for draw, told in media.items() if told is not None}
@@ -168,17 +148,14 @@ class Follower:
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
     def _restore(self, order: Restore) -> None:
-        abstract, source = abstract_arrays(self._learner, self._config), order.source
-        self._reference = None
+        abstract, source = self._models.abstract(), order.source
         if order.folder:
             folder = pathlib.Path(order.folder)
-            arrays = self._snapshots.restore(folder, abstract, order.step, self._learner.forget)
+            arrays = self._snapshots.restore(folder, abstract, order.step, self._models.forget)
         else:
-            _, arrays, state = self._checkpoints.restore(abstract, order.step, self._learner.forget)
+            _, arrays, state = self._checkpoints.restore(abstract, order.step, self._models.forget)
             source = state["source"]
-        self._begin("rl", restored=True)
-        self._learner.load_state(arrays.pop("learner"))
-        self._reference = reference_of(self._learner, arrays)
+        self._models.load(arrays)
         self._prompts.load_state_dict(source)
         self._prompts.loader.check(source.get("contents", {}))
         self._coming.forget()

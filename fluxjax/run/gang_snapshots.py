@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ..config import CheckpointConfig
 from ..hosts.gang import Gang
-from ..hosts.orders import Offer, Restore, Snapshot
+from ..hosts.orders import Offer, Restore, Save
 from . import snapshot_folder
 from .snapshots import Snapshots
 
@@ -36,7 +36,7 @@ class GangSnapshots:
             return -1
         self._folder = folder
         self._gang.tell(Offer(str(folder)))
-        there = self._gang.collect(self._own.steps(folder, abstract))
+        there = self._gang.exchange(self._own.steps(folder, abstract))
         newest = max(set(there[0]).intersection(*there), default=-1)
         if newest < 0 or any(steps[-1] > newest for steps in there):
             log.warning("of snapshots in %s, step %d is the newest that all have (-1: none): %s", folder, newest, there)
@@ -55,7 +55,7 @@ class GangSnapshots:
             self._folder = snapshot_folder.begun(self._run_dir, self._base)
 
     def write(self, step: int, arrays: PyTree, state: Mapping[str, Any]) -> None:
-        self._gang.tell(Snapshot(step, str(self._folder)))
+        self._gang.tell(Save(step, str(self._folder)))
         self._own.write(self._folder, step, arrays, state)
 
     def remove(self) -> None:

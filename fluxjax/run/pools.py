@@ -39,7 +39,7 @@ def make_pool(
     if gang.alone:
         return EnginePool(config, model, fetch=fetch)
     servers = serve_engines(config, model, processor, gang, token, fetch)
-    addresses = [*itertools.chain.from_iterable(gang.collect(servers.addresses))]
+    addresses = [*itertools.chain.from_iterable(gang.exchange(servers.addresses))]
     return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
 
 

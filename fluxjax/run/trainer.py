@@ -22,7 +22,6 @@ from ..algorithms import ALGORITHMS, find_algorithm
 from ..base.event_loop import on_all, run_async, stop_on_signals
 from ..base.timeline import Span, Timeline
 from ..base.types import PreparedPrompt, Prompt
-from ..batch.composer import Composer
 from ..config import Config, RolloutEngine, run_folder
 from ..config.cli import remarks
 from ..coordinator import SchedulingPolicy
@@ -31,10 +30,11 @@ from ..coordinator.messages import Finish
 from ..data.prepare import Preparer
 from ..data.sources import given, open_held_out, open_sources, open_warm_start
 from ..hosts.coming import ToldPrompts
-from ..hosts.gang import Gang, SharedComposer, check_across_processes
+from ..hosts.gang import Gang, check_across_processes
 from ..hosts.orders import Begin, End, Restore, Save, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..learner.replay import ReplayBuffer, draws_of
+from ..learner.run_models import RunModels
 from ..learner.warm_start import warm_start
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
@@ -49,7 +49,6 @@ from .build import (
     build_learning,
     check_reference,
     describe_model,
-    first_reference,
     sampling_params,
     training_prompts,
 )
@@ -59,7 +58,6 @@ from .evaluation import HeldOutEvaluator, held_out_prompts
 from .gang_snapshots import GangSnapshots
 from .pixels import Pixels
 from .pools import make_pool
-from .state import abstract_arrays, arrays_of, reference_of
 
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
 
@@ -103,7 +101,7 @@ class FluxTrainer:
         # Who only looks at a run computes no loss, and may not have what it was trained with.
         self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
         if not read_only:
-            check_algorithm(config, self.algorithm, self.gang.processes)
+            check_algorithm(config, self.algorithm)
             check_reference(config)
         if not self.gang.alone:
             check_across_processes(config)
@@ -144,18 +142,19 @@ class FluxTrainer:
                 self.processor,
                 token_loss=self.algorithm.token_loss,
                 note=None if read_only else self.display.note,
-                make_composer=self._make_composer,
                 links=self.gang.links,
                 materializer=self.pixels.materializer,
             )
             self._model, self.learner, self.composer = learning.model, learning.learner, learning.composer
-            self.reference: dict[str, Any] | None = None  # frozen parameters, where there is a KL term
+            self.gang.equip(config, self.pixels.place_of, self.pixels.expect)
             self.checkpoints = Checkpoints(
                 self.run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
             )
             # Who only looks at a run does not know its algorithm, but must read what it saved.
             judged = self.checkpoints.holds("critic") if read_only else self.algorithm.critic
-            self.critic = build_critic(config, self._model, self.learner, self.pixels.materializer) if judged else None
+            critic = build_critic(config, learning, self.gang.links, self.pixels.materializer) if judged else None
+            never_sampled = self.processor.media_token_ids
+            self.models = RunModels(config, self.algorithm, self.learner, critic, never_sampled)
             self.snapshots = GangSnapshots(config.checkpoint, self.run_dir, self.gang)
 
             # --- fleet --------------------------------------------------------------------------
@@ -292,14 +291,8 @@ class FluxTrainer:
         return self._load(step, self.checkpoints.restore)
 
     def _load(self, step: int, restore: Callable[..., tuple[int, Any, dict[str, Any]]]) -> int:
-        abstract = abstract_arrays(self.learner, self.config, self.critic)
-        step, arrays, state = restore(abstract, step, self._forget_arrays)
-        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
-        self.learner.load_state(arrays.pop("learner"))
-        if self.critic is not None:
-            self.critic.restart(self.config.steps)
-            self.critic.load_state(arrays.pop("critic"))
-        self.reference = reference_of(self.learner, arrays)
+        step, arrays, state = restore(self.models.abstract(), step, self.models.forget)
+        self.models.load(arrays)
         self.coordinator = make_coordinator(self.config, self._policy)
         self.source.load_state_dict(state["source"])
         if not self._read_only:
@@ -321,19 +314,11 @@ class FluxTrainer:
         self._loaded, self._started = step, True
         return step
 
-    def _forget_arrays(self) -> None:
-        self.reference = None
-        self.learner.forget()
-        if self.critic is not None:
-            self.critic.forget()
-
     def close(self) -> None:
         """Ends threads and waits for checkpoints under way. The end of `with trainer:` calls it."""
         self._close_source()
         self.rewards.close()
-        self.learner.gradients.close()
-        if self.critic is not None:
-            self.critic.gradients.close()
+        self.models.close()
         self.checkpoints.close()
         self.pool.close()
         self.pixels.close()
@@ -413,7 +398,7 @@ class FluxTrainer:
         for the steps, intervals and prompts that `fit` was given."""
         checkpoint = self._loaded
         if checkpoint is None:
-            snapshot = self.snapshots.newest(abstract_arrays(self.learner, self.config, self.critic))
+            snapshot = self.snapshots.newest(self.models.abstract())
             checkpoint = self.checkpoints.undamaged(above=snapshot)
             if checkpoint is None and snapshot >= 0:
                 self._load(snapshot, self.snapshots.restore)
@@ -448,19 +433,16 @@ class FluxTrainer:
                     self.processor,
                     self.summary.count_skip,
                     self.pixels.proxy,
+                    self.gang,
                 )
                 async for step, metrics in steps:
                     self.gang.stepped(self.learner.idle)
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
         self.gang.tell(Begin("rl"))
-        self.learner.reset(self.algorithm.token_loss, never_sampled=self.sampling.forbidden_ids)
+        self.models.begin()
         if config.sharding.compile_ahead:  # RL's programs are others: none is there yet to serve in another's place
             self.composer.shapes.begin_anew()
-        if config.algorithm.kl_coefficient:
-            self.reference = first_reference(config, self.learner)
-        if self.critic is not None:
-            self.critic.begin(self.learner.weights(), config.steps)
         if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start
             self._save(0, self._run_state())
         self._started = True
@@ -470,15 +452,12 @@ class FluxTrainer:
         self.display.phase("RL", config.steps, done=self.coordinator.step)
         trainer = PolicyTrainer(
             config,
-            self.learner,
+            self.models,
             self.composer,
-            self.reference,
             self.engines,
-            self.algorithm,
             weights=self.weights,
-            on_reference=self._renew_reference,
             replay=self.replay,
-            critic=self.critic,
+            team=self.gang,
         )
         self.pixels.begin_steps()
         reporter = Reporter(
@@ -526,14 +505,6 @@ class FluxTrainer:
 
     # --- parts ----------------------------------------------------------------------------------
 
-    def _renew_reference(self, params: dict[str, Any]) -> None:
-        self.reference = params
-
-    def _make_composer(self, *sizes: Any) -> Composer:
-        if self.gang.alone:
-            return Composer(*sizes)
-        return SharedComposer(self.gang, *sizes, place_of=self.pixels.place_of, expect=self.pixels.expect)
-
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint, for the runtime; see `runtime.ports.Checkpointer`."""
         with self.summary.stage("checkpoint"):
@@ -542,10 +513,10 @@ class FluxTrainer:
     def snapshot(self, step: int, state: dict[str, Any]) -> None:
         """Saves like `save`, but in the memory of the hosts."""
         with self.summary.stage("checkpoint"):
-            self.snapshots.write(step, arrays_of(self.learner, self.reference, self.critic), self._whole_state(state))
+            self.snapshots.write(step, self.models.arrays(), self._whole_state(state))
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
-        arrays = arrays_of(self.learner, self.reference, self.critic)
+        arrays = self.models.arrays()
         if self.checkpoints.may_save(step, arrays):
             self.gang.tell(Save(step))
             self.checkpoints.write(step, arrays, self._whole_state(state))

@@ -1,0 +1,116 @@
+"""The models that a run trains or trains by, the same in every process: policy, reference and critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+import models
+from sharding.low_rank import plain
+from sharding.walk import Params
+from sharding.weights import like
+
+from ..algorithms import RLAlgorithm
+from ..config import Config, ConfigError
+from .critic import Critic
+from .learner import Learner
+
+
+class RunModels:
+    """The learner of the policy, the frozen reference where there is a KL term, and the critic of an algorithm that has
+    one. Their arrays decide the rest of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: RLAlgorithm,
+        learner: Learner,
+        critic: Critic | None = None,
+        never_sampled: tuple[int, ...] = (),
+        reference: Params | None = None,
+    ) -> None:
+        """`never_sampled`: see `Learner`. `begin` and `load` set the `reference`. Raises ValueError where the algorithm
+        has a critic, and `critic` is None."""
+        if algorithm.critic and critic is None:
+            raise ValueError(f"{config.algorithm.label} needs a critic")
+        self._config, self.algorithm, self._never_sampled = config, algorithm, never_sampled
+        self.learner, self.critic, self.reference = learner, critic, reference
+
+    def begin(self) -> None:
+        """Begins RL with the policy as it is. Raises what `first_reference` raises."""
+        self._reset()
+        if self._config.algorithm.kl_coefficient:
+            self.reference = first_reference(self._config, self.learner)
+        if self.critic is not None:
+            self.critic.begin(self.learner.weights(), self._config.steps)
+
+    def _reset(self) -> None:
+        self.learner.reset(self.algorithm.token_loss, never_sampled=self._never_sampled)
+
+    def renew_reference(self) -> bool:
+        """Makes the policy its own reference, where the configuration says so for its version; says whether it did."""
+        renewed = self._config.algorithm.renews_reference(self.learner.version)
+        if renewed:
+            self.reference = self.learner.params
+        return renewed
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns everything of a checkpoint that is an array. Weights that the reference shares with the policy are
+        left out."""
+        return self._arrays(self.reference)
+
+    def abstract(self) -> PyTree:
+        """Returns the shapes and shardings of `arrays` in the midst of RL, without numbers."""
+        return like(self._arrays(self.learner.params if self._config.algorithm.kl_coefficient else None))
+
+    def _arrays(self, reference: Params | None) -> dict[str, Any]:
+        arrays: dict[str, Any] = {"learner": self.learner.state()}
+        if self.critic is not None:
+            arrays["critic"] = self.critic.state()
+        if reference is not None:
+            whole = bool(self._config.algorithm.reference)
+            arrays["reference"] = reference if whole else self.learner.trained(reference)
+        return arrays
+
+    def forget(self) -> None:
+        """Makes room for the arrays of `load`: no device holds both (but for those that an engine serves)."""
+        self.reference = None
+        self.learner.forget()
+        if self.critic is not None:
+            self.critic.forget()
+
+    def load(self, arrays: dict[str, Any]) -> None:
+        """Takes over what `arrays` returned; `arrays` is emptied."""
+        self._reset()
+        self.learner.load_state(arrays.pop("learner"))
+        if self.critic is not None:
+            self.critic.restart(self._config.steps)
+            self.critic.load_state(arrays.pop("critic"))
+        self.reference = arrays.get("reference")
+        if self.reference is not None and not self._config.algorithm.reference:
+            self.reference = self.learner.with_trained(self.reference)
+
+    def close(self) -> None:
+        """Ends compilations that nobody waits for."""
+        self.learner.gradients.close()
+        if self.critic is not None:
+            self.critic.gradients.close()
+
+
+def first_reference(config: Config, learner: Learner) -> Params:
+    """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
+    Raises `ConfigError` for a checkpoint of another model."""
+    if not config.algorithm.reference:
+        return learner.params
+    try:
+        reference = models.load(config.algorithm.reference, dtype=jnp.float32)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"algorithm.reference: {error}") from error
+    weights = models.split(reference)[1], plain(learner.params)
+    sizes, wanted = (jax.tree.map(jnp.shape, params) for params in weights)
+    if sizes != wanted:
+        raise ConfigError(f"algorithm.reference: {config.algorithm.reference} has other sizes than the model")
+    return learner.laid_out(reference)
