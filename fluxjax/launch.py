@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         config = cli.load(train)
         folder, memory = run_folder.named(config), pathlib.Path(config.checkpoint.snapshot_folder)
         if folder.is_dir():
-            run_folder.Lock(folder).close()  # before anything is started beside another run
+            run_folder.lock(folder).close()  # before anything is started beside another run
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return supervisor.run()
     finally:
-        with contextlib.suppress(ConfigError, OSError), contextlib.closing(run_folder.Lock(folder)):
+        with contextlib.suppress(ConfigError, OSError), run_folder.lock(folder):
             snapshot_folder.remove(folder, memory)
 
 

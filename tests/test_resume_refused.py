@@ -151,7 +151,7 @@ def test_digests_of_parquet_are_those_of_its_texts_and_ids(tmp_path):
 
 def is_free(folder: pathlib.Path) -> bool:
     with contextlib.suppress(ConfigError):
-        run_folder.Lock(folder).close()
+        run_folder.lock(folder).close()
         return True
     return False
 
@@ -175,8 +175,8 @@ def test_what_a_crash_leaves_behind_does_not_bind(tmp_path):
     """Nor does what the dead process had forked."""
     code = f"""
 import os, pathlib, time
-from fluxjax.config.run_folder import Lock
-lock = Lock(pathlib.Path({str(tmp_path)!r}))
+from fluxjax.config.run_folder import lock
+held = lock(pathlib.Path({str(tmp_path)!r}))
 if not os.fork():
     print(os.getpid(), flush=True)
 time.sleep(60)
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert is_free(tmp_path) and f"{tmp_path} cannot be kept to one run" in caplog.text
+    assert is_free(tmp_path) and f"{tmp_path / 'lock'} cannot be locked" in caplog.text
 
 
 def test_a_refused_launch_leaves_the_snapshots_of_the_run_that_lives(tmp_path, monkeypatch):
@@ -209,9 +209,9 @@ def test_a_refused_launch_leaves_the_snapshots_of_the_run_that_lives(tmp_path, m
     (folder := snapshot_folder.begun(run_dir, memory)).mkdir()
     asked = [f"--config={TEXT}", f"--config.run_dir={run_dir}", f"--config.checkpoint.snapshot_folder={memory}"]
     asked.append("--config.checkpoint.snapshot_every=1")
-    locks: list[run_folder.Lock] = []
+    locks: list[contextlib.ExitStack] = []
     monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(launch.Supervisor, "run", lambda self: locks.append(run_folder.Lock(run_dir)) or USER)
+    monkeypatch.setattr(launch.Supervisor, "run", lambda self: locks.append(run_folder.lock(run_dir)) or USER)
     assert launch.main(["--processes=1", "--", *asked]) == USER
     assert folder.is_dir() and snapshot_folder.named(run_dir) == folder
     locks[0].close()

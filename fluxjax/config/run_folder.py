@@ -1,23 +1,23 @@
 """The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
 
+import contextlib
 import dataclasses
 import datetime
 import enum
-import fcntl
 import json
-import logging
 import os
 import pathlib
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from filelock import Timeout
+
 from ..base.errors import ConfigError
+from ..base.file_lock import lock_file
 from . import Config
 from .algorithms import object_label
 from .bounds import Section, flatten, lies_in
 
-log = logging.getLogger(__name__)
 CONFIG = "config.json"
 
 
@@ -27,45 +27,27 @@ def named(config: Config) -> pathlib.Path:
     return pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
 
 
-def create(config: Config) -> tuple[pathlib.Path, "Lock"]:
+def create(config: Config) -> tuple[pathlib.Path, contextlib.ExitStack]:
     """Returns the run's folder, made if missing, and its lock. A new folder gets the configuration; one that holds a
     run keeps its own until that run goes on. Raises `ConfigError` if the folder is in use, or cannot be written."""
     folder = named(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder)
+        held = lock(folder)
         if not (folder / CONFIG).exists():
             write(config, folder)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write {folder}: {error.strerror}") from error
-    return folder, lock
+    return folder, held
 
 
-class Lock:
-    """Keeps a run folder to this process, until `close` or the end of the process, however it ends; processes that it
-    forks do not count. Raises `ConfigError` where the folder is in use, OSError where it cannot be written."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        _locks.add(self)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
-        except OSError as error:  # the file system has no locks
-            log.warning("%s cannot be kept to one run (%s): start no second one in it", folder, error.strerror)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    __del__ = close
-
-
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _locks])
+def lock(folder: pathlib.Path) -> contextlib.ExitStack:
+    """Keeps a run folder to this process as `lock_file` does. Raises `ConfigError` where the folder is in use, OSError
+    where it cannot be written."""
+    try:
+        return lock_file(folder / "lock", wait=False)
+    except Timeout:
+        raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
 
 
 def changes(config: Config, folder: pathlib.Path) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import glob
 import logging
 import os
@@ -18,12 +17,14 @@ import platform
 import shutil
 import tempfile
 import threading
+import uuid
 import weakref
 from collections.abc import Hashable
 
 import numpy as np
 
 from ..base.errors import DataError
+from ..base.file_lock import lock_file
 
 log = logging.getLogger("fluxjax.data")
 PREFIX, LOCK = "fluxjax-media-", ".lock"
@@ -155,31 +156,12 @@ def _write_all(descriptor: int, array: np.ndarray) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _claim(parent: pathlib.Path) -> tuple[pathlib.Path, int]:
-    """Makes a folder, and the descriptor of its lock file, which is locked before the folder is there."""
-    while True:
-        lock, path = tempfile.mkstemp(LOCK, _prefix(), parent)
-        try:
-            if _ours(lock):
-                folder = pathlib.Path(path.removesuffix(LOCK))
-                folder.mkdir()
-                return folder, lock
-        except OSError:
-            os.close(lock)
-            os.unlink(path)
-            raise
-        os.close(lock)
-
-
-def _ours(lock: int) -> bool:
-    """Locks a new lock file; False where another process is about to sweep it, or has."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks, where nobody sweeps
-        return True
-    return os.fstat(lock).st_nlink > 0
+def _claim(parent: pathlib.Path) -> tuple[pathlib.Path, contextlib.ExitStack]:
+    """Makes a folder, and returns it with the lock beside it, which is locked before the folder is there."""
+    folder = parent / f"{_prefix()}{uuid.uuid4().hex[:12]}"
+    lock = lock_file(f"{folder}{LOCK}")
+    folder.mkdir()
+    return folder, lock
 
 
 def _prefix() -> str:
@@ -189,20 +171,15 @@ def _prefix() -> str:
 def _sweep(parent: pathlib.Path) -> None:
     """Removes the folders of processes that have ended."""
     for path in parent.glob(f"{glob.escape(_prefix())}*{LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or in use
-            lock = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(str(path).removesuffix(LOCK), ignore_errors=True)
-                path.unlink()
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), lock_file(path, wait=False):  # another user's, or in use
+            shutil.rmtree(str(path).removesuffix(LOCK), ignore_errors=True)
+            path.unlink()
 
 
-def _remove(folder: pathlib.Path, lock: int, owner: int) -> None:
+def _remove(folder: pathlib.Path, lock: contextlib.ExitStack, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the owner ends
         return
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.unlink(f"{folder}{LOCK}")
-    os.close(lock)
+    lock.close()

@@ -227,7 +227,7 @@ class FluxTrainer:
     ) -> TrainingResult:
         """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
         says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
-        self._lock = self._lock or run_folder.Lock(self.run_dir)
+        self._lock = self._lock or run_folder.lock(self.run_dir)
         config = self.config  # a copy of the caller's
         config.steps = config.steps if num_steps is None else num_steps
         config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval

@@ -5,10 +5,8 @@ the next one removes; two builds at once wait for each other by a file lock.
 """
 
 import errno
-import fcntl
 import itertools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -23,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..base.errors import DataError
+from ..base.file_lock import lock_file
 
-log = logging.getLogger("fluxjax.data")
 Record: TypeAlias = Mapping[str, object]
 
 
@@ -37,11 +35,7 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:  # held until the block, or the process, ends
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # some network file systems have no locks: the rename alone protects then
-                log.warning("cannot lock %s: %s", lock.name, error)
+        with lock_file(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():  # another process built it while this one waited
                 return
             prefix = f".{folder.name}.building-"

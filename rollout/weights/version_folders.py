@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fcntl
 import os
 import pathlib
 import shutil
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from filelock import FileLock
 
 from models.folder import read_json, write_json
 from models.hf import INDEX, SINGLE
@@ -142,8 +142,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: choose another weights.local")
     place.chmod(0o700)  # as older releases did not make it
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
             if not _not_of(us, note.parent) and not pathlib.Path(note.read_text()).exists():  # its run has ended
