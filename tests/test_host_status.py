@@ -17,13 +17,14 @@ from rich.console import Console
 from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.base.process import resident_bytes
 from fluxjax.base.timeline import Span
-from fluxjax.config import Config, ConfigError
+from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang
 from fluxjax.hosts.orders import PROTOCOL, OrderError
 from fluxjax.hosts.statuses import decode_status, encode_status, is_status, shifted
 from fluxjax.report.display import Display
 from fluxjax.report.hosts_shown import MOST, host_lanes, host_lines, host_metrics, slowest
-from fluxjax.report.metrics import MetricsLog, read
+from fluxjax.report.loggers import MetricsLog
+from fluxjax.report.metrics import read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
 from fluxjax.run.follower import prometheus_port
 from fluxjax.run.process_log import process_log
@@ -159,7 +160,7 @@ def test_each_process_has_a_lane():
 
 def test_records_name_each_process(tmp_path):
     hosts = [status(0), status(1, layout=1.5)]
-    log = MetricsLog(tmp_path)
+    log = MetricsLog(tmp_path, ReportConfig())
     log.log("rl", 1, host_metrics(hosts), hosts)
     log.log("eval", 1, {})
     log.close()
@@ -172,8 +173,7 @@ def test_records_name_each_process(tmp_path):
 
 def test_a_process_serves_its_own_state():
     number, hosts = free_port(), []
-    port = PrometheusPort(number)
-    port.export(HostCollector(lambda: hosts))
+    port = PrometheusPort(number, "127.0.0.1", HostCollector(lambda: hosts))
     try:
         with pytest.raises(ConfigError, match=rf"^report\.prometheus_port: cannot serve on {number}"):
             PrometheusPort(number)

@@ -30,9 +30,9 @@ from fluxjax.base.under_way import activity
 from fluxjax.config import ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
-from fluxjax.report.metrics_port import MetricsPort
-from fluxjax.report.prometheus import ServerCollector
+from fluxjax.report.loggers import MetricsLog
+from fluxjax.report.metrics import Summary, dump_samples, read
+from fluxjax.report.prometheus import PrometheusPort, ServerCollector
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Callbacks, Reporter
 from fluxjax.runtime.ports import StepReport
@@ -44,7 +44,7 @@ EVENTS: Any = event_pb2  # generated, without types
 
 
 def test_a_resumed_log_has_every_step_once(tmp_path):
-    log = MetricsLog(tmp_path)
+    log = MetricsLog(tmp_path, ReportConfig())
     log.log("warm_start", 1, {"loss": 2.0})
     for step in (1, 2, 3):
         log.log("rl", step, {"reward/mean": step / 10})
@@ -52,7 +52,7 @@ def test_a_resumed_log_has_every_step_once(tmp_path):
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "rl", "step": 4, "rew')  # the kill came here
-    log = MetricsLog(tmp_path, resume_step=2)
+    log = MetricsLog(tmp_path, ReportConfig(), resume={"rl": 2, "eval": 2})
     log.log("rl", 3, {"reward/mean": 0.9})
     log.close()
     records = read(tmp_path / "metrics.jsonl")
@@ -63,7 +63,7 @@ def test_a_resumed_log_has_every_step_once(tmp_path):
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
-    log = MetricsLog(tmp_path, resume_step=4)
+    log = MetricsLog(tmp_path, ReportConfig(), resume={"rl": 4, "eval": 4})
     log.log("rl", 5, {"loss": 0.5, "reward/mean": 0.25})
     log.log("eval", 5, {"accuracy/a": 0.75})
     log.close()
@@ -80,7 +80,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 def test_a_fresh_log_forgets_an_older_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
-    MetricsLog(tmp_path).close()
+    MetricsLog(tmp_path, ReportConfig()).close()
     assert read(tmp_path / "metrics.jsonl") == []
 
 
@@ -380,7 +380,7 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
     clock = itertools.count(0, 20)  # asked once a step
     monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     statuses = [server(0), server(1)] if servers else []
-    log, display = MetricsLog(tmp_path), Display(2, console=Console(file=io.StringIO()))
+    log, display = MetricsLog(tmp_path, ReportConfig()), Display(2, console=Console(file=io.StringIO()))
     reporter = Reporter(
         ReportConfig(dump_samples_every=0),
         run_dir=tmp_path,
@@ -415,14 +415,14 @@ def scraped(port: int, *, token: str = "") -> int:
 
 
 def test_metrics_beyond_loopback_need_a_token(monkeypatch):
-    registry, port = prometheus_client.CollectorRegistry(), free_port()
+    port = free_port()
     monkeypatch.delenv("FLUXJAX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0, which other machines reach: set FLUXJAX_TOKEN"):
-        MetricsPort(registry, "0.0.0.0", port)
-    served = MetricsPort(registry, "127.0.0.1", port)
+        PrometheusPort(port, "0.0.0.0")
+    served = PrometheusPort(port)
     assert scraped(port) == 200, "on loopback, without one"
     served.close()
     monkeypatch.setenv("FLUXJAX_TOKEN", "secret")
-    served = MetricsPort(registry, "0.0.0.0", port)
+    served = PrometheusPort(port, "0.0.0.0")
     assert [scraped(port, token=token) for token in ("secret", "", "secre", "secrett")] == [200, 401, 401, 401]
     served.close()

@@ -1,6 +1,4 @@
-"""Metrics of a run: one JSON line a step, TensorBoard event files, optionally a Prometheus port; `summary.json` at its
-end, written atomically.
-"""
+"""Reading the metrics of a run, writing its samples down, and `summary.json` at its end, written atomically."""
 
 from __future__ import annotations
 
@@ -8,100 +6,12 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rollout.fleet_job import ServerStatus
-
-from ..base.host_status import HostStatus
-from ..base.import_path import as_if_missing
-from ..base.preprocessor_status import PreprocessorStatus
 from ..base.types import Group
 from ..base.under_way import activity, compilations, working_time
 from ..config.run_folder import replace_text
-from .hosts_shown import host_records
-from .prometheus import HostCollector, PreprocessorCollector, PrometheusPort, ServerCollector
-
-with as_if_missing("torch"):  # that alone takes a second and 200 MB of each process, for tensors that we don't have
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.summary import scalar
-
-_FLUSH_SECONDS = 10.0
-_EVENTS: Any = event_pb2  # generated, without types
-
-
-class MetricsLog:
-    """Appends to `run_dir/metrics.jsonl` and `run_dir/tensorboard/`.
-
-    A resumed run passes the step it resumes from and the step of the last evaluation that its checkpoint knows of. The
-    later lines, which the killed run wrote, are dropped, so that the file never holds a step twice.
-    """
-
-    def __init__(
-        self,
-        run_dir: pathlib.Path,
-        *,
-        resume_step: int | None = None,
-        evaluated_step: int | None = None,
-        prometheus_port: int = 0,
-        prometheus_host: str = "127.0.0.1",
-    ) -> None:
-        """Opens the files. `evaluated_step` is `resume_step` by default. Raises OSError if the folder cannot be
-        written, `ConfigError` if the port is taken, or others reach it without a token."""
-        self._port = PrometheusPort(prometheus_port, prometheus_host)
-        self.file = run_dir / "metrics.jsonl"
-        kept = []
-        if resume_step is not None:
-            last = {"rl": resume_step, "eval": resume_step if evaluated_step is None else evaluated_step}
-            kept = [r for r in read(self.file) if r["step"] <= last.get(r["phase"], r["step"])]
-        replace_text(self.file, "".join(json.dumps(record) + "\n" for record in kept))
-        self._stream = self.file.open("a", buffering=1)
-        (run_dir / "tensorboard").mkdir(exist_ok=True)
-        # Not a `SummaryWriter`: its thread ends without a word when the disk is full, and then its queue blocks.
-        self._board = EventsWriter(str(run_dir / "tensorboard" / "events"))
-        self._flushed = time.monotonic()
-        if resume_step is not None:  # TensorBoard forgets the later steps of the killed run
-            self._board.write_event(
-                _EVENTS.Event(
-                    wall_time=time.time(),
-                    step=resume_step + 1,
-                    session_log=_EVENTS.SessionLog(status=_EVENTS.SessionLog.START),
-                )
-            )
-
-    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`;
-        of several processes, `hosts` are their states after the step."""
-        record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
-        if hosts:
-            record["hosts"] = host_records(hosts)
-        self._stream.write(json.dumps(record) + "\n")
-        event = _EVENTS.Event(wall_time=time.time(), step=step)
-        for name, value in metrics.items():
-            tag = name if phase == "rl" else f"{phase}/{name}"
-            event.summary.MergeFrom(scalar(tag, value))
-            self._port.set(tag, value)
-        self._board.write_event(event)
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._board.flush()
-            self._flushed = time.monotonic()
-
-    def export(
-        self,
-        servers: Callable[[], Sequence[ServerStatus]] = tuple,
-        hosts: Callable[[], Sequence[HostStatus]] = tuple,
-        preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
-    ) -> None:
-        """Serves their state on the Prometheus port, as it is when it is asked for."""
-        for collector in (ServerCollector(servers), HostCollector(hosts), PreprocessorCollector(preprocessors)):
-            self._port.export(collector)
-
-    def close(self) -> None:
-        self._stream.close()
-        self._board.close()
-        self._port.close()
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:

@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
+import os
+import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
+from rollout.listening import TOKEN, http_server, is_loopback
+from rollout.serve_guard import Guarded, health_route
+
+from ..config import ConfigError
 from .hosts_shown import slowest
-from .metrics_port import MetricsPort
+from .loggers import tag
 
 
 class PrometheusPort:
-    """Serves metrics from a thread, with memory, CPU seconds and open files of this process (`process_*`). Port 0:
-    nothing is served, and what it is told is forgotten."""
+    """Serves metrics from a thread until it is closed, with memory, CPU seconds and open files of this process
+    (`process_*`); with FLUXJAX_TOKEN in the environment, only to clients that send it as `Authorization: Bearer`."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Raises ConfigError as `MetricsPort` does."""
+    def __init__(self, port: int, host: str = "127.0.0.1", *collectors: Collector) -> None:
+        """Raises ConfigError for a port that is taken or none, and for an address that others reach without a token."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
-        self._server: MetricsPort | None = None
-        if port:
-            self._server = MetricsPort(self._registry, host, port)
-            prometheus_client.ProcessCollector(registry=self._registry)
-
-    def set(self, tag: str, value: float) -> None:
-        """Shows a metric by its name in `metrics.jsonl`."""
-        if self._server is None:
-            return
-        if tag not in self._gauges:
-            name = "fluxjax_" + "".join(c if c.isalnum() else "_" for c in tag)
-            self._gauges[tag] = prometheus_client.Gauge(name, tag, registry=self._registry)
-        self._gauges[tag].set(value)
-
-    def export(self, collector: StatusCollector) -> None:
-        """Serves what `collector` says whenever it is asked."""
-        if self._server is not None:
+        prometheus_client.ProcessCollector(registry=self._registry)
+        for collector in collectors:
             self._registry.register(collector)
+        token = os.environ.get(TOKEN, "")
+        if not token and not is_loopback(host):
+            raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:  # `socket.create_server` leaves its socket open where host or port is none
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen()
+        except (OSError, OverflowError, TypeError) as error:
+            listening.close()
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error
+        app = Starlette(routes=[health_route(), Mount("/", prometheus_client.make_asgi_app(self._registry))])
+        self._server = http_server(Guarded(app, token, lambda: False))
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._server.serve([listening]),), name="metrics-port", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: object = ()) -> None:
+        for metric, value in metrics.items():
+            label = tag(phase, metric)
+            if label not in self._gauges:
+                name = "fluxjax_" + "".join(c if c.isalnum() else "_" for c in label)
+                self._gauges[label] = prometheus_client.Gauge(name, label, registry=self._registry)
+            self._gauges[label].set(value)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.should_exit = True
+        self._thread.join()
 
 
 Family: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -60,9 +81,6 @@ class StatusCollector(Collector):
 
     def __init__(self, statuses: Callable[[], Sequence[Any]]) -> None:
         self._statuses = statuses
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # else a registry asks before there are any
 
     def collect(self) -> Iterable[Metric]:
         statuses = self._statuses()
@@ -133,3 +151,6 @@ class PreprocessorCollector(StatusCollector):
         "misses": (COUNTER, "misses", "slices that were asked for, and had to be decoded again"),
         "lost": (COUNTER, "lost", "times that it was lost"),
     }
+
+
+COLLECTORS = (ServerCollector, HostCollector, PreprocessorCollector)

@@ -22,7 +22,8 @@ from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report.display import Display
 from ..report.hosts_shown import host_lanes, host_metrics
-from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
+from ..report.loggers import MetricsLog
+from ..report.metrics import Summary, TrainingResult, dump_samples
 from ..runtime.runtime import Observer, StepReport
 
 

@@ -35,7 +35,6 @@ from ..hosts.orders import (
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.run_models import RunModels
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
-from ..report.prometheus import HostCollector, PrometheusPort
 from ..runtime.engine_servers import EngineServers
 from . import snapshot_folder
 from .build import build_critic, build_learning, describe_model, training_prompts
@@ -180,9 +179,13 @@ def follow(gang: Gang, impl: object = None) -> None:
     config.run_dir = str(run_dir)
     if impl is not None:
         config.algorithm.impl = impl
-    port = PrometheusPort(prometheus_port(config, gang), config.report.prometheus_host)
-    with process_log(run_dir, gang), contextlib.closing(port):
-        port.export(HostCollector(gang.statuses))
+    with contextlib.ExitStack() as ended:
+        if port := prometheus_port(config, gang):
+            from ..report.prometheus import HostCollector, PrometheusPort
+
+            served = PrometheusPort(port, config.report.prometheus_host, HostCollector(gang.statuses))
+            ended.callback(served.close)
+        ended.enter_context(process_log(run_dir, gang))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)

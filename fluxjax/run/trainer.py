@@ -37,7 +37,8 @@ from ..learner.replay import ReplayBuffer, draws_of
 from ..learner.run_models import RunModels
 from ..learner.warm_start import warm_start
 from ..report.display import Display
-from ..report.metrics import MetricsLog, Summary, TrainingResult
+from ..report.loggers import MetricsLog
+from ..report.metrics import Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.fleet_pool import FleetPool
@@ -352,15 +353,9 @@ class FluxTrainer:
         failed_before = len(self.checkpoints.failed)
         with self.summary.stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
-        self.metrics = MetricsLog(
-            self.run_dir,
-            resume_step=resumed,
-            evaluated_step=self.coordinator.evaluated_step,
-            prometheus_port=config.report.prometheus_port,
-            prometheus_host=config.report.prometheus_host,
-        )
         shown = self.pool.servers, self.gang.statuses, self.pixels.preprocessors
-        self.metrics.export(*shown)
+        resume = None if resumed is None else {"rl": resumed, "eval": self.coordinator.evaluated_step}
+        self.metrics = MetricsLog(self.run_dir, config.report, *shown, resume=resume)
         self.display.show(*shown)
         callbacks = Callbacks(self.callbacks, self)
         callbacks.tell(Callback.on_fit_start)

@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import prometheus_client
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fluxjax.report.metrics_port import MetricsPort
+from fluxjax.report.prometheus import PrometheusPort
 from rollout import listening
 from rollout.listening import SILENT, bound_socket, http_server
 from rollout.serve_guard import Guarded, error_handlers, health_route
@@ -58,7 +57,7 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    served = MetricsPort(prometheus_client.CollectorRegistry(), "127.0.0.1", port)
+    served = PrometheusPort(port)
     yield port
     served.close()
 
