@@ -37,7 +37,7 @@ def as_if_missing(package: str) -> Iterator[None]:
     if package in sys.modules:
         yield
         return
-    sys.modules[package] = None  # documented by Python: importing the package then raises ImportError
+    sys.modules[package] = None  # type: ignore[assignment]  # documented: importing it then raises ImportError
     try:
         yield
     finally:

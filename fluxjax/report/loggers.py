@@ -14,7 +14,7 @@ from ..base.import_path import as_if_missing
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 from .hosts_shown import host_records
-from .metrics import read
+from .metrics import read, tag
 
 with as_if_missing("torch"):  # that alone takes a second and 200 MB of each process, for tensors that we don't have
     from tensorboardX.event_file_writer import EventsWriter
@@ -106,8 +106,3 @@ class MetricsLog:
     def close(self) -> None:
         for logger in self._loggers:
             logger.close()
-
-
-def tag(phase: str, name: str) -> str:
-    """Returns the name of a metric where phases are not apart."""
-    return name if phase == "rl" else f"{phase}/{name}"

@@ -132,3 +132,8 @@ class TrainingResult:
     def model_dir(self) -> pathlib.Path:
         """The trained model as a Hugging Face folder, with its tokenizer and preprocessor settings."""
         return self.run_dir / "model"
+
+
+def tag(phase: str, name: str) -> str:
+    """Returns the name of a metric where phases are not apart."""
+    return name if phase == "rl" else f"{phase}/{name}"

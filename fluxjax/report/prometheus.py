@@ -21,7 +21,7 @@ from rollout.serve_guard import Guarded, health_route
 
 from ..config import ConfigError
 from .hosts_shown import slowest
-from .loggers import tag
+from .metrics import tag
 
 
 class PrometheusPort:
