@@ -96,8 +96,8 @@ class Composed:
         ]
         groups = sft_groups([*prepared.values()], answers)
         composer = Composer(config, self._mesh.size, text=self._model.config.text)
-        each, process = self._mesh.size // self._links.processes, self._links.process
-        share = composer.share(composer.outline(groups, prepared), range(process * each, (process + 1) * each))
+        count, process = self._mesh.size // self._links.processes, self._links.process
+        share = composer.share(composer.outline(groups, prepared), range(process * count, (process + 1) * count))
         microbatches = composer.lay_out(share).everywhere
 
         def gradients() -> Any:

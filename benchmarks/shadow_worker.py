@@ -236,10 +236,10 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     late = process.prefill([patches_of(prepared) for prepared in shares[0]], compute / 2)
     prefill = sending + max([late, *(pipe.recv() for pipe in pipes)])
     began = time.perf_counter()
-    own, *others = shares_of_step(process, world, prompts)
-    for pipe, share in zip(pipes, others, strict=True):
+    planned = shares_of_step(process, world, prompts)
+    for pipe, share in zip(pipes, planned[1:], strict=True):
         pipe.send_bytes(b"".join(learn(share, process)))
-    composition = process.composer.lay_out(own)
+    composition = process.composer.lay_out(planned[0])
     process.materializer.expect(composition.batches)
     plan = time.perf_counter() - began
     began = time.perf_counter()

@@ -19,8 +19,8 @@ from fluxjax.base.process import resident_bytes
 from fluxjax.base.timeline import Span
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang
-from fluxjax.hosts.orders import PROTOCOL, OrderError
-from fluxjax.hosts.statuses import decode_status, encode_status, is_status, shifted
+from fluxjax.hosts.orders import decode_value, encode_value, is_value
+from fluxjax.hosts.statuses import heard_status, shifted, told_status
 from fluxjax.report.display import Display
 from fluxjax.report.hosts_shown import MOST, host_lanes, host_lines, host_metrics, slowest
 from fluxjax.report.loggers import MetricsLog
@@ -38,18 +38,11 @@ def status(process: int = 0, layout: float = 0.25, **own: Any) -> HostStatus:
 
 def test_a_status_travels_whole():
     sent = status(3, idle=0.75)
-    data = encode_status(sent)
-    assert is_status(data) and len(data) < 300
-    assert decode_status(data, 3) == sent
-    assert not is_status(b"0123456789abcdef"), "a fingerprint"
-
-
-@pytest.mark.parametrize("data", [b"status:", b"status:\x93abc", encode_status(status())[:-5], b"status:\x80"])
-def test_what_is_no_status_is_refused(data):
-    with pytest.raises(OrderError, match="process 2"):
-        decode_status(data, 2)
-    with pytest.raises(OrderError, match="version 99"):  # of another release
-        decode_status(encode_status(status()).replace(b"\xa8protocol" + bytes([PROTOCOL]), b"\xa8protocol\x63"), 1)
+    data = encode_value(told_status(sent))
+    assert is_value(data) and len(data) < 300
+    assert heard_status(decode_value(data), 3) == sent
+    assert not is_value(b"0123456789abcdef"), "a fingerprint"
+    assert heard_status({"keys": 1}, 3) is None and heard_status(4, 3) is None
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():

@@ -48,8 +48,8 @@ class Team:
         with collector_paused():
             with self.stage("plan"):
                 outlines = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
-                each = composer.num_devices // self.processes
-                shards = [range(process * each, (process + 1) * each) for process in range(self.processes)]
+                count = composer.num_devices // self.processes
+                shards = [range(process * count, (process + 1) * count) for process in range(self.processes)]
                 shares = [[composer.share(outline, devices) for outline in outlines] for devices in shards]
                 self.hand_out(shares, size, update)
             return self.laid_out(composer, shares[0])

@@ -45,7 +45,7 @@ from .orders import (
     told,
 )
 from .progress import Progress
-from .statuses import StepWatch, decode_status, encode_status, is_status, shifted, step_line
+from .statuses import StepWatch, heard_status, shifted, step_line, told_status
 
 log = logging.getLogger(__name__)
 
@@ -184,20 +184,20 @@ class Gang(Team):
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
-        """Returns the value that a process sends. An order that comes before it waits for its turn: process 0 tells of
-        drawn prompts from another thread."""
+        """Returns the value that a process sends, after statuses, of which it takes note. An order that comes before it
+        waits for its turn: process 0 tells of drawn prompts from another thread."""
         assert self.links is not None
-        while not is_value(data := self.links.receive(process)):
-            if is_status(data):
-                self._note(process, data)
-            else:
+        while True:
+            data = self.links.receive(process)
+            if not is_value(data):
                 self._heard.append(data)
-        return decode_value(data)
+            elif not self._noted(process, value := decode_value(data)):
+                return value
 
     def _fingerprint_of(self, process: int) -> str:
         assert self.links is not None
-        while is_status(data := self.links.receive(process)):
-            self._note(process, data)
+        while is_value(data := self.links.receive(process)):
+            self._noted(process, decode_value(data))
         return data.decode()
 
     def stepped(self, idle: float | None = None) -> None:
@@ -212,15 +212,19 @@ class Gang(Team):
         log.info("%s", step_line(status))
         if self.process:
             assert self.links is not None
-            self.links.send(0, encode_status(shifted(status, -self._stepped_at)))
+            self.links.send(0, encode_value(told_status(shifted(status, -self._stepped_at))))
 
     def statuses(self) -> list[HostStatus]:
         """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
         others."""
         return [status for _, status in sorted(self._statuses.items())]
 
-    def _note(self, process: int, data: bytes) -> None:
-        self._know(shifted(decode_status(data, process), self._stepped_at))
+    def _noted(self, process: int, value: Any) -> bool:
+        """Takes note of a status; says whether the value is one."""
+        status = heard_status(value, process)
+        if status is not None:
+            self._know(shifted(status, self._stepped_at))
+        return status is not None
 
     def _know(self, status: HostStatus) -> None:
         self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
@@ -232,7 +236,7 @@ class Gang(Team):
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
-                self._note(process, self.links.receive(process))
+                self._noted(process, decode_value(self.links.receive(process)))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole

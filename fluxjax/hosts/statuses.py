@@ -1,4 +1,4 @@
-"""The status that a process sends process 0 after each step: measured here, written as small, versioned msgpack."""
+"""The status that a process sends process 0 after each step: measured here, and written as a small value."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import dataclasses
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
-import msgpack
 
 from ..base.host_status import HostStage, HostStatus
 from ..base.process import resident_bytes
 from ..base.under_way import activity
-from .orders import PROTOCOL, OrderError
-
-_MARK = b"status:"  # what else comes from a process is a fingerprint, which has no colon
 
 
 class StepWatch:
@@ -77,29 +74,16 @@ def step_line(status: HostStatus) -> str:
     return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
 
 
-def encode_status(status: HostStatus) -> bytes:
-    """Returns the status as bytes, without the number of the process: the receiver knows who sends it."""
+def told_status(status: HostStatus) -> dict[str, Any]:
+    """Returns the status as it is sent, without the number of the process: the receiver knows who sends it."""
     fields = dataclasses.asdict(status)
     del fields["process"]
-    fields["stages"] = [dataclasses.astuple(stage) for stage in status.stages]
-    return _MARK + bytes(msgpack.Packer().pack({"protocol": PROTOCOL, **fields}))
+    return {"status": fields | {"stages": [dataclasses.astuple(stage) for stage in status.stages]}}
 
 
-def is_status(data: bytes) -> bool:
-    return data.startswith(_MARK)
-
-
-def decode_status(data: bytes, process: int) -> HostStatus:
-    """Returns the status in these bytes. Raises OrderError for bytes that `encode_status` did not make, or that another
-    version of this program made."""
-    try:
-        fields = msgpack.unpackb(data.removeprefix(_MARK))
-        protocol = fields.pop("protocol")
-        if protocol != PROTOCOL:
-            raise OrderError(f"process {process} speaks version {protocol} of the orders, this one {PROTOCOL}")
-        stages = tuple(HostStage(str(name), float(start), float(end)) for name, start, end in fields.pop("stages"))
-        return HostStatus(process=process, stages=stages, **fields)
-    except OrderError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
-        raise OrderError(f"process {process} sent {len(data)} bytes that are no status: {error}") from error
+def heard_status(value: Any, process: int) -> HostStatus | None:
+    """Returns the status that `told_status` made a value of; None where it is another value."""
+    if not isinstance(value, dict) or value.keys() != {"status"}:
+        return None
+    stages = tuple(HostStage(*stage) for stage in value["status"].pop("stages"))
+    return HostStatus(process=process, stages=stages, **value["status"])

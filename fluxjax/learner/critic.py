@@ -102,9 +102,9 @@ class Critic(Learner):
         outcomes: Mapping[Key, float],
         costs: Sequence[np.ndarray],
         team: Team,
-    ) -> "Judged":
+    ) -> tuple[list[Composition], dict[Key, float], dict[str, float]]:
         """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
-        optimizer step.
+        optimizer step; in process 0, also the mean advantage of each response that has a token, and metrics.
 
         `outcomes` has the reward of each response of all processes, by (draw, sample), in process 0, which estimates
         all advantages; `costs` what is taken off each token's reward, one flat array a composition (empty: nothing is).
@@ -114,30 +114,22 @@ class Critic(Learner):
         known = [{"values": composition.of_responses(values_BT, np.float64)} for composition, values_BT in pairs]
         for part, cost in zip(known, costs, strict=False):
             part["costs"] = cost
-        judged = Judged([])
+        judged: list[Composition] = []
+        means: dict[Key, float] = {}
+        metrics: dict[str, float] = {}
 
         def estimated(keys: Sequence[Key], lengths: np.ndarray, numbers: Arrays) -> Arrays:
-            arrays, means, metrics = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config.critic)
-            judged.means.update(zip(keys, means.tolist(), strict=True))
-            judged.metrics.update(metrics)
+            arrays, means_R, measured = estimate(lengths, numbers, [outcomes[key] for key in keys], self.config.critic)
+            means.update(zip(keys, means_R.tolist(), strict=True))
+            metrics.update(measured)
             return arrays
 
         decided = by_token(team, compositions, known, estimated)
-        for composition, part, own in zip(compositions, decided, known, strict=True):
-            fields = {"values_BT": own["values"], **part}
-            arrays = {name: composition.scattered(flat) for name, flat in fields.items()}
-            judged.compositions.append(composition.replaced(arrays))
-        return judged
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """A step as its critic judged it; the rest is process 0's: the mean advantage of each response that has a token,
-    and metrics."""
-
-    compositions: list[Composition]
-    means: dict[Key, float] = dataclasses.field(default_factory=dict)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+        for composition, part, flat in zip(compositions, decided, known, strict=True):
+            fields = {"values_BT": flat["values"], **part}
+            arrays = {name: composition.scattered(numbers) for name, numbers in fields.items()}
+            judged.append(composition.replaced(arrays))
+        return judged, means, metrics
 
 
 def estimate(

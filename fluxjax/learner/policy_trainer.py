@@ -275,17 +275,25 @@ class PolicyTrainer:
             if self._critic is not None:
                 self._critic.gradients.compile_ahead(self._critic.params, coming, scores=True)
         if place.reference is not None:
-            scored = [with_reference(one, logprobs_of(one, place.gradients, place.reference)) for one in scored]
-        proximal = [logprobs_of(one, place.gradients, place.params) for one in scored] if needed else []
+            scored = [
+                with_reference(minibatch, logprobs_of(minibatch, place.gradients, place.reference))
+                for minibatch in scored
+            ]
+        proximal = [logprobs_of(minibatch, place.gradients, place.params) for minibatch in scored] if needed else []
         kl: list[np.ndarray] = []  # in nats, of each token, where it is taken off rewards
         if settings.kl_in_reward:
-            kl = [token_kl(one, now, settings.kl_estimator) for one, now in zip(scored, proximal, strict=True)]
+            kl = [
+                token_kl(minibatch, now, settings.kl_estimator) for minibatch, now in zip(scored, proximal, strict=True)
+            ]
         if self._critic is not None:
             scored = self._judge(parts, scored, kl)
         elif settings.kl_in_reward:
-            sums = [{"kl": one.summed(tokens)} for one, tokens in zip(scored, kl, strict=True)]
+            sums = [{"kl": minibatch.summed(tokens)} for minibatch, tokens in zip(scored, kl, strict=True)]
             found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
-            scored = [with_advantages(one, numbers["advantages"]) for one, numbers in zip(scored, found, strict=True)]
+            scored = [
+                with_advantages(minibatch, numbers["advantages"])
+                for minibatch, numbers in zip(scored, found, strict=True)
+            ]
         for number, now in enumerate(proximal):
             composition = scored[number]
             if settings.importance.whole:
@@ -306,11 +314,10 @@ class PolicyTrainer:
         samples = [sample for part in portions for group in part.groups for sample in group.samples]
         outcomes = {(sample.response.draw, sample.response.sample): sample.advantage for sample in samples}
         costs = [self._config.algorithm.kl_coefficient * token_kls for token_kls in kl]
-        judged = self._critic.judge(compositions, outcomes, costs, self._team)
-        self._judged = judged.metrics
+        judged, means, self._judged = self._critic.judge(compositions, outcomes, costs, self._team)
         for part in portions:
-            part.groups = [advantaged(group, dict.fromkeys(outcomes, 0.0) | judged.means) for group in part.groups]
-        return judged.compositions
+            part.groups = [advantaged(group, dict.fromkeys(outcomes, 0.0) | means) for group in part.groups]
+        return judged
 
     def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
         """The advantages of these responses of the portions, whose `kl` is taken off their rewards."""

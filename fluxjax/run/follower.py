@@ -36,6 +36,7 @@ from ..learner.policy_trainer import PolicyTrainer
 from ..learner.run_models import RunModels
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..runtime.engine_servers import EngineServers
+from ..runtime.fleet_pool import check_allocator
 from . import snapshot_folder
 from .build import build_critic, build_learning, describe_model, training_prompts
 from .checkpoint import Checkpoints
@@ -80,6 +81,8 @@ class Follower:
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
         self._engines: EngineServers | None = None
+        if config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated:
+            check_allocator()
         if config.rollout.engine is RolloutEngine.JAX:
             self._engines = serve_engines(config, learning.model, self._processor, gang, token, self._media.fetch)
             gang.exchange(self._engines.addresses)

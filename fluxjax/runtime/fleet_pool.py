@@ -202,13 +202,18 @@ def _check_installed(config: Config) -> None:
         )
 
 
+def check_allocator() -> None:
+    """Raises `ConfigError` where JAX would keep the memory of this process's GPUs that colocated servers need."""
+    if Target.of(jax.local_devices()[0]).is_gpu and os.environ.get(ALLOCATOR) != "platform":
+        raise ConfigError(f"servers.colocated needs {ALLOCATOR}=platform: JAX would keep the memory that servers need")
+
+
 def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
     """Returns the devices of this process that the servers share. Raises `ConfigError` if there are too few."""
     if not config.servers.colocated:
         return ()
+    check_allocator()
     devices = tuple(jax.local_devices())
-    if Target.of(devices[0]).is_gpu and os.environ.get(ALLOCATOR) != "platform":
-        raise ConfigError(f"servers.colocated needs {ALLOCATOR}=platform: JAX would keep the memory that servers need")
     if config.stream_trainer.enabled:
         if count > len(devices):
             raise ConfigError(
