@@ -121,17 +121,17 @@ def test_a_name_brings_its_own_settings_and_flags_count_more():
 def test_processes_that_would_run_other_code_have_other_fingerprints(module, tmp_path):
     groups, prepared = make_groups([[4]], [[3]])
     config = make_config()
-    composition = compose(groups, prepared, config)
-    built_in = fingerprint(config, composition)
+    compositions = [compose(groups, prepared, config)]
+    built_in = fingerprint(config, compositions)
     config.algorithm.name = f"{module}:Mine"
-    mine = fingerprint(config, composition)
+    mine = fingerprint(config, compositions)
     config.algorithm.impl = find_algorithm(config.algorithm)
-    as_object = fingerprint(config, composition)
-    assert as_object == fingerprint(copy.deepcopy(config), composition)
+    as_object = fingerprint(config, compositions)
+    assert as_object == fingerprint(copy.deepcopy(config), compositions)
     assert len({built_in, mine, as_object}) == 3
     elsewhere = types.SimpleNamespace(**vars(grpo))
     config.algorithm.impl = elsewhere
-    assert fingerprint(config, composition) not in (built_in, mine, as_object)
+    assert fingerprint(config, compositions) not in (built_in, mine, as_object)
 
 
 def test_the_example_is_short():

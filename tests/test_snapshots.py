@@ -99,7 +99,7 @@ def test_one_of_other_devices_or_arrays_is_none(tmp_path):
 
 def test_the_newest_of_which_all_have_their_part_is_told(tmp_path, caplog):
     class Two(Gang):
-        def collect(self, value):
+        def exchange(self, value):
             return [value, [1]]
 
     (run := tmp_path / "run").mkdir()

@@ -16,7 +16,7 @@ plans, and hands every process its share; from there on, all of them do the same
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,6 @@ from .minibatches import minibatches, of_all_updates
 from .replay import ReplayBuffer, replay_metrics
 from .run_models import RunModels
 from .scoring import coupled, logprobs_of, needs_scores, only_taught, shaped, token_kl
-
-
-@runtime_checkable
-class OnDevices(Protocol):
-    """An engine as training knows it: only its devices matter."""
-
-    @property
-    def devices(self) -> Sequence[Any]:
-        """The devices of this process that the engine computes on."""
-        ...
 
 
 @dataclasses.dataclass
@@ -87,14 +77,15 @@ class PolicyTrainer:
         config: Config,
         models: RunModels,
         composer: Composer,
-        engines: Sequence[OnDevices] = (),
+        engines: Sequence[Any] = (),
         weights: Callable[[], Params] | None = None,
         replay: ReplayBuffer | None = None,
         team: Team = ALONE,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh; `weights` returns the weights for engines, where these
-        are not the learner's parameters; `replay` has groups that steps train on again; `team` are the processes that
-        make the same steps. Raises ConfigError for an algorithm that can't have what `config` asks for."""
+        """`composer` is for the devices of the learner's mesh; `engines` are known by their `devices` alone, those of
+        this process that they compute on; `weights` returns the weights for engines, where these are not the learner's
+        parameters; `replay` has groups that steps train on again; `team` are the processes that make the same steps.
+        Raises ConfigError for an algorithm that can't have what `config` asks for."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
         self._engines, self._weights, self._replay, self._team = engines, weights, replay, team
         self._algorithm = models.algorithm
