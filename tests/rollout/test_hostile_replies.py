@@ -141,6 +141,10 @@ async def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) 
 async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) -> None:
     with fleet_over(pair) as engines:
         version = await publish(engines, here, 0)
+        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
+        for seat in engines:  # a server that compiles is silent for longer than a look takes
+            await exact(seat, here, asked(), version)
+        pair.proxies[0].reset()
         pair.proxies[0].script.extend([Fault("stall", at=1), Fault("stall", route="/v1/loads")])
         await exact(engines[0], here, asked(), version)
         assert pair.proxies[0].fired.count("stall") == 2
