@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str], config: Confi
             tokens = batch["prompts"] * batch["prompt_tokens"]["mean"] + batch["all_response_tokens"]
             for side in set(workers):
                 result[side]["share_of_matmul_rate"] = {
-                    stage: round(work * weights * tokens / result[side]["seconds"][stage]["median"] / matmul, 3)
+                    stage: float(f"{work * weights * tokens / result[side]['seconds'][stage]['median'] / matmul:.3g}")
                     for stage, work in WORK.items()
                 }
         return result

@@ -121,7 +121,7 @@ def test_natural_lengths() -> None:
     rate, seconds = ours["rollout"]["response_tokens_per_second"], ours["seconds"]["rollout"]["median"]
     assert rate == pytest.approx(batch["all_response_tokens"] / seconds, rel=0.1)
     assert ours["logprob_gap"] < 1e-4
-    assert all(share >= 0 for share in ours["share_of_matmul_rate"].values())  # rounded: 0 on a busy machine
+    assert all(share > 0 for share in ours["share_of_matmul_rate"].values())
 
 
 @pytest.mark.long
