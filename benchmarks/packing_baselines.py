@@ -141,7 +141,7 @@ def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None,
     elif work is None and callable(cost):
         work = np.array([cost(n) for n in lengths_I.tolist()], float)
     problem = pose(lengths_I, num_devices, free, work, None if callable(cost) else cost)
-    return dataclasses.replace(problem, limits=limits)  # of which the tokens of a device bound a microbatch alone
+    return dataclasses.replace(problem, limits=limits)  # the tokens of a device bound only a microbatch
 
 
 @scheduler

@@ -114,7 +114,7 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # up to so many rows, a CPU multiplies faster with the weight as left factor (measured from 2 to 64 rows)
+FEW_ROWS = 48  # rows at most for which a CPU multiplies faster with the weight as left factor (measured from 2 to 64)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:

@@ -75,8 +75,8 @@ def _queries(rows: int) -> Any:
 
 
 def _pages(lengths: list[int], tokens: int) -> tuple[Any, Any]:
-    """Keys and values `[2, C, K, S, H]` in pages of so many tokens, and the pages `[B, V]` of each row, filled up with
-    the first page."""
+    """Returns keys and values `[2, C, K, S, H]` in pages of `tokens` tokens, and the page numbers `[B, V]` of the rows.
+    Shorter rows end with zeros, the number of the first page."""
     import jax.numpy as jnp
     import numpy as np
 

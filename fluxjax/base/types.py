@@ -135,7 +135,7 @@ class TrainBatch:
     response_log_ratios_BT: Float32[AnyArray, "B T"]
     # Versions (training steps) since the weights that generated the token; -1 for prompts, given answers and padding.
     lags_BT: Int32[AnyArray, "B T"]
-    # Of the policy before the first of a training step's several optimizer steps, in nats; None if there is only one.
+    # Log-probs, in nats, of the policy with which the training step begins; None if it has one optimizer step only.
     proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
     # The mean over the token's response of log(policy / the policy that clipping is around), in nats; None if not read.
     policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None

@@ -118,7 +118,7 @@ class FlightServer(flight.FlightServerBase):
             raise refusal(error) from error
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends store and server. Calls under way have so many seconds."""
+        """Ends the store and the server. Calls that are being answered get `seconds` to end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
         ending.start()

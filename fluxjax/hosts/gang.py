@@ -297,7 +297,7 @@ def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-# What several processes can't do, of all that one can: the settings, and why.
+# Settings that work in one process only, each with its reason.
 ALONE_ONLY = {
     "stream_trainer.enabled": "it computes gradients on the devices of some engines, while the others, of every "
     "process, go on decoding: no program of several processes can leave some of their devices out",

@@ -13,8 +13,8 @@ from .containers import CODED
 from .media_file import MediaError, OpenFile
 from .settings import DecodeLimits
 
-# No encoder with fixed Huffman tables writes so many zeros in a row; one with fitted tables may, for an even area. Such
-# zeros are therefore a reason to look closer. Files without them, nearly all photographs, are decoded once only.
+# An encoder with fixed Huffman tables never writes 64 zeros in a row. One with fitted tables may, for an even area.
+# Such zeros are therefore a reason to look closer. Files without them, nearly all photographs, are decoded once only.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
 # Zeros at its end may be 1 / SHARE of a coded picture: libwebp's are a twentieth for pictures of one colour.

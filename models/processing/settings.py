@@ -44,7 +44,7 @@ class FrameSettings:
     fps: float | int = 2
     min_frames: int = 4  # bounds for `fps`
     max_frames: int = 768
-    max_video_tokens: int = 0  # > 0: the pixels of a video are at most 90 % of those of so many tokens
+    max_video_tokens: int = 0  # > 0: a video has at most 90 % of the pixels of `max_video_tokens` tokens
 
 
 @dataclasses.dataclass(frozen=True)
