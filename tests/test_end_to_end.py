@@ -94,7 +94,7 @@ def test_reference_model_stays_where_it_was(fitted):
     name = next(name for name in steps[0] if "kl" in name and "behaviour" not in name)
     assert steps[0][name] == pytest.approx(0, abs=1e-6)  # policy and reference are one and the same
     assert steps[-1][name] > 1e-6
-    assert trainer.reference is not None
+    assert trainer.models.reference is not None
 
 
 def test_summary(fitted):
