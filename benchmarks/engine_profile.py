@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
                 f"--degrees {degrees}, --batches {batches}, --lengths {lengths} and --repeats {args.repeats} must be "
                 f"positive, and there are {len(devices)} devices"
             )
-        model, _ = build_model(config, open_sources(config.data))
+        model, _ = build_model(config, open_sources(config))
         engine = JaxEngine(
             model,
             slots=max(batches),

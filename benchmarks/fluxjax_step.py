@@ -79,7 +79,7 @@ class Steps:
 
     def __init__(self, config: Config, stage: str, lengths: Sequence[Sequence[int]], *, videos: bool) -> None:
         self.config, self.stage, self.watch, self.lengths = config, stage, Stopwatch(), lengths
-        sources = open_sources(config.data)
+        sources = open_sources(config)
         self.model, self.processor = build_model(config, sources)
         self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
         if not videos:

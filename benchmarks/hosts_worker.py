@@ -27,7 +27,7 @@ from fluxjax.base.process import collector_paused, keep_freed_memory
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
-from fluxjax.config import Config, ConfigError, Strategy
+from fluxjax.config import STRATEGIES, Config, ConfigError
 from fluxjax.hosts.gang import Gang, check_across_processes, fingerprint
 from fluxjax.hosts.orders import Learn, OrderError, decode, shares_of
 from fluxjax.learner.learner import Learner
@@ -56,7 +56,7 @@ class Process:
         self._processes = self._gang.processes
         self._most, row = MOST["model" in settings], settings.get("row", ROW)
         self._config = Config()
-        self._config.sharding.strategy = Strategy(settings["strategy"])
+        self._config.sharding.strategy = STRATEGIES[settings["strategy"]]()
         self._config.packing.tokens_per_row, self._config.packing.rows_per_device = row, 1
         self._config.rollout.max_new_tokens = self._most
         self._devices = settings["devices"] * self._processes

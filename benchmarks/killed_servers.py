@@ -125,8 +125,8 @@ def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: b
         port = free.getsockname()[1]
     _begin(options, seed, folder)
     steps = options.begin + options.steps
-    settings = {"seed": seed, "steps": steps, "run_dir": folder, "report.prometheus_port": port}
-    settings |= {"report.dump_samples_every": 1, "report.dump_samples": 1_000_000}  # to see what it was trained on
+    settings = {"seed": seed, "steps": steps, "run_dir": folder, "report.prometheus": port}
+    settings |= {"report.dump_samples_every": 1}  # to see what it was trained on
     command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     with (folder.parent / f"{folder.name}.log").open("a") as log:

@@ -38,7 +38,6 @@ SETTINGS = {
     "steps": 12,
     "evaluation.samples": 8,
     "evaluation.every": 2,
-    "evaluation.samples_during": 8,
     "checkpoint.every": 1,
     "rollout.prompts_per_step": 6,
 }

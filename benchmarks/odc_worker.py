@@ -30,7 +30,7 @@ from fluxjax.algorithms import sft
 from fluxjax.base.process import keep_freed_memory
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composer import Composer, sft_groups
-from fluxjax.config import Config, Remat, Strategy
+from fluxjax.config import ODC, STRATEGIES, Config, Remat
 from fluxjax.learner.learner import Learner
 from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
@@ -88,7 +88,7 @@ class Composed:
     def run(self, strategy: str, room: int, lengths: Sequence[int]) -> Callable[[], Any]:
         """Returns a function that computes loss, None and gradients under a strategy. `room` is the number of tokens
         that a device holds."""
-        config = self._config(Strategy(strategy), room)
+        config = self._config(STRATEGIES[strategy](), room)
         prepared = {draw: self._prompt(draw) for draw in range(len(lengths))}
         answers = [
             np.random.default_rng(draw).integers(0, self._settings["model"]["vocab_size"], length - 1).tolist()
@@ -109,15 +109,15 @@ class Composed:
     @functools.cached_property
     def _learner(self) -> Learner:
         """The learner, one for all strategies: the weights lie in the same places under each."""
-        return Learner(self._config(Strategy.ODC, 0), self._model, sft.token_loss, mesh=self._mesh, links=self._links)
+        return Learner(self._config(ODC(), 0), self._model, sft.token_loss, mesh=self._mesh, links=self._links)
 
-    def _config(self, strategy: Strategy, room: int) -> Config:
+    def _config(self, strategy: Any, room: int) -> Config:
         config = Config()
         config.packing.tokens_per_row, config.packing.rows_per_device = room, 1
         config.sharding.strategy = strategy
+        if isinstance(strategy, ODC):
+            strategy.deterministic = self._settings["deterministic"]
         config.sharding.remat = Remat.LAYER if self._settings["remat"] else Remat.NONE
-        config.sharding.live_layers = self._settings["live_layers"]
-        config.sharding.deterministic = self._settings["deterministic"]
         return config
 
     def _prompt(self, draw: int) -> PreparedPrompt:

@@ -38,25 +38,26 @@ from fluxjax.report.metrics import read
 
 TRUNCATED = "--config.algorithm.importance.kind=truncate"
 ON_POLICY = (  # as in Flexes
-    "--config.policy.name=tail_batching",
-    "--config.tail_batching.prompts=1.25",
-    "--config.tail_batching.max_staleness=0",
+    "--config.policy=tail_batching",
+    "--config.policy.prompts=1.25",
+    "--config.policy.max_staleness=0",
 )
 RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
-    "synchronous": ("--config.policy.name=synchronous",),
-    "tail_batching": (*ON_POLICY, "--config.tail_batching.responses=1.0"),
-    "tail_batching_responses": (*ON_POLICY, "--config.tail_batching.responses=1.25"),
-    "tail_batching_spread": ("--config.policy.name=tail_batching", TRUNCATED),
-    "adaptive_async": ("--config.policy.name=adaptive_async", TRUNCATED),
+    "synchronous": ("--config.policy=synchronous",),
+    "tail_batching": (*ON_POLICY, "--config.policy.responses=1.0"),
+    "tail_batching_responses": (*ON_POLICY, "--config.policy.responses=1.25"),
+    "tail_batching_spread": ("--config.policy=tail_batching", TRUNCATED),
+    "adaptive_async": ("--config.policy=adaptive_async", "--config.policy.max_staleness=2", TRUNCATED),
     "adaptive_async_decoupled": (
-        "--config.policy.name=adaptive_async",
+        "--config.policy=adaptive_async",
+        "--config.policy.max_staleness=2",
         TRUNCATED,
         "--config.algorithm.importance.decoupled=True",
     ),
     "adaptive_async_older": (
-        "--config.policy.name=adaptive_async",
+        "--config.policy=adaptive_async",
         TRUNCATED,
-        "--config.adaptive_async.max_staleness=5",
+        "--config.policy.max_staleness=5",
     ),
 }
 DEFAULT = ["synchronous", "tail_batching", "adaptive_async"]
@@ -111,7 +112,7 @@ def train(folder: pathlib.Path, config: str, seed: int, every: int, flags: Seque
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "fluxjax.train", f"--config={config}", f"--config.run_dir={folder}"]
     command += [f"--config.seed={seed}", f"--config.evaluation.every={every}"]
-    command += ["--config.evaluation.samples_during=200", *flags]
+    command += flags
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         return subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False).returncode == 0
 

@@ -28,8 +28,8 @@ from rich.console import Console
 
 from fluxjax.base.process import use_compile_cache
 from fluxjax.base.types import Group
+from fluxjax.config import POLICIES as KINDS
 from fluxjax.config import Config, Importance, LossAggregation, Schedule, SourceConfig, TailBatchingConfig
-from fluxjax.config import Policy as Name
 from fluxjax.report.display import Display
 from fluxjax.run.callbacks import Callback, Run
 from fluxjax.run.trainer import FluxTrainer
@@ -69,8 +69,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config = Config(name=policy, run_dir=str(folder / policy))
     source = SourceConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "eval.jsonl"), reward="positions")
     config.data.sources = {"strings": source}
-    config.model.vision = False
-    config.model.rope_theta = 100.0
+    config.model.tiny |= {"vision": False, "rope_theta": 100.0}
     config.steps = sizes.steps * sizes.turns
     config.warm_start.steps, config.warm_start.batch_size = sizes.warm_start, 64
     config.rollout.prompts_per_step, config.rollout.group_size = sizes.prompts, sizes.responses
@@ -83,8 +82,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config.checkpoint.every, config.evaluation.every = 0, 0
     config.evaluation.samples = 200
     config.report.dump_samples_every = 0
-    config.policy.name = Name(policy.removesuffix("_spread"))
-    config.tail_batching = TAIL.get(policy, config.tail_batching)
+    config.policy = TAIL[policy] if policy in TAIL else KINDS[policy.removesuffix("_spread")]()
     if policy in ("tail_batching_spread", "april", "adaptive_async"):
         importance = config.algorithm.importance
         importance.kind = Importance.TRUNCATE

@@ -98,7 +98,7 @@ def write(shape: str, folder: pathlib.Path) -> None:
     from models.decoder import parameter_count
 
     config = read_file(f"{ROOT}/configs/vlm.py:debug")
-    _, processor = build_model(config, open_sources(config.data))
+    _, processor = build_model(config, open_sources(config))
     quarter = SIZES[shape]["hidden_size"] // SIZES[shape]["num_heads"] // 8
     config.model = dataclasses.replace(
         config.model, **SIZES[shape], mrope_section=(2 * quarter, quarter, quarter), initializer_range=0.02

@@ -35,7 +35,7 @@ import shadow_media
 from common import ROOT, cores, peak_rss_mib, spread
 
 LOST = 0.55  # the share of a step that `central` is to lose
-AHEAD_STEPS, NEAR_GIB = 2, 1.0  # `data.steps_ahead` and `data.near_gib`, in `critical`
+NEAR_GIB = 1.0  # `data.near_gib`, in `critical`: with it, two steps are prepared before they are drawn
 TURNS = (0.5, 0.75)  # of the time that is computed: where decoding is more than fits into it
 PARTS = ("critical", "memory", "bytes", "decode", "modes")
 
@@ -53,7 +53,6 @@ class World:
     frames: int = 16
     row: int = 1 << 14  # tokens of a device's microbatch
     pinned: bool = False
-    steps_ahead: int = 1
     near_gib: float = 0.0
 
 
@@ -145,13 +144,12 @@ def critical(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any
         data = run(world, compute, 1)["data_seconds"]
         compute = statistics.fmean([compute, data]) * (1 - LOST) / LOST if compute else data * (1 - LOST) / LOST / 1.5
     shadow = dataclasses.replace(world, loader="flight")
-    ahead = dataclasses.replace(shadow, steps_ahead=AHEAD_STEPS, near_gib=NEAR_GIB)
+    ahead = dataclasses.replace(shadow, near_gib=NEAR_GIB)
     # Where all cores decode in all of the time that is computed, nothing can hide more.
     turns = {f"{factor:g}": run(ahead, factor * compute, 1) for factor in TURNS}
     return {
         "compute_seconds": round(compute, 3),
         "prompts": prompts,
-        "steps_ahead": AHEAD_STEPS,
         "near_gib": NEAR_GIB,
         "central": run(world, compute, options.epochs),
         "shadow": run(ahead, compute, options.epochs),

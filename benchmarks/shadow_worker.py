@@ -26,7 +26,7 @@ from fluxjax.base.types import Group, Media, PreparedPrompt, Prompt, Response, R
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.batch.share import Share
-from fluxjax.config import Config, SourceConfig, Strategy
+from fluxjax.config import Config, FlexUlysses, SourceConfig
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.materializer import Materializer
@@ -62,14 +62,14 @@ class TrainerProcess:
             os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
         config = self.config = Config()
         config.data.sources = {"clips": SourceConfig(path=world.manifest)}
-        config.data.workers, config.data.steps_ahead = world.workers, world.steps_ahead
+        config.data.workers, config.data.near_gib = world.workers, world.near_gib
         config.rollout.prompts_per_step, config.rollout.max_new_tokens = world.prompts, LONGEST
         config.rollout.max_sequence_tokens = 1 << 14
-        config.sharding.strategy = Strategy.FLEX_ULYSSES
+        config.sharding.strategy = FlexUlysses()
         config.packing.patches_per_device = 1 << 18
         config.packing.tokens_per_row, config.packing.rows_per_device = world.row, 1
         config.sharding.devices = world.processes
-        sources = open_sources(config.data)
+        sources = open_sources(config)
         layout = PatchLayout(patch_size=PATCH, window_size=8 * PATCH)
         self.processor = tiny.build(
             all_texts(sources.values()),

@@ -38,11 +38,12 @@ import numpy as np
 from common import ROOT, cores
 
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from fluxjax.batch import composer
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Outline
 from fluxjax.batch.part import SizedPart
 from fluxjax.batch.work import estimate
-from fluxjax.config import Config, Strategy
+from fluxjax.config import STRATEGIES, Config
 from models.config import RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput, frame_bound
 from sharding.planner.limits import least_load
@@ -144,9 +145,6 @@ def _worst(mixes: Mapping[str, dict[str, float]]) -> dict[str, float]:
     return {name: max(figures[name] for figures in mixes.values()) for name in next(iter(mixes.values()))}
 
 
-STRATEGIES = [strategy.value for strategy in Strategy]
-
-
 def simulate(strategy: str, pool: Sequence[dict[str, int]], steps: int, settings: Settings) -> dict[str, float]:
     """Lays out the steps of one run and returns their figures."""
     config = _config(strategy, settings)
@@ -224,8 +222,8 @@ class Tally:
 
 def _config(strategy: str, settings: Settings) -> Config:
     config = Config()
-    config.sharding.strategy = Strategy(strategy)
-    config.sharding.max_shapes = settings.max_shapes
+    config.sharding.strategy = STRATEGIES[strategy]()
+    composer.MAX_SHAPES = settings.max_shapes
     config.packing.tokens_per_row, config.packing.rows_per_device = settings.tokens_a_device, 1
     config.packing.patches_per_device = VISION.merge_unit * settings.tokens_a_device
     return config
@@ -278,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=64, help="of a step")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--tokens-a-device", type=int, default=49152, help="most tokens of a device in a microbatch")
-    parser.add_argument("--max-shapes", type=int, default=16, help="sharding.max_shapes")
+    parser.add_argument("--max-shapes", type=int, default=16, help="shapes that are compiled at most")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

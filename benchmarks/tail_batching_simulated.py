@@ -21,11 +21,12 @@ from fluxjax.simulation.virtual_cluster import StepRecord
 
 MODELS = ("7b", "14b", "32b")
 VERL = ("simulation.rewards=synchronous",)
-TAIL = ("policy.name=tail_batching", *VERL)
-REWARD = ("policy.name=tail_batching", "simulation.rewards=scheduled")
-STREAM = (*REWARD, "stream_trainer.enabled=True")
+FLEXES = ("policy=tail_batching", "policy.prompts=1.25", "policy.responses=1.25", "policy.max_staleness=0")
+TAIL = (*FLEXES, *VERL)
+REWARD = (*FLEXES, "simulation.rewards=scheduled")
+STREAM = (*REWARD, "stream_trainer=True")
 PLANNER = (*REWARD, "parallelism.enabled=True")
-ALL = (*PLANNER, "stream_trainer.enabled=True")
+ALL = (*PLANNER, "stream_trainer=True")
 ROWS = {"verl": VERL, "+ tail batching": TAIL, "+ reward": REWARD, "+ parallelism": PLANNER, "+ trainer": ALL}
 LEAST_DEGREE = {"7b": 1, "14b": 2, "32b": 2}  # else the planner, which sees no preemption, halves what was right
 TABLE_2 = {  # speedup over verl
@@ -138,7 +139,7 @@ def figure_11(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     for model in MODELS:
         seconds = {}
         for prompts, responses in ETAS:
-            how = (*TAIL, f"tail_batching.prompts={prompts}", f"tail_batching.responses={responses}")
+            how = (*TAIL, f"policy.prompts={prompts}", f"policy.responses={responses}")
             seconds[f"{prompts}, {responses}"] = statistics.fmean(
                 mean(simulated(model, steps, seed, how)[1], "rollout") for seed in seeds
             )
@@ -181,13 +182,11 @@ def simulate(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
 
 # --- how busy GPUs are ------------------------------------------------------------------------------
 
-_ASYNC = ("policy.name=adaptive_async", "simulation.rewards=asynchronous")
-_FREE = ("adaptive_async.sync_interval=1000000", "adaptive_async.tolerance=1.0")  # no forced barriers
+_ASYNC = ("policy=adaptive_async", "simulation.rewards=asynchronous")
 
 
 def _ahead(steps: int) -> tuple[str, ...]:
-    ratio = tuple(f"adaptive_async.{name}=1.0" for name in ("ratio", "min_ratio", "max_ratio"))
-    return (*_ASYNC, *_FREE, *ratio, f"adaptive_async.max_staleness={steps}")
+    return (*_ASYNC, "policy.ratio=1.0", f"policy.max_staleness={steps}")
 
 
 KINDS = {

@@ -38,9 +38,9 @@ NEEDED = {"trl": ("trl", "torch", "transformers", "datasets", "PIL"), "tunix": (
 SIZES = {
     "0.13M": {},
     "2.6M": {
-        "model.hidden_size": 256,
-        "model.intermediate_size": 576,
-        "model.num_layers": 4,
+        "model.tiny.hidden_size": 256,
+        "model.tiny.intermediate_size": 576,
+        "model.tiny.num_layers": 4,
         "rollout.prompts_per_step": 16,
         "rollout.max_new_tokens": 32,
         "rollout.max_sequence_tokens": 48,
@@ -48,11 +48,11 @@ SIZES = {
         "optim.lr": 1e-4,
     },
     "20M": {
-        "model.hidden_size": 512,
-        "model.intermediate_size": 1152,
-        "model.num_layers": 8,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 4,
+        "model.tiny.hidden_size": 512,
+        "model.tiny.intermediate_size": 1152,
+        "model.tiny.num_layers": 8,
+        "model.tiny.num_heads": 8,
+        "model.tiny.num_kv_heads": 4,
         "rollout.prompts_per_step": 8,
         "rollout.max_new_tokens": 32,
         "rollout.max_sequence_tokens": 48,
@@ -249,7 +249,7 @@ def _check(options: argparse.Namespace, config: Config) -> None:
         raise ConfigError("--peer compares in float32; leave model.compute_dtype as it is")
     if options.peer == "trl" and options.lengths == "natural":
         raise ConfigError("--peer trl can't be told how long each response is; leave --lengths as it is")
-    if options.peer == "tunix" and (config.model.vision or config.algorithm.kl_coefficient):
+    if options.peer == "tunix" and (config.model.tiny["vision"] or config.algorithm.kl_coefficient):
         raise ConfigError("--peer tunix compares text models without a KL term: --size, or --config=configs/text.py")
     probe = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
     try:

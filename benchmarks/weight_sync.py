@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
         config = _config(size)
         if size in DELTAS:
             deltas[size] = {f"{rate:g}": _alone(measure_delta, size, rate, options, folder) for rate in options.rates}
-        model, processor = build_model(config, open_sources(config.data))
+        model, processor = build_model(config, open_sources(config))
         sizes, weights = model.config, [models.split(model)[1]]
         _say(f"{size}: {parameter_count(model) / 1e6:.0f}M parameters")
         saved = folder / size
@@ -339,9 +339,9 @@ def _steps(seconds: float, publishing: threading.Thread | None) -> float:
 
 def _config(size: str) -> Config:
     config: Config = runpy.run_path(str(ROOT / "configs" / "text.py"))["get_config"]("")
-    model = config.model
-    (model.hidden_size, model.intermediate_size, model.num_layers, model.num_heads, model.num_kv_heads) = SIZES[size]
-    model.initializer_range = 0.02  # as in published checkpoints of these sizes
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    config.model.tiny |= dict(zip(names, SIZES[size], strict=True))
+    config.model.tiny["initializer_range"] = 0.02  # as in published checkpoints of these sizes
     config.rollout.prompts_per_step, config.rollout.group_size = 4, 4
     config.packing.rows_per_device = 3
     config.optim.warmup_steps = 0

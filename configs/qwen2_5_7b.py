@@ -11,7 +11,7 @@ host memory while weights are loaded (docs/preflight.md).
 Never measured: no step of it has run on a GPU. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
-from fluxjax.config import Config, ConfigError, DType, Remat, SourceConfig, Strategy
+from fluxjax.config import Config, ConfigError, DType, FlexUlysses, Remat, SourceConfig
 
 
 def get_config(variant: str = "") -> Config:
@@ -23,7 +23,9 @@ def get_config(variant: str = "") -> Config:
     config.model.compute_dtype = DType.BFLOAT16
     config.data.sources = {
         "deepmath": SourceConfig(
-            path="DeepMath-103K/data", reward="math", prompt_field="question", answer_field="final_answer"
+            path="DeepMath-103K/data",
+            reward="math",
+            columns={"prompt": "question", "answer": "final_answer"},
         )
     }
     config.data.chat_template = True
@@ -31,18 +33,17 @@ def get_config(variant: str = "") -> Config:
     config.rollout.max_new_tokens = 4096
     config.rollout.max_sequence_tokens = 5120
     config.rollout.slots = 64  # of each engine
-    config.policy.engines = 8
+    config.rollout.engines = 8
     config.algorithm.clip_high = 0.28
     config.algorithm.kl_coefficient = 0.001
     config.optim.lr = 1e-6
     config.optim.warmup_steps = 5
     config.optim.beta2 = 0.999
     config.optim.weight_decay = 0.01
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FlexUlysses()
     config.sharding.remat = Remat.LAYER
     config.packing.tokens_per_row = 16384
     config.packing.rows_per_device = 1
     config.checkpoint.every = 20
     config.evaluation.every = 20
-    config.report.logprob_gap_alarm = 0.05  # bfloat16; engine and trainer add up in different orders
     return config

@@ -19,7 +19,7 @@ Never measured: no step of it has run on a GPU. The reward `math` needs `pip ins
 import pathlib
 import runpy
 
-from fluxjax.config import Config, ConfigError, DType, Strategy
+from fluxjax.config import FSDP, Config, ConfigError, DType
 
 _QWEN = pathlib.Path(__file__).parent / "qwen2_5_vl_7b.py"  # the same run but for what is set below
 
@@ -31,8 +31,8 @@ def get_config(variant: str = "") -> Config:
     config: Config = runpy.run_path(str(_QWEN))["get_config"]()
     config.name = f"qwen2_5_vl_3b-{variant}"
     config.model.path = "Qwen2.5-VL-3B-Instruct"
-    config.policy.engines = 1
-    config.sharding.strategy = Strategy.FSDP
+    config.rollout.engines = 1
+    config.sharding.strategy = FSDP()
     if variant == "one_gpu":
         config.lora.rank = 32
         config.lora.alpha = 64.0

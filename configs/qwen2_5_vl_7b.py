@@ -17,7 +17,7 @@ Never measured: no step of it has run on a GPU. Speed, stability of the learning
 known. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
-from fluxjax.config import Config, ConfigError, DType, Remat, RewardTerm, RolloutEngine, SourceConfig, Strategy
+from fluxjax.config import Config, ConfigError, DType, FlexUlysses, Remat, RewardTerm, RolloutEngine, SourceConfig
 
 
 def get_config(variant: str = "") -> Config:
@@ -40,25 +40,24 @@ def get_config(variant: str = "") -> Config:
     config.rollout.max_new_tokens = 2048
     config.rollout.max_sequence_tokens = 4096
     config.rollout.slots = 64  # of each engine
-    config.policy.engines = 8
+    config.rollout.engines = 8
     config.algorithm.clip_high = 0.28
     config.algorithm.kl_coefficient = 0.001
     config.optim.lr = 1e-6
     config.optim.warmup_steps = 5
     config.optim.beta2 = 0.999
     config.optim.weight_decay = 0.01
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FlexUlysses()
     config.sharding.remat = Remat.LAYER
     config.packing.tokens_per_row = 16384
     config.packing.rows_per_device = 1
     config.packing.patches_per_device = 16384
     config.checkpoint.every = 20
     config.evaluation.every = 20
-    config.report.logprob_gap_alarm = 0.05  # bfloat16; engine and trainer add up in different orders
     if variant == "fleet":
         config.name = "qwen2_5_vl_7b-fleet"
         config.rollout.engine = RolloutEngine.SGLANG
-        config.policy.engines = 0  # one a server
+        config.rollout.engines = 0  # one a server
         config.servers.addresses = ("http://rollout-0:30000", "http://rollout-1:30000")
         config.weights.folder = "/shared/fluxjax-weights"
         config.weights.agents = ("http://rollout-0:30100", "http://rollout-1:30100")

@@ -1,16 +1,17 @@
 """A simulated cluster: the real coordinator and its policies on virtual time. No GPU is needed, and no model.
 
-python -m fluxjax.simulate --config=configs/simulation.py:14b --config.policy.name=tail_batching
-python -m fluxjax.simulate --config=configs/simulation.py:1024 --config.policy.name=tail_batching --gantt gantt.png
+python -m fluxjax.simulate --config=configs/simulation.py:14b-tail
+python -m fluxjax.simulate --config=configs/simulation.py:1024-tail --gantt gantt.png
 python -m fluxjax.simulate --config=configs/simulation.py:faults --seeds 1000
 
-Variants: 7b, 14b (the default) and 32b are the settings of Flexes' evaluation (section 6), Qwen2.5 on 16, 32 and 64
-H800; 1024 is 14b on 1,024 GPUs, with 512 prompts a step; faults is a small cluster on which everything goes wrong.
+Variants: with -tail at the end, tail batching has the settings of Flexes. Of 7b, 14b (the default) and 32b the settings
+are those of Flexes' evaluation (section 6), Qwen2.5 on 16, 32 and 64 H800; 1024 is 14b on 1,024 GPUs, with
+512 prompts a step; faults is a small cluster on which everything goes wrong.
 
-Expect of 14b: about 217 simulated seconds a step with policy.name=synchronous, 117 with tail_batching.
+Expect of 14b: about 217 simulated seconds a step with policy=synchronous, 117 with tail_batching.
 """
 
-from fluxjax.config import ConfigError
+from fluxjax.config import ConfigError, TailBatchingConfig
 from fluxjax.simulation.options import Model, SimulateConfig
 
 # GPUs, GPUs of an engine, most tokens of a response, their median. Nothing is published about the lengths of 32B's
@@ -26,12 +27,13 @@ SETTINGS = {
 
 def get_config(variant: str = "") -> SimulateConfig:
     config = SimulateConfig(steps=40)
+    variant, tail, _ = variant.partition("-tail")
     model = variant if variant in SETTINGS else "14b"
     sim = config.simulation
     sim.model = Model(model)
     sim.gpus, sim.degree, config.rollout.max_new_tokens, sim.median = SETTINGS[model]
-    config.tail_batching.prompts = config.tail_batching.responses = 1.25  # Flexes, section 3, strictly on-policy
-    config.tail_batching.max_staleness = 0
+    if tail:
+        config.policy = TailBatchingConfig(1.25, 1.25, max_staleness=0)  # Flexes, section 3, strictly on-policy
     config.rollout.prompts_per_step = 128
     config.rollout.group_size = 8
     config.evaluation.every = 0

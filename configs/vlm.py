@@ -35,14 +35,12 @@ def get_config(variant: str = "") -> Config:
     config.optim.schedule = Schedule.LINEAR
     config.optim.beta2 = 0.95
     config.optim.warmup_steps = 10
-    # For adaptive async: a version is far from the one before, with so small a model and so large steps.
-    config.adaptive_async.max_staleness = 2
     config.evaluation.samples = 400
     config.evaluation.every = 100
-    config.model.mrope_section = (1, 1, 6)  # strips are wide: most frequencies tell where in a row
+    config.model.tiny["mrope_section"] = (1, 1, 6)  # strips are wide: most frequencies tell where in a row
     if variant == "debug":
         config.name = "vlm-debug"
-        config.model.num_layers = 1  # most of a short run is compiling
+        config.model.tiny["num_layers"] = 1  # most of a short run is compiling
         config.steps = 5
         config.warm_start.steps = 15
         config.evaluation.samples = 40

@@ -33,9 +33,7 @@ def get_config(variant: str = "") -> Config:
         "debug" if debug else ""
     )
     config.name = "vlm-sglang-debug" if debug else "vlm-sglang"
-    config.model.patch_size = 14
-    config.model.window_size = 56
-    config.data.embedded_cell = 28
+    config.model.tiny |= {"patch_size": 14, "window_size": 56}
     config.servers.count = 2
     if variant.startswith("serve"):
         config.rollout.engine = RolloutEngine.SERVE

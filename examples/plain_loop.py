@@ -47,7 +47,7 @@ async def main() -> None:
     algorithm, rollout = find_algorithm(config.algorithm), config.rollout
 
     # --- the parts ------------------------------------------------------------------------------
-    sources = open_sources(config.data)
+    sources = open_sources(config)
     sizes, processor = describe_model(config, sources)
     learning = build_learning(config, sizes, processor)
     learner, composer = learning.learner, learning.composer
@@ -58,7 +58,7 @@ async def main() -> None:
 
     # --- supervised steps, so that the policy answers in the right form -------------------------
     async for step, metrics in warm_start(
-        config, learner, composer, open_warm_start(config.data), processor, count_skip=print
+        config, learner, composer, open_warm_start(config), processor, count_skip=print
     ):
         print(f"warm start, step {step}/{config.warm_start.steps}: loss {metrics['loss']:.3f}")
     learner.reset(algorithm.token_loss, never_sampled=sampling.forbidden_ids)

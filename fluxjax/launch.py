@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("nothing to train: put the arguments of fluxjax.train behind --")
     try:
         config = cli.load(train)
-        folder, memory = run_folder.named(config), pathlib.Path(config.checkpoint.snapshot_folder)
+        folder = run_folder.named(config)
         if folder.is_dir():
             run_folder.lock(folder).close()  # before anything is started beside another run
     except (ConfigError, OSError) as error:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return supervisor.run()
     finally:
         with contextlib.suppress(ConfigError, OSError), run_folder.lock(folder):
-            snapshot_folder.remove(folder, memory)
+            snapshot_folder.remove(folder)
 
 
 def _counts(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Runs the real coordinator and its policies against a simulated cluster, on virtual time.
 
-    python -m fluxjax.simulate --config=configs/simulation.py:14b --config.policy.name=tail_batching
+    python -m fluxjax.simulate --config=configs/simulation.py:14b-tail
     python -m fluxjax.simulate --config.simulation.gpus=64 --config.steps=20 --gantt gantt.png
     python -m fluxjax.simulate --config=configs/simulation.py:1024 --json
 

@@ -8,7 +8,7 @@ if [ $# -lt 1 ] || [ $# -gt 2 ] || [ "${2:---without-av}" != --without-av ]; the
     exit 2
 fi
 wheels=(
-    grain==0.2.18 array-record==0.8.6 portpicker==1.6.0 ml_collections==1.1.0 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8
+    grain==0.2.18 array-record==0.8.6 portpicker==1.6.0 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8
     jax_triton==0.3.1 # 0.4 needs Triton 3.7
     zstandard==0.25.0 rapidfuzz==3.14.6 tensorboardx==2.6.5 starlette==1.10.0 uvicorn==0.54.0 # of fluxjax
     beartype==0.23.1 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 # of its tests

@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fluxjax.base.types import Group
-from fluxjax.config import Order, Policy
-from fluxjax.coordinator import EngineLost
+from fluxjax.config import POLICIES, DynamicSampling, SynchronousConfig
+from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
+from fluxjax.coordinator import AdaptiveAsync, EngineLost
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
 from fluxjax.simulation.options import Model, Rewards, SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
@@ -31,6 +32,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent))  # pytest does the same for tests
 
 from promises import make_promises
+from promises.adaptive_async_promises import AdaptiveAsyncPromises
 
 CHUNK = 50  # histories that a process is given at once
 
@@ -38,23 +40,23 @@ CHUNK = 50  # histories that a process is given at once
 def scenario(seed: int) -> SimulateConfig:
     """Draws a cluster, a policy and faults at random from a seed. Policies take turns."""
     dice, config = random.Random(seed), SimulateConfig(seed=seed)
-    sim, faults, policies = config.simulation, config.simulation.faults, list(Policy)
-    config.policy.name = policies[seed % len(policies)]
-    config.policy.dynamic_sampling = dice.random() < 0.25
-    config.policy.max_num_gen_batches = 0  # a step of a single prompt may well need more than ten
+    sim, faults = config.simulation, config.simulation.faults
+    name = tuple(POLICIES)[seed % len(POLICIES)]
+    if dice.random() < 0.25:
+        config.rollout.dynamic_sampling = DynamicSampling.CORRECT
+    config.rollout.max_num_gen_batches = 0  # a step of a single prompt may well need more than ten
     config.steps = dice.randint(1, 8)
     config.rollout.prompts_per_step = dice.randint(1, 5)
     config.rollout.group_size = dice.randint(2, 4)
     config.rollout.max_new_tokens = dice.choice((256, 1024, 4096))
     config.evaluation.every, config.checkpoint.every = dice.randint(0, 3), dice.randint(0, 3)
-    config.tail_batching.prompts = dice.choice((1.0, 1.25, 2.0))
-    config.tail_batching.responses = dice.choice((1.0, 1.25, 2.0))
-    config.april.oversample, config.april.max_staleness = dice.choice((1.0, 1.5, 2.5)), dice.randint(0, 3)
-    adaptive = config.adaptive_async
-    adaptive.max_staleness, adaptive.interrupt = dice.randint(0, 4), dice.random() < 0.7
-    adaptive.sync_interval = dice.choice((2, 5, 100))
+    tail = TailBatchingConfig(dice.choice((1.0, 1.25, 2.0)), dice.choice((1.0, 1.25, 2.0)))
+    april = AprilConfig(dice.choice((1.0, 1.5, 2.5)), dice.randint(0, 3))
+    adaptive = AdaptiveAsyncConfig(max_staleness=dice.randint(0, 4), interrupt=dice.random() < 0.7)
+    dice.choice((2, 5, 100))
     if dice.random() < 0.3:
-        adaptive.ratio = adaptive.min_ratio = adaptive.max_ratio = dice.choice((0.0, 1.0))
+        adaptive.ratio = dice.choice((0.0, 1.0))
+    config.policy = {"tail_batching": tail, "april": april, "adaptive_async": adaptive}.get(name, SynchronousConfig())
     sim.model, sim.degree, sim.memory_fraction = Model.QWEN_7B, 1, dice.choice((0.25, 0.6))
     sim.train_gpus = dice.choice((0, 0, 1))
     sim.gpus = dice.randint(1, 4) + sim.train_gpus
@@ -64,10 +66,11 @@ def scenario(seed: int) -> SimulateConfig:
     sim.rewards, sim.recompute = dice.choice(list(Rewards)), dice.random() < 0.5
     sim.evaluation_seconds = sim.checkpoint_seconds = dice.choice((0.0, 5.0))
     sim.reply_limit = dice.choice((5.0, 60.0))
-    rounds = config.policy.name is not Policy.ADAPTIVE_ASYNC
+    rounds = name != "adaptive_async"
     config.parallelism.enabled = rounds and sim.rollout_gpus in (2, 4) and dice.random() < 0.4
-    config.parallelism.calm, sim.degree = dice.randint(1, 3), dice.choice((1, 2)) if config.parallelism.enabled else 1
-    config.stream_trainer.enabled = rounds and sim.engines > 1 and dice.random() < 0.5
+    dice.randint(1, 3)
+    sim.degree = dice.choice((1, 2)) if config.parallelism.enabled else 1
+    config.stream_trainer = rounds and sim.engines > 1 and dice.random() < 0.5
     faults.crash_every, faults.down = dice.choice((0.0, 60.0, 300.0)), dice.choice((1.0, 40.0))
     faults.slow_every, faults.slow_for = dice.choice((0.0, 50.0)), 20.0
     faults.lost = dice.choice((0.0, 0.02))
@@ -81,27 +84,26 @@ def scenario(seed: int) -> SimulateConfig:
 
 def _more(dice: random.Random, config: SimulateConfig) -> None:
     """Draws settings that were added later from dice of their own, so that a seed keeps its older ones."""
-    name, schedules = config.policy.name, config.schedules
+    policy = config.policy
     if dice.random() < 0.2:
         config.rollout.prompts_per_step = dice.randint(6, 16)
     if dice.random() < 0.05:
         config.simulation.prompts = 1
-    if name is not Policy.ADAPTIVE_ASYNC and dice.random() < 0.3:
-        config.speculative_sync.enabled = True
-        config.speculative_sync.confidence = dice.choice((0.1, 0.5))
+    if not isinstance(policy, AdaptiveAsyncConfig) and dice.random() < 0.3:
+        config.speculative_sync = dice.choice((0.1, 0.5))
     if dice.random() < 0.3:
-        schedules.temperature = dice.choice(("linear(1.2, 0.8)", "success(1.3, 0.7)", "math: 1.0; *: cosine(1.2, 0.8)"))
-    if name is Policy.TAIL_BATCHING and dice.random() < 0.3:
-        schedules.tail_prompts, schedules.tail_responses = "phases(1.5@0, 1.0@0.4, 2.0@0.7)", "linear(2.0, 1.0)"
-    if name is Policy.ADAPTIVE_ASYNC:
-        composer = config.composer
-        composer.order, composer.stratify = dice.choice(list(Order)), dice.random() < 0.3
-        composer.curriculum, composer.diversity, composer.lengths = (dice.random() < 0.3 for _ in range(3))
+        texts = "linear(1.2, 0.8)", "success(1.3, 0.7)", "math: 1.0; *: cosine(1.2, 0.8)"
+        config.rollout.temperature = dice.choice(texts)
+    if isinstance(policy, TailBatchingConfig) and dice.random() < 0.3:
+        policy.prompts, policy.responses = "phases(1.5@0, 1.0@0.4, 2.0@0.7)", "linear(2.0, 1.0)"
+    if isinstance(policy, AdaptiveAsyncConfig):
+        first = ["stalest"] if dice.choice((False, True)) else []
+        policy.prefer = (*first, *(name for name in PREFERENCES[1:] if dice.random() < 0.3))
         if dice.random() < 0.3:
-            schedules.target_staleness = "linear(0.05, 0.3)"
-    early = config.stream_trainer.enabled or config.speculative_sync.enabled
-    alone = name is Policy.TAIL_BATCHING and not early
-    config.tail_batching.max_staleness = dice.choice((0, 1, 2, 5)) if alone else 0
+            policy.target_staleness = "linear(0.05, 0.3)"
+    if isinstance(policy, TailBatchingConfig):
+        early = config.stream_trainer or config.speculative_sync
+        policy.max_staleness = 0 if early else dice.choice((0, 1, 2, 5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +126,13 @@ class History:
     def __init__(self, config: SimulateConfig) -> None:
         self.config, self.cluster = config, make_cluster(config, self._watch)
         self.promises = make_promises(config, self.cluster.coordinator.settings)
+        dice, coordinator = random.Random(f"{config.seed} constants"), self.cluster.coordinator
+        if isinstance(coordinator.policy, AdaptiveAsync) and isinstance(self.promises, AdaptiveAsyncPromises):
+            coordinator.policy.sync_interval = self.promises.sync_interval = dice.choice((2, 5, 100))
+        calm = dice.randint(1, 3)
+        for planner in (coordinator.parallelism, getattr(self.promises, "planner", None)):
+            if planner is not None:
+                planner.calm = calm
         self.trace = 0
         self.lost = False
         self.groups: list[tuple[int, Group]] = []  # with the version of the trainer when they were trained on
@@ -170,19 +179,14 @@ class History:
 
 def max_staleness(config: SimulateConfig) -> int:
     """Returns how many versions old a token may be that is trained on."""
-    limits = {
-        Policy.APRIL: config.april.max_staleness,
-        Policy.ADAPTIVE_ASYNC: config.adaptive_async.max_staleness,
-        Policy.TAIL_BATCHING: config.tail_batching.max_staleness,
-    }
-    return limits.get(config.policy.name, 0)
+    return config.policy.staleness_limit or 0
 
 
 def check(seed: int) -> Report:
     """Runs the history of a seed."""
     history = History(scenario(seed))
     wrong, cluster = history.run(), history.cluster
-    policy = history.config.policy.name.value
+    policy = history.config.policy.name
     return Report(seed, policy, history.trace, wrong, history.lost, cluster.events, cluster.rollout.crashes)
 
 

@@ -9,7 +9,8 @@ from fluxjax.algorithms import find_algorithm
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition, unpack
 from fluxjax.batch.team import ALONE, Team
-from fluxjax.config import AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, KlEstimator, Strategy
+from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, KlEstimator
+from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.minibatches import minibatches
@@ -36,10 +37,8 @@ FEATURES = {
 def settings(strategy: str, feature: str, processes: int) -> Config:
     own_pace = strategy in ("odc", "hybrid")
     config = make_config(tokens_per_row=48 if own_pace else 72, rows=1 if own_pace else 2)
-    config.sharding.strategy = Strategy.ODC if own_pace else Strategy(strategy)
-    config.sharding.hybrid = strategy == "hybrid"
-    config.sharding.deterministic = strategy == "odc"
-    config.sharding.live_layers = 2 if strategy == "hybrid" else 3
+    own = ODC(hybrid=strategy == "hybrid", deterministic=strategy == "odc")
+    config.sharding.strategy = own if own_pace else KINDS[strategy]()
     config.sharding.devices_per_host = DEVICES // processes
     config.sharding.compile_ahead = int(strategy == "flex_ulysses")
     config.algorithm = FEATURES[feature]

@@ -19,7 +19,7 @@ from packing_cases import make_config, make_groups
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
-from fluxjax.config import Strategy
+from fluxjax.config import ODC
 from fluxjax.learner.learner import Learner
 from fluxjax.run.checkpoint import Checkpoints
 from models.config import Qwen2Config
@@ -32,7 +32,7 @@ def training(links: Links) -> None:
     """One learner steps, with a checkpoint after each step, for each folder of checkpoints; says the step of the
     checkpoint it went on from, and where it came to."""
     config = make_config(tokens_per_row=64, rows=4)
-    config.sharding.strategy, config.sharding.deterministic = Strategy.ODC, True
+    config.sharding.strategy = ODC(deterministic=True)
     model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
     learner = Learner(config, model, grpo.token_loss, links=links)
     composer = Composer(config, learner.mesh.size, text=model.config.text)

@@ -30,12 +30,14 @@ from fluxjax.run.trainer import FluxTrainer
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SMALL = """
-    model.hidden_size=16 model.intermediate_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
-    model.vision_hidden_size=16 model.vision_intermediate_size=16 model.vision_num_heads=2 model.mrope_section=(1,1,2)
+    model.tiny.hidden_size=16 model.tiny.intermediate_size=32 model.tiny.num_layers=2
+    model.tiny.num_heads=2 model.tiny.num_kv_heads=1
+    model.tiny.vision_hidden_size=16 model.tiny.vision_intermediate_size=16
+    model.tiny.vision_num_heads=2 model.tiny.mrope_section=(1,1,2)
     warm_start.steps=20 warm_start.batch_size=8 warm_start.lr=2e-2 optim.lr=5e-3
     rollout.prompts_per_step=4 rollout.group_size=4 rollout.max_new_tokens=4 rollout.max_sequence_tokens=48
     rollout.slots=16 packing.tokens_per_row=64 packing.rows_per_device=8 packing.patches_per_device=256
-    algorithm.entropy_coefficient=0.01 evaluation.samples=4 evaluation.samples_during=4 evaluation.every=3
+    algorithm.entropy_coefficient=0.01 evaluation.samples=4 evaluation.every=3
     checkpoint.every=3 checkpoint.keep=2 report.dump_samples_every=4 sharding.devices=1
 """
 
@@ -146,11 +148,10 @@ class Diary(Callback):
 
 POLICIES: dict[str, dict[str, object]] = {
     "synchronous": {},
-    "tail_batching": {"tail_batching__prompts": 1.5, "tail_batching__responses": 1.25},
-    "april": {"april__oversample": 2.0, "algorithm__importance__kind": "truncate"},
+    "tail_batching": {"policy__prompts": 1.5, "policy__responses": 1.25},
+    "april": {"policy__oversample": 2.0, "algorithm__importance__kind": "truncate"},
     "adaptive_async": {
-        "adaptive_async__max_ratio": 1.0,
-        "adaptive_async__ratio": 1.0,
+        "policy__ratio": 1.0,
         "algorithm__importance__kind": "mask",
     },
 }

@@ -15,7 +15,17 @@ from fluxjax.algorithms import find_algorithm, grpo
 from fluxjax.base.types import TrainedStep
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition, unpack
-from fluxjax.config import AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, Schedule, Strategy
+from fluxjax.config import (
+    FSDP,
+    ODC,
+    AlgorithmConfig,
+    Config,
+    FlexUlysses,
+    Importance,
+    ImportanceConfig,
+    ImportanceLevel,
+    Schedule,
+)
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer, Portion
@@ -33,8 +43,8 @@ LAYOUTS = {
     "one row": (1, {"tokens_per_row": 128}),
     "rows": (1, {"tokens_per_row": 24, "rows": 8, "share": False}),
     "fsdp": (3, {}),
-    "flex_ulysses": (4, {"strategy": Strategy.FLEX_ULYSSES, "tokens_per_row": 32}),  # groups are cut across devices
-    "odc": (2, {"strategy": Strategy.ODC}),
+    "flex_ulysses": (4, {"strategy": FlexUlysses(), "tokens_per_row": 32}),  # groups are cut across devices
+    "odc": (2, {"strategy": ODC()}),
 }
 TWICE: dict[str, Any] = {"minibatches": 2, "epochs": 2}
 WIDE = AlgorithmConfig.of("gspo", clip_low=0.1, clip_high=0.15)
@@ -49,10 +59,10 @@ ALGORITHM_CASES = {
 }
 
 
-def config_for(cfg: ImportanceConfig, strategy=Strategy.FSDP, tokens_per_row=64, rows=1, share=True) -> Config:
+def config_for(cfg: ImportanceConfig, strategy=None, tokens_per_row=64, rows=1, share=True) -> Config:
     config = make_config(tokens_per_row, rows, share=share)
     config.algorithm.importance = cfg
-    config.sharding.strategy = strategy
+    config.sharding.strategy = strategy or FSDP()
     config.optim.eps = 1e-2  # Adam divides by tiny second moments, which would turn rounding into whole steps
     return config
 

@@ -19,9 +19,9 @@ TINY = [
     "--config.rollout.group_size=2",
     "--config.rollout.max_new_tokens=2",
     "--config.rollout.slots=4",
-    "--config.model.num_layers=1",
-    "--config.model.vision_depth=1",
-    "--config.model.vision_full_attention_layers=(0,)",
+    "--config.model.tiny.num_layers=1",
+    "--config.model.tiny.vision_depth=1",
+    "--config.model.tiny.vision_full_attention_layers=(0,)",
 ]
 
 

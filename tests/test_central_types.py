@@ -16,7 +16,7 @@ from jaxtyping import jaxtyped
 from packing_cases import MODEL, compose, make_config, make_groups
 
 from fluxjax.base.types import TrainBatch
-from fluxjax.config import Strategy
+from fluxjax.config import FSDP, STRATEGIES
 from models.inputs import PackedTokens, VisionInput
 
 CENTRAL = (TrainBatch, PackedTokens, VisionInput)
@@ -41,17 +41,17 @@ def _annotation(kind: type, name: str) -> Any:
     return eval(annotation, vars(sys.modules[kind.__module__])) if isinstance(annotation, str) else annotation
 
 
-def batches(strategy: Strategy) -> list[TrainBatch]:
+def batches(strategy: Any) -> list[TrainBatch]:
     config = make_config(rows=4)
     config.sharding.strategy = strategy
     config.rollout.max_sequence_tokens = 48
-    config.schedules.temperature = "linear"
+    config.rollout.temperature = "linear"
     groups, prepared = make_groups([[4], [5, (1, 4, 4)], [9]], [[3, 2], [1], [7]])
     return [*compose(groups, prepared, config, 4, vision=MODEL.vision, text=MODEL.text).batches]
 
 
-@pytest.mark.parametrize("strategy", Strategy)
-def test_batches_are_as_annotated(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", [kind() for kind in STRATEGIES.values()])
+def test_batches_are_as_annotated(strategy: Any) -> None:
     """On the host, on a device, as shapes only, and as what is traced."""
     for batch in batches(strategy):
         assert batch.inputs.temperatures_BT is not None
@@ -65,7 +65,7 @@ def test_batches_are_as_annotated(strategy: Strategy) -> None:
 
 def test_what_is_not_as_annotated_is_found() -> None:
     """A dtype, a shape of its own, a shape that differs from the others."""
-    batch = batches(Strategy.FSDP)[0]
+    batch = batches(FSDP())[0]
     inputs, vision = batch.inputs, batch.inputs.vision
     assert vision is not None
     replace = dataclasses.replace

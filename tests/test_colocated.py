@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from scripted_engine import ScriptedEngine
 
 from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
-from fluxjax.coordinator import April, Synchronous, TailBatching
+from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching, factory
+from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
@@ -78,8 +80,9 @@ def test_a_run_with_servers_that_sleep(
     only the oldest groups are scored before it has trained on one, however soon the others are complete: else all may
     be over by the time that a server sleeps."""
     own: dict[str, object] = {"steps": 3, "sharding__devices": 2, "servers__count": 2, "servers__colocated": True}
-    own |= {"policy__name": "april", "algorithm__importance__kind": "truncate", "stream_trainer__enabled": True}
-    own |= {"stream_trainer__first": 0.1, "stream_trainer__last": 0.9, "stream_trainer__chunk": 1}
+    own |= {"policy": "april", "algorithm__importance__kind": "truncate", "stream_trainer": True}
+    helper = functools.partial(StreamTrainer, first=0.1, last=0.9, chunk=1)
+    monkeypatch.setattr(factory, "StreamTrainer", helper)
     watch, score, accumulate, train = Watch(), Scorer.score, PolicyTrainer.accumulate, PolicyTrainer.train
     slept: list[list[bool]] = []
     streamed: list[Sequence[int]] = []
@@ -113,11 +116,12 @@ def test_a_run_with_servers_that_sleep(
 
 @pytest.mark.long
 def test_the_degree_of_servers_changes_without_a_start(
-    data: Mapping[str, object], forked_servers: None, tmp_path: pathlib.Path
+    data: Mapping[str, object], forked_servers: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers of each degree were started before the first step; those of one are awake, with the newest weights."""
     own: dict[str, object] = {"steps": 3, "parallelism__degree": 2, "parallelism__enabled": True}
-    own |= {"parallelism__calm": 2, "servers__count": 1, "servers__flags": ("--tp", "{degree}")}
+    monkeypatch.setattr(factory, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    own |= {"servers__count": 1, "servers__flags": ("--tp", "{degree}")}
     own["servers__environment"] = ("XLA_FLAGS=--xla_force_host_platform_device_count=2",)
     watch = Watch()
     with FluxTrainer(fleet(tmp_path / "run", data, **own), callbacks=[watch]) as trainer:

@@ -43,7 +43,7 @@ def exported(tmp_path_factory) -> Iterator[str]:
     """What the port of a run says after its step. Its engine is embedded, and it has one process and no pixels; it is
     told that there are servers, two processes and preprocessors."""
     folder, port = tmp_path_factory.mktemp("run"), free_port()
-    small = {"steps": 1, "warm_start__steps": 1, "warm_start__batch_size": 2, "report__prometheus_port": port}
+    small = {"steps": 1, "warm_start__steps": 1, "warm_start__batch_size": 2, "report__prometheus": port}
     config = load(["--config=configs/text.py", *flags(**letters(folder), **small, run_dir=folder / "run")])
     scrape = Scrape(port)
     with FluxTrainer(config, callbacks=[scrape]) as trainer:

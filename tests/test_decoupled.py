@@ -14,10 +14,10 @@ from packing_cases import MODEL, TEXT, compose, make_config, make_groups, owners
 from turns import third_of
 
 from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
-from fluxjax.batch.composer import Composer
+from fluxjax.batch.composer import MAX_SHAPES, Composer
 from fluxjax.batch.composition import plan_metrics, unpack
 from fluxjax.batch.work import estimate, model_sizes
-from fluxjax.config import ConfigError, Strategy
+from fluxjax.config import FSDP, ODC, ConfigError
 from fluxjax.data.prepare import PromptLimits
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
@@ -30,8 +30,7 @@ UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn t
 
 def odc(tokens_per_row=ROOM // 2, rows=2, patches=PATCHES, share=True, degree=0):
     config = make_config(tokens_per_row, rows, patches, share)
-    config.sharding.strategy = Strategy.ODC
-    config.sharding.max_degree = degree
+    config.sharding.strategy = ODC(max_degree=degree)
     return config
 
 
@@ -251,8 +250,7 @@ def test_devices_have_as_many_microbatches_as_they_need():
 
 def test_few_shapes_over_all_devices_and_steps():
     config = odc(tokens_per_row=200, patches=512)
-    config.sharding.max_shapes = 4
-    book = ShapeBook(config.sharding.max_shapes)
+    book = ShapeBook(4)
     shapes = set()
     for step in range(60):
         groups, prepared = random_groups(step)
@@ -291,7 +289,7 @@ def test_a_prompt_has_the_patches_of_all_devices():
     config = odc(patches=96)
     config.sharding.devices = 12
     assert PromptLimits.of(config).devices == 4
-    config.sharding.strategy = Strategy.FSDP
+    config.sharding.strategy = FSDP()
     assert PromptLimits.of(config).devices == 1
 
 
@@ -366,10 +364,10 @@ def test_responses_of_a_long_prompt_stay_together():
 
 
 def test_shapes_of_one_device_and_of_all_are_remembered_apart():
-    config, book = odc(), ShapeBook(odc().sharding.max_shapes)
+    config, book = odc(), ShapeBook(MAX_SHAPES)
     groups, prepared = make_groups([[10], [10]], [[150], [5]])
     compose(groups, prepared, config, 4, text=MODEL.text, shapes=book)
     assert {devices: len(own) for devices, own in book.entries.items()} == {4: 1, 1: 1} and len(book) == 2
-    again = ShapeBook(config.sharding.max_shapes)
+    again = ShapeBook(MAX_SHAPES)
     again.load_state(book.state())
     assert again == book

@@ -197,8 +197,10 @@ def test_what_can_not_couple_responses_is_refused():
     config = cli.load(["--config.algorithm.name=dpo"])
     check_algorithm(config, DPO)
     for name in ("stream_trainer", "speculative_sync"):
-        config = cli.load(["--config.algorithm.name=dpo", f"--config.{name}.enabled=true"])
-        with pytest.raises(ConfigError, match=rf"{name}.enabled .* = dpo depend on all of it"):
+        config = cli.load(
+            ["--config.algorithm.name=dpo", f"--config.{name}={'true' if name == 'stream_trainer' else 0.5}"]
+        )
+        with pytest.raises(ConfigError, match=rf"{name} .* = dpo depend on all of it"):
             check_algorithm(config, DPO)
 
 

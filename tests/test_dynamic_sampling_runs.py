@@ -36,7 +36,7 @@ def rule(tmp_path, monkeypatch):
 
 def configuration(folder, policy: str, **own: object):
     settings = {"steps": 8, "warm_start__steps": 0, "checkpoint__every": 0, "evaluation__every": 0}
-    settings |= {"policy__name": policy, "policy__dynamic_sampling": True, "run_dir": folder / "run"}
+    settings |= {"policy": policy, "rollout__dynamic_sampling": True, "run_dir": folder / "run"}
     settings |= {"data__sources__reverse__reward": "own_rule:score"} | letters(folder) | own
     return load(["--config=configs/text.py", *flags(**settings)])
 
@@ -44,11 +44,11 @@ def configuration(folder, policy: str, **own: object):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["synchronous", "april"])
 def test_a_broken_reward_ends_the_run_in_one_line(policy, rule, tmp_path, capsys) -> None:
-    assert main(configuration(tmp_path, policy, policy__max_num_gen_batches=3)) == 2
+    assert main(configuration(tmp_path, policy, rollout__max_num_gen_batches=3)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    said = "error: dynamic sampling dropped 9 groups of equal rewards (policy.dynamic_sampling_by is correct)"
+    said = "error: dynamic sampling dropped 9 groups of equal rewards (rollout.dynamic_sampling is correct)"
     assert line.startswith(said) and "for step 1, which needs 4 others" in line
-    assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "policy.max_num_gen_batches" in line
+    assert "source 'reverse', reward own_rule:score, has 0 (9)" in line and "rollout.max_num_gen_batches" in line
 
 
 class BreaksAfter(Callback):
@@ -69,8 +69,8 @@ def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> 
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False
     here: dict[str, object] = {"rewards__kinds__function__processes": False}  # the test watches it, and mends it
-    here["policy__dynamic_sampling_by"] = "value"
-    config = configuration(tmp_path, policy, policy__max_num_gen_batches=0, **here)
+    here["rollout__dynamic_sampling"] = "value"
+    config = configuration(tmp_path, policy, rollout__max_num_gen_batches=0, **here)
     with FluxTrainer(config) as trainer:
         trainer.fit(callbacks=[BreaksAfter(rule)])
         drawn = trainer.coordinator.ledger.drawn

@@ -168,7 +168,7 @@ def test_a_process_serves_its_own_state():
     number, hosts = free_port(), []
     port = PrometheusPort(number, "127.0.0.1", HostCollector(lambda: hosts))
     try:
-        with pytest.raises(ConfigError, match=rf"^report\.prometheus_port: cannot serve on {number}"):
+        with pytest.raises(ConfigError, match=rf"^report\.prometheus: cannot serve on {number}"):
             PrometheusPort(number)
         hosts.append(status(1))
         with urllib.request.urlopen(f"http://127.0.0.1:{number}/metrics", timeout=60) as reply:
@@ -183,7 +183,7 @@ def test_a_process_serves_its_own_state():
 def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
     config, (_, second) = Config(), gangs
     assert prometheus_port(config, second) == 0
-    config.report.prometheus_port = 9100
+    config.report.prometheus = "9100"
     assert prometheus_port(config, second) == 9101 and prometheus_port(config, Gang()) == 9100
     with pytest.raises(ConfigError, match="cannot serve on 65536"):
         PrometheusPort(65536)

@@ -18,7 +18,7 @@ import models
 from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
-from fluxjax.config import Config, ConfigError, DType, Remat, Strategy
+from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat
 from fluxjax.config.algorithms import LORA_TARGETS
 from fluxjax.learner.frozen import fingerprint
 from fluxjax.learner.learner import Learner
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", by_turns([Strategy.FLEX_ULYSSES, Strategy.ODC]))
+@pytest.mark.parametrize("strategy", by_turns([FlexUlysses(), ODC()]))
 def test_every_strategy_equals_one_device(strategy):
     """`test_any_number_of_devices_equals_one` has FSDP, `test_spread_equivalence` fixed degrees."""
     config = adapted(make_config(tokens_per_row=64, rows=4))

@@ -19,9 +19,10 @@ from fluxjax.sizing.check import DeviceRoom, check
 from sharding.mesh import make_mesh
 
 TINY = """
-    model.hidden_size=16 model.intermediate_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1
+    model.tiny.hidden_size=16 model.tiny.intermediate_size=32 model.tiny.num_layers=2
+    model.tiny.num_heads=2 model.tiny.num_kv_heads=1
     warm_start.steps=0 rollout.prompts_per_step=4 rollout.group_size=4 rollout.slots=256 packing.tokens_per_row=32
-    packing.rows_per_device=2 evaluation.samples=2 evaluation.samples_during=2 sharding.devices=1 steps=1
+    packing.rows_per_device=2 evaluation.samples=2 sharding.devices=1 steps=1
 """
 
 

@@ -110,7 +110,7 @@ def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
 
 
 def test_decoupled_is_warned_of_with_one_optimizer_step_only():
-    flags = ["--config.policy.name=april", "--config.algorithm.importance.decoupled=true"]
+    flags = ["--config.policy=april", "--config.algorithm.importance.decoupled=true"]
     assert any("decoupled clips around" in line for line in remarks(cli.load(flags)))
     for field in ("minibatches", "epochs"):
         config = cli.load([*flags, f"--config.algorithm.{field}=2", "--config.algorithm.clip_high=0.3"])

@@ -10,7 +10,8 @@ import misbehaving_rewards
 import pytest
 from run_cases import POLICIES, Diary, flags, letters
 
-from fluxjax.config import Policy, RewardKindConfig, RewardTerm, SourceConfig
+from fluxjax.config import POLICIES as KINDS
+from fluxjax.config import RewardKindConfig, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
@@ -40,14 +41,14 @@ TRIED = {  # by policy: each reward once, each way under rounds and without
 
 def configuration(folder: pathlib.Path, policy: str, rewards: dict[str, str], **more: object):
     data = letters(folder, count=60)
-    settings = {"steps": STEPS, "policy__name": policy, "policy__engines": 2, "warm_start__steps": 1}
+    settings = {"steps": STEPS, "policy": policy, "rollout__engines": 2, "warm_start__steps": 1}
     settings |= {"checkpoint__every": 0, "evaluation__every": 0, "evaluation__samples": 1, "rollout__group_size": 2}
     settings |= {"rollout__prompts_per_step": len(rewards)} | POLICIES[policy] | more
     config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
     path, held_out = (str(data[f"data__sources__reverse__{name}"]) for name in ("path", "eval_path"))
     config.data.sources = {name: SourceConfig(path, held_out, reward=reward) for name, reward in rewards.items()}
     kinds = {kind: RewardKindConfig(60.0, 1, True, 0.1) for kind in ("function", "batch")}
-    config.rewards.kinds = kinds | {"hanging": RewardKindConfig(0.5, processes=True)}  # eight at a time
+    config.rewards.kinds = kinds | {"hanging": RewardKindConfig(0.5)}  # eight at a time
     return config
 
 
@@ -71,7 +72,7 @@ def read_alive(file: pathlib.Path) -> str:
 
 
 def test_every_policy_and_every_failure_is_tested():
-    assert set(POLICIES) == set(TRIED) == {policy.value for policy in Policy}
+    assert set(POLICIES) == set(TRIED) == set(KINDS)
     assert {name for names in TRIED.values() for name in names} == set(FAILURES)
 
 

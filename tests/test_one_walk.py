@@ -30,7 +30,7 @@ from packing_cases import MODEL, make_config, make_groups
 import fluxjax
 from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.batch.composer import Composer
-from fluxjax.config import Strategy
+from fluxjax.config import FSDP, ODC, STRATEGIES, Ulysses
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.learner.run_models import RunModels
@@ -76,14 +76,16 @@ def _resumed(frame: Any) -> bool:
     return frame.f_code.co_name == "<genexpr>"
 
 
-LONG = (Strategy.FSDP, Strategy.ODC, Strategy.ULYSSES)
+LONG = (FSDP, ODC, Ulysses)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param(s, marks=pytest.mark.long if s in LONG else ()) for s in Strategy])
-def test_no_file_is_entered_again(strategy: Strategy) -> None:
-    config = make_config(tokens_per_row=160 if strategy is Strategy.FSDP else 20, rows=4, patches=64)
-    config.sharding.strategy = strategy
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=pytest.mark.long if s in LONG else ()) for s in STRATEGIES.values()]
+)
+def test_no_file_is_entered_again(strategy: type) -> None:
+    config = make_config(tokens_per_row=160 if strategy is FSDP else 20, rows=4, patches=64)
+    config.sharding.strategy = strategy()
     groups, prepared = make_groups(CONTENTS, LENGTHS)
     learner = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
     learner.version = 9
@@ -103,5 +105,5 @@ def test_no_file_is_entered_again(strategy: Strategy) -> None:
         assert len(callers[file]) == 1, f"{file} is entered from {sorted(callers[file])}"
         for (_, called, function), count in calls.items():
             assert called != file or count == 1, f"{file}: {function} is called {count} times in a step"
-    family = {Strategy.FSDP: {"rows"}, Strategy.ODC: {"own_pace", "collective", "spreading", "fill"}}
+    family = {FSDP: {"rows"}, ODC: {"own_pace", "collective", "spreading", "fill"}}
     assert {"composer", "learner"} | family.get(strategy, {"spreading", "fill"}) <= hand_on

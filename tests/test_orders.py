@@ -15,7 +15,7 @@ from turns import third_of
 
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import PackedRows
-from fluxjax.config import Strategy
+from fluxjax.config import STRATEGIES
 from fluxjax.hosts.gang import fingerprint, release
 from fluxjax.hosts.orders import (
     PROTOCOL,
@@ -57,8 +57,8 @@ def test_an_order_comes_as_it_was_given(order):
 def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, together):
     """Each process lays out just the rows that one process would have laid out on its devices."""
     config = make_config(tokens_per_row=128, rows=2, share=together)
-    config.schedules.temperature = "1.0" if temperature else ""
-    config.sharding.strategy = Strategy(strategy)
+    config.rollout.temperature = "1.0" if temperature else 1.0
+    config.sharding.strategy = STRATEGIES[strategy]()
     groups, prepared = random_groups(seed)
     inputs = {draw: one.inputs for draw, one in prepared.items()}
     composer = functools.partial(Composer, config, 4, MODEL.vision, MODEL.text)

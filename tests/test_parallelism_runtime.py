@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from scripted_engine import ScriptedEngine
 import models
 from fluxjax.config import ConfigError, ParallelismConfig
 from fluxjax.config.cli import load
-from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching
+from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching, factory
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
@@ -41,7 +42,7 @@ class Changing(Run):
 
     def __init__(self, *counts: int, calm: int = 4, changeable: bool = True, **options) -> None:
         super().__init__(*(Preempting() for _ in range(4)), steps=len(counts), **options)
-        planner = ParallelismPlanner(ParallelismConfig(enabled=True, calm=calm), devices=4)
+        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4, calm=calm)
         self.coordinator.parallelism = planner
         self.pool = self if changeable else None
         self.asked: list[tuple[int, int]] = []  # steps done, degree
@@ -126,9 +127,10 @@ def configuration(folder, **settings):
 
 
 @pytest.mark.long
-def test_training_goes_on_the_same_while_engines_change(tmp_path):
+def test_training_goes_on_the_same_while_engines_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
     told = {}
-    changing = {"policy__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True, "parallelism__calm": 2}
+    changing = {"rollout__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True}
     for name, settings in (("plain", {}), ("changing", changing)):
         told[name] = diary = Diary()
         with FluxTrainer(configuration(tmp_path, run_dir=tmp_path / name, **settings)) as trainer:
@@ -162,15 +164,15 @@ def model(**changes):
 
 @pytest.mark.slow
 def test_devices_are_dealt_to_engines(tmp_path):
-    config = configuration(tmp_path, policy__engines=3, parallelism__degree=2, parallelism__enabled=True)
+    config = configuration(tmp_path, rollout__engines=3, parallelism__degree=2, parallelism__enabled=True)
     devices = jax.local_devices()
     pool = EnginePool(config, model())
     assert [engine.devices for engine in pool.engines] == [tuple(devices[i : i + 2]) for i in (0, 2, 4)]
     assert [len(deal(pool.devices, degree)) for degree in (1, 2, 4)] == [6, 3, 1], "two of six make no engine of four"
-    config.policy.engines = 5
+    config.rollout.engines = 5
     with pytest.raises(ConfigError, match=r"need 10 devices, there are 8"):
         EnginePool(config, model())
-    asynchronous = configuration(tmp_path, policy__name="adaptive_async", parallelism__degree=2)
+    asynchronous = configuration(tmp_path, policy="adaptive_async", parallelism__degree=2)
     with pytest.raises(ConfigError, match=r"parallelism.degree is 2, but adaptive_async"):
         EnginePool(asynchronous, model())
 
@@ -187,7 +189,7 @@ class Device:
 )
 def test_all_accelerators_generate(tmp_path, platform, engines, degree, used, expected):
     devices = [Device(platform, number) for number in range(8)]
-    settings = {"policy__engines": engines, "parallelism__degree": degree, "sharding__devices": used}
+    settings = {"rollout__engines": engines, "parallelism__degree": degree, "sharding__devices": used}
     assert engine_count(configuration(tmp_path, **settings), devices) == expected
 
 
@@ -195,7 +197,7 @@ def test_a_profile_says_the_degree_at_the_start(tmp_path):
     points = (Point(1, 1, 48, 1.0, 1.0), Point(2, 1, 48, 1.0, 3.0))
     file = tmp_path / "profile.json"
     Profile("cpu", 2, sizes(model().config.text), points).save(file)
-    settings = {"policy__engines": 2, "parallelism__enabled": True, "parallelism__profile": file}
+    settings = {"rollout__engines": 2, "parallelism__enabled": True, "parallelism__profile": file}
     config = configuration(tmp_path, **settings)
     assert make_coordinator(config).parallelism.degree == 2
     assert EnginePool(config, model()).engines[0].devices == (jax.local_devices()[0],), "the coordinator asks for it"

@@ -61,11 +61,12 @@ class Run:
         index = MediaIndex()
         self.near = opened.enter_context(contextlib.closing(NearPixels(self.store, near_bytes)))
         config = Config()
-        config.rollout.prompts_per_step, config.data.steps_ahead = STEP, steps
+        config.rollout.prompts_per_step = STEP
         loader = PromptLoader(source, {"pictures": 1.0}, 0)
         self.prompts = Preparer(
             self.processor, loader, config, proxy=ProxyMedia(self.store, index, self.near, among=among)
         )
+        self.prompts._ahead = steps * STEP
         opened.callback(self.prompts.close)
 
     def draw(self, count=STEP):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 STEPS = 4
 OPTIONS = POLICIES | {
     "tail_batching": POLICIES["tail_batching"]
-    | {"schedules__temperature": "reverse: linear(1.3, 0.8)", "tail_batching__max_staleness": 0},
+    | {"rollout__temperature": "reverse: linear(1.3, 0.8)", "policy__max_staleness": 0},
     "adaptive_async": POLICIES["adaptive_async"] | {"algorithm__importance__decoupled": True},
 }
 
@@ -26,7 +26,7 @@ OPTIONS = POLICIES | {
 def configuration(folder, policy: str):
     data = letters(folder, count=60)
     # The policy ends when it happens to, so lengths have a long tail, and room enough that groups end one by one.
-    settings = {"steps": STEPS, "policy__name": policy, "policy__engines": 2, "rollout__max_new_tokens": 64}
+    settings = {"steps": STEPS, "policy": policy, "rollout__engines": 2, "rollout__max_new_tokens": 64}
     settings |= {"rollout__max_sequence_tokens": 112, "packing__tokens_per_row": 128}
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
     settings |= data | OPTIONS[policy]

@@ -52,10 +52,9 @@ def test_it_learns_and_the_critic_foresees_more_and_more(whole):
     assert all(record["loss"] and record["critic/grad_norm"] > 0 and record["updates"] == 2.0 for record in rest)
 
 
-def test_a_run_goes_on_from_its_checkpoint_and_from_its_snapshot_bit_for_bit(data, whole, tmp_path, tmp_path_factory):
+def test_a_run_goes_on_from_its_checkpoint_and_from_its_snapshot_bit_for_bit(data, whole, tmp_path):
     """Killed once more, it has a snapshot that is newer than its checkpoint."""
     own = {"checkpoint__every": 0, "checkpoint__snapshot_every": STEPS - 1}
-    own |= {"checkpoint__snapshot_folder": tmp_path_factory.mktemp("memory")}
     run_dir = as_if_killed(whole, tmp_path / "run", STEPS - 2)
     with FluxTrainer(tiny(run_dir, data, **own)) as trainer, pytest.raises(Died):
         trainer.fit(callbacks=[DiesAt("on_step", STEPS)])

@@ -17,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
-from fluxjax.config import AlgorithmConfig, Config, ConfigError, RolloutEngine, Strategy, cli
+from fluxjax.config import FSDP, AlgorithmConfig, Config, ConfigError, FlexUlysses, RolloutEngine, cli
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
@@ -144,13 +144,13 @@ def test_the_largest_row_just_fits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [Strategy.FSDP, Strategy.FLEX_ULYSSES])
+@pytest.mark.parametrize("strategy", [FSDP(), FlexUlysses()])
 @pytest.mark.parametrize("devices", [1, 8])
 def test_no_batch_is_larger_than_the_largest(strategy, devices):
     config = _config(strategy)
     largest = largest_batch(config, MODEL, devices)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(largest))
-    if strategy is Strategy.FSDP:
+    if isinstance(strategy, FSDP):
         budget = Budget.of(config, devices, MODEL.vision)
         rows, tokens, patches = budget.rows[-1] * devices, budget.tokens_per_row, budget.patches[-1] * devices
     else:
@@ -165,7 +165,7 @@ def test_no_batch_is_larger_than_the_largest(strategy, devices):
         assert microbatch.batch.inputs.vision.num_patches <= patches
 
 
-def _config(strategy: Strategy) -> Config:
+def _config(strategy: object) -> Config:
     config = make_config()
     config.sharding.strategy = strategy
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 10, 44
@@ -174,7 +174,7 @@ def _config(strategy: Strategy) -> Config:
 
 @pytest.mark.slow
 def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
-    config = _config(Strategy.FLEX_ULYSSES)
+    config = _config(FlexUlysses())
     composer = Composer(config, 4, MODEL.vision, MODEL.text)
     groups, prepared = make_groups([[5, (1, 4, 4)], [7]], [[3, 4], [9, 2]])
     batch = composer.compose(groups, prepared).microbatches[0].batch
@@ -199,7 +199,7 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
 
     assert described(arrays.params) == described(real.params)
     assert described(arrays.cache) == described(real._ready_cache())
-    prompt = longest_prompt(_config(Strategy.FSDP), MODEL)
+    prompt = longest_prompt(_config(FSDP()), MODEL)
     unit = MODEL.vision.merge_unit
     sizes = {"slots": 8, "max_sequence_tokens": 64, "devices": devices, "prompt": prompt, "merge_unit": unit}
     programs = lowered_programs(models.abstract(MODEL), arrays, **sizes)
@@ -209,7 +209,7 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
 
 
 def test_caches_are_as_large_as_configured_or_as_there_is_room():
-    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    config, devices = _config(FSDP()), jax.devices()[:2]
     config.rollout.slots = 100
 
     def pages(usable: float = 1e12) -> int:
@@ -226,7 +226,7 @@ def test_caches_are_as_large_as_configured_or_as_there_is_room():
 
 def test_a_critic_is_counted():
     """Its weights and two moments, all float32; the head of the policy is a row of it."""
-    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    config, devices = _config(FSDP()), jax.devices()[:2]
     plain = RunShapes.of(config, MODEL, devices).resident()
     assert plain["critic"] == 0.0
     config.algorithm = AlgorithmConfig.of("ppo")
@@ -240,14 +240,14 @@ def test_a_critic_is_counted():
 
 def test_servers_are_counted_where_they_are():
     """Elsewhere, they take nothing of these devices; colocated, their share of what training's state leaves."""
-    config, devices = _config(Strategy.FSDP), jax.devices()[:2]
+    config, devices = _config(FSDP()), jax.devices()[:2]
     config.rollout.engine = RolloutEngine.SGLANG
     apart = RunShapes.of(config, MODEL, devices, usable=1e9)
     assert apart.resident()["engine"] == apart.servers(1e9) == 0.0 and not apart.engines_a_device
-    config.servers.colocated, config.servers.memory_fraction = True, 0.5
+    config.servers.colocated = True
     state = sum(apart.resident().values())
-    assert RunShapes.of(config, MODEL, devices, usable=1e9).servers(1e9) == 0.5 * (1e9 - state)
-    with pytest.raises(ConfigError, match=r"memory_fraction=0.5: beside training's state, a server has .* and needs"):
+    assert RunShapes.of(config, MODEL, devices, usable=1e9).servers(1e9) == 0.6 * (1e9 - state)
+    with pytest.raises(ConfigError, match=r"servers.colocated: beside training's state, a server has .* needs"):
         RunShapes.of(config, MODEL, devices, usable=state + 1000)
     account = dataclasses.replace(ACCOUNT, engine=0.0, cache=0.0, servers=30 * GIB)
     training = {name: size for name, size in ACCOUNT.temporaries.items() if name not in ("prefill", "decode")}

@@ -92,5 +92,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_settings_of_a_run_are_those_of_its_preprocessors():
-    config = DataConfig(workers=3, decode_seconds=1.5, decode_memory_gib=2.0, cache_gib=0.5, spill_gib=0.0, spill="a b")
+    config = DataConfig(workers=3, cache_gib=0.5, spill_gib=0.0)
     assert parse(flags_of(config)).config == config

@@ -15,12 +15,13 @@ from run_cases import flags, letters
 from turns import by_turns
 
 from fluxjax.algorithms import grpo
+from fluxjax.batch import composer as composer_module
 from fluxjax.batch import rows
 from fluxjax.batch.composer import Composer, shape_book
 from fluxjax.batch.composition import Item, tokens_of
 from fluxjax.batch.fitted import fit_rows, lengths_between
 from fluxjax.batch.pieces import sized_pieces
-from fluxjax.config import Strategy
+from fluxjax.config import FSDP, ODC, STRATEGIES, FlexUlysses
 from fluxjax.config.cli import load
 from fluxjax.learner.learner import Learner
 from fluxjax.run.callbacks import Callback
@@ -40,14 +41,19 @@ def shape_of(batch):
     return batch.inputs.tokens_BT.shape, vision.num_patches, vision.frame_bound, sends, around
 
 
+@pytest.fixture(autouse=True)
+def few_shapes(monkeypatch):
+    monkeypatch.setattr(composer_module, "MAX_SHAPES", MOST)
+
+
 def config_of(strategy):
     config = make_config(tokens_per_row=128, rows=2, patches=256)
-    config.sharding.strategy, config.sharding.max_shapes = strategy, MOST
+    config.sharding.strategy = strategy
     return config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize("strategy", [kind() for kind in STRATEGIES.values()])
 def test_outlines_name_the_shapes_of_their_batches(strategy):
     """Equal programs have equal shapes and others have others, and there are never more than allowed."""
     config = config_of(strategy)
@@ -70,7 +76,7 @@ def test_outlines_name_the_shapes_of_their_batches(strategy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", by_turns([Strategy.FSDP, Strategy.FLEX_ULYSSES, Strategy.ODC]))
+@pytest.mark.parametrize("strategy", by_turns([FSDP(), FlexUlysses(), ODC()]))
 def test_as_many_programs_are_traced_as_outlines_name(strategy):
     config, traced = config_of(strategy), []
 
@@ -121,9 +127,9 @@ def test_fitted_rows_need_a_row_that_holds_the_longest_piece():
     assert fit_rows(tokens, 8, []) is None
 
 
-def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_empty():
+def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_empty(monkeypatch):
     config = make_config(tokens_per_row=2048, rows=2, patches=8192)
-    config.sharding.max_shapes = 6
+    monkeypatch.setattr(composer_module, "MAX_SHAPES", 6)
     composer, programs = Composer(config, 4, None), set()
     for step in range(40):
         sizes = np.random.default_rng(step).integers(1030, 1200, 24).tolist()
@@ -165,9 +171,10 @@ def test_a_run_of_short_rows_keeps_its_length():
         assert batch.inputs.tokens_BT.shape[1] == 64
 
 
-def test_places_are_divided_under_odc():
+def test_places_are_divided_under_odc(monkeypatch):
     config = make_config()
-    config.sharding.strategy, config.sharding.max_shapes = Strategy.ODC, 16
+    config.sharding.strategy = ODC()
+    monkeypatch.setattr(composer_module, "MAX_SHAPES", 16)
     book = shape_book(config)
     assert (book.places(1), book.places(8)) == (14, 2)
     assert dataclasses.replace(book, alone=0).places(8) == 16
@@ -187,7 +194,7 @@ def test_rows_that_fit_have_patches_for_the_tower(monkeypatch):
 def test_an_image_that_many_responses_show_needs_one_shape():
     """Each response has a prompt of its own, on several devices, so that the image is wanted on all of them."""
     config = make_config(tokens_per_row=24, rows=2, patches=32, share=False)
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FlexUlysses()
     groups, prepared = make_groups([[4, (1, 4, 8)]], [[9, 10, 11, 12, 13, 14]])
     composer = Composer(config, 4, MODEL.vision, tiny(HEADS).config.text)
     programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared)}
@@ -199,7 +206,7 @@ def test_an_image_that_many_responses_show_needs_one_shape():
 def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_program(steps):
     """A step larger than all before gets a program early in a run; later it is divided over those that there are."""
     config = make_config(tokens_per_row=512, rows=1)
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FlexUlysses()
     composer = Composer(config, 2, None, tiny(HEADS).config.text)
     small, large = (make_groups([[20]] * count, [[20, 20]] * count) for count in (8, 16))
     for _ in range(steps):
@@ -214,7 +221,7 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
 def test_a_step_that_a_program_holds_is_not_divided():
     """However much of it stays empty: that is for `ShapeBook.patience` to say."""
     config = make_config(tokens_per_row=512, rows=1)
-    config.sharding.strategy = Strategy.FLEX_ULYSSES
+    config.sharding.strategy = FlexUlysses()
     composer = Composer(config, 2, None, tiny(HEADS).config.text)
     small, large, middle = (make_groups([[20]] * count, [[20, 20]] * count) for count in (2, 16, 4))
     for _ in range(400):
@@ -253,9 +260,7 @@ def test_a_new_entry_is_used_some_steps_later_and_a_larger_one_until_then():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", by_turns([pytest.param(Strategy.FSDP, marks=pytest.mark.long), Strategy.FLEX_ULYSSES])
-)
+@pytest.mark.parametrize("strategy", by_turns([pytest.param(FSDP(), marks=pytest.mark.long), FlexUlysses()]))
 def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
     """In the first step that uses it nothing is traced any more, and gradients are those of one device."""
     config = config_of(strategy)

@@ -26,7 +26,7 @@ from step_cases import VERSION, flat, near_policy, trainer_of
 from test_algorithms import group
 
 from fluxjax.base.types import PreparedPrompt
-from fluxjax.config import AlgorithmConfig, ImportanceConfig, ReplayConfig, ReplayOrder, cli
+from fluxjax.config import AlgorithmConfig, ImportanceConfig, ReplayConfig, cli
 from fluxjax.learner.replay import ReplayBuffer, draws_of, replay_metrics
 from fluxjax.report.metrics import read
 from models.inputs import ModelInput
@@ -50,10 +50,13 @@ def made(draw, version, advantages=(1.0, -1.0)):
     return one, PreparedPrompt(one.prompt, NOTHING)
 
 
+MOST = 6  # groups that a buffer holds
+
+
 def again(buffer, config):
     """The buffer, written and read as a checkpoint has it."""
     state = json.loads(json.dumps(buffer.state_dict()))
-    other = ReplayBuffer(config)
+    other = ReplayBuffer(config, MOST)
     prompts = {draw: kept.prepared for draw, kept in buffer._kept.items()}
     assert sorted(prompts) == draws_of(state)
     other.load_state_dict(state, prompts)
@@ -64,10 +67,7 @@ def again(buffer, config):
 settings = st.builds(
     ReplayConfig,
     share=st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.75]),
-    groups=st.integers(1, 12),
     max_age=st.integers(1, 5),
-    times=st.integers(1, 3),
-    order=st.sampled_from(ReplayOrder),
 )
 
 
@@ -75,7 +75,7 @@ settings = st.builds(
     settings, st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6), max_size=12), st.data()
 )
 def test_the_buffer_keeps_its_bounds(config, steps, data):
-    buffer, draw, used, born, size = ReplayBuffer(config), 0, {}, {}, {}
+    buffer, draw, used, born, size = ReplayBuffer(config, MOST), 0, {}, {}, {}
     kept: set[int] = set()
     for version, step in enumerate(steps):
         if data.draw(st.booleans()):
@@ -83,17 +83,13 @@ def test_the_buffer_keeps_its_bounds(config, steps, data):
         chosen, prepared = buffer.choose(len(step), version)
         draws = [one.prompt.draw for one in chosen]
         assert draws == sorted(set(draws)) == list(prepared), "each once, with its prompt"
-        may = {d for d in kept if version - born[d] <= config.max_age and used[d] < config.times}
+        may = {d for d in kept if version - born[d] <= config.max_age and used[d] < 1}
         wanted = int(np.floor(len(step) * config.share / (1 - config.share) + 1e-9))
         assert set(draws) <= may and len(draws) == min(wanted, len(may))
         if step:
             assert len(draws) / (len(draws) + len(step)) <= config.share + 1e-9
-        key = {
-            ReplayOrder.NEWEST: lambda d: -born[d],
-            ReplayOrder.OLDEST: lambda d: born[d],
-            ReplayOrder.ADVANTAGE: lambda d: -size[d],
-        }[config.order]
-        assert not draws or max(map(key, draws)) <= min(map(key, may - set(draws)), default=np.inf)
+        key = lambda d: (-born[d], -d)  # noqa: E731
+        assert not draws or max(map(key, draws)) <= min(map(key, may - set(draws)), default=(np.inf, 0))
         for d in draws:
             used[d] += 1
         new = []
@@ -103,14 +99,14 @@ def test_the_buffer_keeps_its_bounds(config, steps, data):
             new, draw = [*new, one], draw + 1
         buffer.keep([one for one, _ in new], {p.prompt.draw: p for _, p in new}, version + 1)
         there = kept | {one.prompt.draw for one, _ in new if size[one.prompt.draw]}
-        kept = {d for d in there if version + 1 - born[d] <= config.max_age and used[d] < config.times}
-        kept = set(sorted(kept, key=lambda d: (born[d], d))[-config.groups :])
-        assert set(buffer._kept) == kept and len(buffer) == len(kept) <= config.groups
+        kept = {d for d in there if version + 1 - born[d] <= config.max_age and used[d] < 1}
+        kept = set(sorted(kept, key=lambda d: (born[d], d))[-MOST:])
+        assert set(buffer._kept) == kept and len(buffer) == len(kept) <= MOST
 
 
 def test_what_can_not_be_prepared_again_is_let_go():
     config = ReplayConfig(share=0.5)
-    buffer = ReplayBuffer(config)
+    buffer = ReplayBuffer(config, MOST)
     groups, prompts = zip(*(made(draw, 0) for draw in range(3)), strict=True)
     buffer.keep(groups, {p.prompt.draw: p for p in prompts}, 1)
     buffer.load_state_dict(buffer.state_dict(), {draw: prompts[draw] for draw in (0, 2)})
@@ -198,8 +194,8 @@ def test_replay_without_a_correction_is_told():
 @pytest.mark.parametrize("policy", ["synchronous", "adaptive_async"])
 def test_a_run_that_is_killed_replays_the_same(policy, tmp_path):
     """Adaptive runs depend on time: theirs goes on, and keeps its bounds."""
-    own = {"steps": 9, "replay__share": 0.5, "replay__times": 2, "replay__order": "advantage", "replay__groups": 9}
-    own |= {"algorithm__importance__kind": "truncate", "policy__name": policy} | letters(tmp_path)
+    own = {"steps": 9, "replay__share": 0.5}
+    own |= {"algorithm__importance__kind": "truncate", "policy": policy} | letters(tmp_path)
     complete = tmp_path / "complete"
     trained(complete, "configs/text.py:debug", flags(**own))
     resumed = as_if_killed(complete, tmp_path / "resumed", 6)
@@ -222,8 +218,8 @@ def test_media_are_read_again(processes, commands, tmp_path):
     """Where pixels are fetched they are those that a run has which keeps them: in a process that is killed, and in one
     or two that go on."""
     run, config = tmp_path / "run", "configs/vlm.py"
-    own = {"steps": 5, "warm_start__steps": 2, "evaluation__every": 0, "replay__share": 0.5, "replay__times": 2}
-    own |= media(tmp_path) | {"sharding__devices": processes, "data__max_decoded_pixels": 2**22, "model__num_layers": 1}
+    own = {"steps": 5, "warm_start__steps": 2, "evaluation__every": 0, "replay__share": 0.5}
+    own |= media(tmp_path) | {"sharding__devices": processes, "model__tiny__num_layers": 1}
     with without_store():
         trained(tmp_path / "central", config, flags(**own))
     arguments = flags(**own, data__preprocessors=1, data__cache_gib=1e-5)

@@ -141,7 +141,7 @@ def test_every_device_at_its_own_pace(reference, tmp_path):
     them. The run begins with the model that the reference leaves."""
     data = letters(tmp_path, long="First of dcba: First of ab: ")  # letters that the model has
     sizes = {"packing__tokens_per_row": 16, "packing__rows_per_device": 1, "rollout__max_sequence_tokens": 32}
-    settings = {"sharding__devices": 4, "sharding__strategy": "odc", "sharding__deterministic": True}
+    settings = {"sharding__devices": 4, "sharding__strategy": "odc", "sharding__strategy__deterministic": True}
     odc = flags_beside(reference / "model", steps=9, **sizes, **settings, **data)
     complete = tmp_path / "complete"
     trained(complete, TEXT, odc)

@@ -16,7 +16,7 @@ from turns import third_of
 
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
-from fluxjax.config import Strategy
+from fluxjax.config import STRATEGIES
 from fluxjax.data.loader import PromptLoader
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.materializer import Materializer
@@ -80,7 +80,7 @@ def process(paths):
 
 def settings_of(strategy: str, together: bool = True):
     config = make_config(tokens_per_row=128, rows=1 if strategy == "odc" else 2, patches=512, share=together)
-    config.sharding.strategy = Strategy(strategy)
+    config.sharding.strategy = STRATEGIES[strategy]()
     config.sharding.devices = DEVICES
     config.data.cache_gib = 1e-5  # ten kilobytes: much is spilled, and much decoded again
     config.data.spill_gib = 1e-4

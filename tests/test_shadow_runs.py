@@ -30,6 +30,7 @@ from shadow_run_cases import Killer, addresses, descendants, media, without_stor
 from turns import by_turns
 
 from fluxjax.config.cli import load
+from fluxjax.data import prepare
 from fluxjax.report.metrics import read
 from fluxjax.run.main import main
 
@@ -38,13 +39,11 @@ VLM = "configs/vlm.py"
 STEPS = 6
 OWN = {
     "steps": STEPS,
-    "model__num_layers": 1,
-    "model__vision_depth": 1,
-    "model__vision_full_attention_layers": "(0,)",
+    "model__tiny__num_layers": 1,
+    "model__tiny__vision_depth": 1,
+    "model__tiny__vision_full_attention_layers": "(0,)",
     "warm_start__steps": 2,
     "report__dump_samples_every": 1,
-    "report__dump_samples": 64,
-    "data__max_decoded_pixels": 2**22,  # a bomb is larger
 }
 
 
@@ -123,7 +122,7 @@ def test_preprocessors_are_killed_and_then_the_run(commands, sources, central, t
     killer.join()
     assert any("fluxjax.preprocess" in line for line in killer.seen.values())
     until(lambda: all(map(gone, killer.seen)))
-    ahead = ("preprocessors=1", "near_gib=1e-4", "steps_ahead=2")
+    ahead = ("preprocessors=1", "near_gib=1e-4")
     trained(run_dir, VLM, [*arguments, *(f"--config.data.{setting}" for setting in ahead)])
     assert summary(run_dir)["resumed_from"] == [3]
     assert_same(run_dir, central)
@@ -139,14 +138,14 @@ def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sour
         "warm_start__steps": 0,
         "evaluation__every": 0,
     }
-    own |= {"sharding__deterministic": True} if strategy == "odc" else {}
+    own |= {"sharding__strategy__deterministic": True} if strategy == "odc" else {}
     with without_store():
         trained(tmp_path / "central", VLM, flags(**sources, **OWN | own))
     steps = [record for record in read(tmp_path / "central" / "metrics.jsonl") if record["phase"] == "rl"]
     assert all(step["grad_norm"] > 0 for step in steps) and len(steps) == 3
     run_dir = tmp_path / "run"
     own |= {"data__preprocessors": 1, "data__workers": 1}
-    own |= {"data__near_gib": 1e-4, "data__steps_ahead": 2}  # room for some of a step
+    own |= {"data__near_gib": 1e-4}  # room for some of a step
     process = commands.start(run_dir, VLM, flags(**sources, **OWN | own), processes=2)
     with ended(process):
         killer = Killer(process, run_dir, 1, seed=2)
@@ -226,13 +225,14 @@ def test_a_file_that_changes_before_it_is_trained_on_ends_the_run(
     assert (tmp_path / "mark").exists()
 
 
-def test_too_many_bad_media_end_the_run(capsys, sources, tmp_path):
+def test_too_many_bad_media_end_the_run(capsys, sources, tmp_path, monkeypatch):
     """From the 100th prompt on, they are judged: here in the third step."""
-    own = OWN | {"warm_start__steps": 0, "data__max_skipped": 0.05, "evaluation__every": 0}
+    own = OWN | {"warm_start__steps": 0, "evaluation__every": 0}
+    monkeypatch.setattr(prepare, "MAX_SKIPPED", 0.05)
     own |= {"rollout__prompts_per_step": 40, "rollout__group_size": 2, "rollout__max_new_tokens": 1}
     settings = flags(**sources, **own)
     with without_store():
         central = refused(capsys, [f"--config.run_dir={tmp_path / 'central'}", *settings])
     shadow = refused(capsys, [f"--config.run_dir={tmp_path / 'shadow'}", *settings])
-    assert len(central) == 1 and "more than data.max_skipped = 0.05 of them; by reason: {" in central[0]
+    assert len(central) == 1 and "more than 5% of them; by reason: {" in central[0]
     assert central == shadow

@@ -105,7 +105,7 @@ def test_the_newest_of_which_all_have_their_part_is_told(tmp_path, caplog):
     (run := tmp_path / "run").mkdir()
     for step in (1, 2):
         ONE.write(folder := snapshot_folder.named(run) or snapshot_folder.begun(run, tmp_path), step, placed(2))
-    settings = CheckpointConfig(snapshot_every=1, snapshot_folder=str(tmp_path))
+    settings = CheckpointConfig(snapshot_every=1)
     assert GangSnapshots(settings, run, Two()).newest(like(placed(2))) == 1
     assert f"of snapshots in {folder}, step 1 is the newest that all have" in caplog.messages[-1]
     shutil.rmtree(folder)
@@ -169,9 +169,8 @@ def reference(text, tmp_path_factory) -> pathlib.Path:
 def test_a_killed_run_goes_on_from_its_snapshot(text, reference, tmp_path):
     """Without a supervisor. It ends as the run without snapshots that nobody killed; where snapshots are turned off, or
     are of other devices, it goes on from its checkpoint."""
-    run_dir, memory = tmp_path / "run", tmp_path / "memory"
-    memory.mkdir()
-    often = [*text, "--config.checkpoint.snapshot_every=1", f"--config.checkpoint.snapshot_folder={memory}"]
+    run_dir = tmp_path / "run"
+    often = [*text, "--config.checkpoint.snapshot_every=1"]
     with pytest.raises(Died):
         trained(run_dir, TEXT, often, DiesAt("on_step", 4))
     newest = snapshot_folder.newest(run_dir, 1)
@@ -184,8 +183,9 @@ def test_a_killed_run_goes_on_from_its_snapshot(text, reference, tmp_path):
     trained(off, TEXT, text)
     assert summary(off)["resumed_from"] == [0]
     assert_same_run(off, reference)
-    assert list(memory.iterdir()), "that of another run"
+    folder = snapshot_folder.named(run_dir)
+    assert folder is not None and folder.is_dir(), "that of another run"
     trained(run_dir, TEXT, often)
     assert summary(run_dir)["resumed_from"] == [newest]
     assert_same_run(run_dir, reference)
-    assert not list(memory.iterdir()) and not (run_dir / "snapshots").exists()
+    assert not folder.exists() and not (run_dir / "snapshots").exists()

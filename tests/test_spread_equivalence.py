@@ -15,14 +15,14 @@ from benchmarks.cost_fit import published, save
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
-from fluxjax.config import ConfigError, Strategy, cli
+from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Ulysses, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
 
 DEVICES, HEADS = 8, (8, 2)
-FSDP, ULYSSES, FLEX, ODC = Strategy.FSDP, Strategy.ULYSSES, Strategy.FLEX_ULYSSES, Strategy.ODC
+ULYSSES, FLEX = Ulysses, FlexUlysses
 HYBRID: dict[str, Any] = {"hybrid": True, "devices_per_host": 2}
 SHAPES = ShapeBook(2)  # few: every one is compiled on every device
 
@@ -49,10 +49,17 @@ def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
 
 def spread_config(strategy=FLEX, share=True, **sharding):
     config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
-    config.sharding.strategy = strategy
-    for name, value in sharding.items():
-        setattr(config.sharding, name, value)
+    choose(config, strategy, **sharding)
     return config
+
+
+def choose(config, strategy, **settings):
+    """Sets the strategy, and those of the settings that it or its section has."""
+    config.sharding.strategy = strategy()
+    for name, value in settings.items():
+        for section in (config.sharding.strategy, config.sharding):
+            if hasattr(section, name):
+                setattr(section, name, value)
 
 
 def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
@@ -134,7 +141,7 @@ def test_a_calibration_decides_what_is_spread(tmp_path):
     """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
     groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
     config = spread_config()
-    config.sharding.alpha = 8.0  # memory forces nothing
+    config.sharding.strategy.alpha = 8.0  # memory forces nothing
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     cost = published()
     within = dataclasses.replace(cost.within, per_byte=1e9 * cost.within.per_byte)
@@ -165,8 +172,7 @@ def test_strategies_may_change_between_steps():
         one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
         metrics = []
         for seed, (strategy, hybrid) in zip((0, 11, 0, 11, 0), steps, strict=True):
-            for name, value in {"strategy": strategy, **hybrid}.items():
-                setattr(config.sharding, name, value)
+            choose(config, strategy, deterministic=True, **hybrid)
             vars(one.gradients).pop("odc", None)  # as a new process would begin
             composition = composed(config, seed, 4, shapes=SHAPES if strategy is ODC else None)
             found = one.step(composition.microbatches)
@@ -195,13 +201,13 @@ def test_hosts_that_the_mesh_can_not_be_cut_into_are_refused():
 def test_a_degree_that_can_not_be_is_refused_before_anything_runs(degree, devices, heads, says):
     with pytest.raises(ConfigError, match=says) as caught:
         Composer(spread_config(max_degree=degree), devices, text=dataclasses.replace(MODEL.text, num_heads=heads))
-    assert "sharding.max_degree" in str(caught.value)
+    assert "sharding.strategy.max_degree" in str(caught.value)
 
 
 def test_a_sequence_longer_than_all_devices_is_refused():
     groups, prepared = make_groups([[1100]], [[3]])
     config = make_config(tokens_per_row=32, rows=4)
-    config.sharding.strategy = FLEX
+    config.sharding.strategy = FLEX()
     with pytest.raises(ConfigError, match=r"sequence 0 has 1103 tokens, but 8 devices hold 1024"):
         compose(groups, prepared, config, DEVICES, text=tiny((8, 2)).config.text)
 
@@ -215,7 +221,7 @@ def test_media_that_no_device_can_hold_are_refused():
 def test_more_than_one_microbatch_when_memory_asks_for_it():
     groups, prepared = make_groups([[60]] * 40, [[4]] * 40)
     config = make_config(tokens_per_row=64, rows=2)
-    config.sharding.strategy = FLEX
+    config.sharding.strategy = FLEX()
     composition = compose(groups, prepared, config, DEVICES, text=tiny((8, 2)).config.text)
     assert len(composition.batches) > 1 and len(composition.keys) == 40
     assert all(batch.inputs.tokens_BT.shape[1] <= 128 for batch in composition.batches)

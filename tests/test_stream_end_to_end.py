@@ -4,6 +4,7 @@ what is complete is trained on early, and the run is that of the same configurat
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from run_cases import Diary, flags, letters
 
 from fluxjax.config.cli import load
-from fluxjax.coordinator import PromptStage
+from fluxjax.coordinator import PromptStage, StreamTrainer, factory
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
@@ -66,7 +67,7 @@ def held_back(trainer: FluxTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder, *, hold: pytest.MonkeyPatch | None = None, **changes):
     """Four devices train, the first two of them also generate. `hold`: see `held_back`."""
     # Rounds are so long that groups end one by one, on two cores at least: engines and trainer must run side by side.
-    settings = {"steps": STEPS, "policy__engines": 2, "rollout__max_new_tokens": 64}
+    settings = {"steps": STEPS, "rollout__engines": 2, "rollout__max_new_tokens": 64}
     settings |= {"rollout__prompts_per_step": PROMPTS}
     settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0, "rollout__slots": 64}
     settings |= {"sharding__devices": 4, "optim__eps": 1e-2, "rollout__max_sequence_tokens": 112}
@@ -102,8 +103,8 @@ def check_same(plain, diary, params) -> None:
 
 def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
     """Responses that were moved in the middle are those never moved."""
-    own = {"stream_trainer__enabled": True, "stream_trainer__chunk": 1, "stream_trainer__last": 0.8}
-    diary, params, coordinator, prefilled = run(tmp_path, hold=monkeypatch, **own)
+    monkeypatch.setattr(factory, "StreamTrainer", functools.partial(StreamTrainer, chunk=1, last=0.8))
+    diary, params, coordinator, prefilled = run(tmp_path, hold=monkeypatch, stream_trainer=True)
     assert isinstance(coordinator.policy, Rounds) and coordinator.policy.stream is not None
     assert coordinator.policy.stream.lent == STEPS
     assert all(metrics["stream/groups"] >= 1 for metrics in diary.metrics.values())
@@ -113,7 +114,7 @@ def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
 
 def test_speculative_sync(plain, tmp_path) -> None:
     """The pace is measured in the run, so nothing begins early in its first step."""
-    diary, params, coordinator, _ = run(tmp_path, speculative_sync__enabled=True, speculative_sync__confidence=1e-6)
+    diary, params, coordinator, _ = run(tmp_path, speculative_sync=1e-6)
     assert isinstance(coordinator.policy, Rounds) and coordinator.policy.speculative is not None
     assert coordinator.policy.speculative.begun >= 1
     assert "stream/groups" not in diary.metrics[1]

@@ -12,18 +12,17 @@ from runtime_cases import Boom, Run
 from scripted_engine import ScriptedEngine
 
 from fluxjax.base.types import Group, TrainedStep
-from fluxjax.config import SpeculativeSyncConfig, StreamTrainerConfig
 from fluxjax.coordinator import SpeculativeSync, StreamTrainer, Synchronous
 from fluxjax.coordinator.messages import Tick
 from fluxjax.runtime.runtime import Runtime
 
-SETTINGS = StreamTrainerConfig(enabled=True, first=0.1, last=0.8, every=0.01, chunk=1)
+SETTINGS = {"first": 0.1, "last": 0.8, "every": 0.01, "chunk": 1}
 
 
 def stream(make: Any = Synchronous, *, engines: int = 2, seed: int = 0, script: Any = None, **options: Any) -> Run:
     fleet = [ScriptedEngine(script or (lambda request: "ok"), random.Random(seed + i)) for i in range(engines)]
     sizes: dict[str, Any] = {"steps": 4, "prompts_per_step": 6, "group_size": 4} | options
-    return Run(*fleet, policy=make(stream=StreamTrainer(SETTINGS)), **sizes)
+    return Run(*fleet, policy=make(stream=StreamTrainer(**SETTINGS)), **sizes)
 
 
 def content(groups: list[Group]) -> list[tuple]:
@@ -118,8 +117,7 @@ def test_speculative_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(Runtime, "_time", lambda _: Tick(float(next(clock))))
     fleet = [ScriptedEngine(pace=random.Random(i)) for i in range(2)]
-    settings = SpeculativeSyncConfig(enabled=True, confidence=1e-6)
-    policy = Synchronous(speculative=SpeculativeSync(settings))
+    policy = Synchronous(speculative=SpeculativeSync(1e-6))
     run = Run(*fleet, policy=policy, steps=6, prompts_per_step=6, group_size=4)
     run.tick = 3600.0  # never: events are told of with the time
     train = run.trainer.train

@@ -13,7 +13,7 @@ from packing_cases import TEXT, make_config, make_groups
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm, grpo
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
-from fluxjax.config import Config, ImportanceLevel, LossAggregation, Strategy
+from fluxjax.config import FSDP, ODC, Config, ImportanceLevel, LossAggregation
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.learner.run_models import RunModels
@@ -31,10 +31,10 @@ class Engine:
     devices: tuple
 
 
-def config_for(aggregation: LossAggregation, strategy: Strategy = Strategy.FSDP) -> Config:
+def config_for(aggregation: LossAggregation, strategy: type = FSDP) -> Config:
     config = make_config(rows=2)
     config.algorithm.loss_aggregation = aggregation
-    config.sharding.strategy = strategy
+    config.sharding.strategy = strategy()
     config.optim.eps, config.optim.lr = 1e-2, 1e-2  # Adam turns rounding of near-zero gradients into whole steps
     return config
 
@@ -158,7 +158,7 @@ def test_reference_and_sequence_weights() -> None:
 @pytest.mark.long
 def test_odc() -> None:
     """Each portion by whole sequences on the devices it has."""
-    config = config_for(LossAggregation.TOKEN_MEAN, Strategy.ODC)
+    config = config_for(LossAggregation.TOKEN_MEAN, ODC)
     config.packing.rows_per_device = 4  # rollout.max_sequence_tokens fit one device
     groups, prepared = scored()
     one, other = trainer(config, 1), trainer(config, 1)

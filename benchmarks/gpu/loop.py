@@ -40,8 +40,8 @@ FEW = {  # of everything, for a dry run
     "rollout.prompts_per_step": 2,
     "rollout.slots": 16,
     "packing.rows_per_device": 2,
-    "model.vision_depth": 1,
-    "model.vision_full_attention_layers": "(0,)",
+    "model.tiny.vision_depth": 1,
+    "model.tiny.vision_full_attention_layers": "(0,)",
     "evaluation.samples": 2,
 }
 

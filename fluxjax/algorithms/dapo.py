@@ -3,7 +3,7 @@
     -1 / sum_j |o_j| sum_i sum_t min(r A_i, clip(r, 1 - 0.2, 1 + 0.28) A_i)
 
 The wider upper bound lets unlikely tokens become more likely; a long answer counts by its tokens. The name sets both
-(`clip_high`, `loss_aggregation`). The rest of the paper is elsewhere: dynamic sampling is `policy.dynamic_sampling`,
+(`clip_high`, `loss_aggregation`). The rest of the paper is elsewhere: dynamic sampling is `rollout.dynamic_sampling`,
 which a run must ask for, and overlong reward shaping is a reward.
 """
 

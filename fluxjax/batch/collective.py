@@ -41,7 +41,7 @@ class Collective:
         work_of: Estimate,
     ) -> None:
         self.spreading = Spreading(config, num_devices, vision, text, shapes)
-        self._room, self._work_of, self._packing = Room.of(config, vision), work_of, config.packing
+        self._room, self._work_of = Room.of(config, vision), work_of
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup]]:
@@ -73,7 +73,7 @@ class Collective:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
         A group may be in both lists, with different responses.
 
-        With `packing.share_prompts`, responses that one device could hold join the others of their group if further
+        With `share_prompts`, responses that one device could hold join the others of their group if further
         copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
@@ -136,9 +136,7 @@ class Collective:
                 firsts.append(device)
         lengths = (*plan.lengths, *(tokens_of(items, piece) for piece in taken))
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
-        settings = self._packing
-        packing = {"short": settings.short, "cap": settings.group_cap, "most": settings.rounds_per_degree}
-        packed = rounds(plan.num_devices, lengths, degrees, all_firsts, **packing)
+        packed = rounds(plan.num_devices, lengths, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:

@@ -19,7 +19,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
 from ..base.types import Columns, Group, PreparedPrompt, Response, Reward, Sample
-from ..config import Config, Strategy
+from ..config import FSDP, ODC, Config
 from .composition import Composition, Outline, TrainGroup
 from .own_pace import OwnPace
 from .rows import RowPacking
@@ -61,10 +61,10 @@ class Composer:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
         self._dealer: _Dealer
-        if config.sharding.strategy is Strategy.FSDP:
+        if isinstance(config.sharding.strategy, FSDP):
             self._dealer = RowPacking(config, num_devices, vision, self.shapes)
         else:
-            dealer = OwnPace if config.sharding.strategy is Strategy.ODC else Spreading
+            dealer = OwnPace if isinstance(config.sharding.strategy, ODC) else Spreading
             self._dealer = dealer(config, num_devices, vision, text, self.shapes)
 
     def on(self, num_devices: int) -> Composer:
@@ -168,15 +168,17 @@ class Composer:
             raise ValueError(f"prompt {prompt.id} has no token that could predict the first one of a response")
         if inputs.patches_PX is not None and self._vision is None:
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
-        temperature = config.rollout.temperature or 1.0 if config.schedules.temperature else None
+        temperature = 1.0 if config.rollout.tempered else None
         return TrainGroup(prompt.id, inputs, samples, weights, version, temperature)
+
+
+MAX_SHAPES = 32  # of microbatches that are compiled at most, for each number of devices
 
 
 def shape_book(config: Config) -> ShapeBook:
     """Returns an empty shape book. Under `odc`, most programs are those of single devices."""
-    most = config.sharding.max_shapes
-    alone = max(most * 7 // 8, 1) if config.sharding.strategy is Strategy.ODC else 0
-    return ShapeBook(most, alone=alone, ahead=config.sharding.compile_ahead)
+    alone = max(MAX_SHAPES * 7 // 8, 1) if isinstance(config.sharding.strategy, ODC) else 0
+    return ShapeBook(MAX_SHAPES, alone=alone, ahead=config.sharding.compile_ahead)
 
 
 def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:

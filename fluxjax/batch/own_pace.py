@@ -34,11 +34,13 @@ class OwnPace:
     can't be read.
     """
 
+    deal = staticmethod(lb_mini)
+
     def __init__(
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
         self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
-        self._tempered = bool(config.schedules.temperature)
+        self._tempered = config.rollout.tempered
         self._work_of = estimate(config, text, vision)
         self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
         self._room = self._collective.spreading.room
@@ -57,7 +59,7 @@ class OwnPace:
         """Returns the microbatches: first those of all devices together, for sequences that no single device holds;
         then those of one device each, device after device, each device's heaviest first.
 
-        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        With `share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
         device may have no microbatch of its own.
 

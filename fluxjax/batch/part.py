@@ -26,6 +26,7 @@ from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
+from . import pieces as cutting
 from .composition import Filled, Piece, TrainGroup
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
@@ -44,7 +45,6 @@ class Room:
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
-    rounds_per_degree: int = 1
     degree: int = 1  # the most devices that compute one sequence
 
     @classmethod
@@ -52,7 +52,7 @@ class Room:
         """Returns the room that `config.packing` gives: one row with the tokens of all packed rows of a device."""
         packing = config.packing
         tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
-        return cls(tokens, patches, packing.share_prompts, vision, packing.rounds_per_degree, degree)
+        return cls(tokens, patches, cutting.SHARE_PROMPTS, vision, degree)
 
     @property
     def whole_patches(self) -> int:
@@ -63,7 +63,7 @@ class Room:
     def caps(self, num_devices: int) -> Sizes:
         """Returns the largest size of each buffer that a microbatch on `num_devices` devices may need."""
         degrees = [1 << k for k in range(min(self.degree, num_devices).bit_length())]
-        rounds = [f"round/{p}/{k}" for p in degrees for k in range(self.rounds_per_degree if p > 1 else 1)]
+        rounds = [f"round/{p}/0" for p in degrees]
         caps = {"columns": self.tokens} | dict.fromkeys(rounds, self.tokens)
         if len(rounds) > 1:
             caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))

@@ -15,7 +15,7 @@ from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from ..config import Config, ConfigError, Strategy
+from ..config import Config, ConfigError, FlexUlysses, Ulysses
 from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
 from .part import Part, Room, SizedPart, size_parts
 from .pieces import pieces_of
@@ -44,7 +44,7 @@ class Spreading:
     ) -> None:
         self._num_devices, self._shapes, room = num_devices, shapes, Room.of(config, vision)
         self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
-        self._tempered = bool(config.schedules.temperature)
+        self._tempered = config.rollout.tempered
         self.degree, self._plan = planner(config, text, num_devices, room.tokens)
         self.room = dataclasses.replace(room, degree=self.degree)
 
@@ -71,7 +71,7 @@ class Spreading:
         before would need a new program; once new programs are rare, it gets one more microbatch instead, but not twice
         in a row.
 
-        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        With `share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
         items, room = [group.item for group in groups], self.room
@@ -140,17 +140,13 @@ class Spreading:
 def planner(config: Config, text: TextConfig | None, num_devices: int, room: int) -> tuple[int, Planner]:
     """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for, if a
     device holds `room` tokens. Raises ConfigError as `Spreading` does."""
-    settings, packing = config.sharding, config.packing
+    settings, strategy = config.sharding, config.sharding.strategy
     try:
         limits = Limits(
-            max_degree=settings.max_degree,
+            max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
             num_heads=text.num_heads if text is not None else 0,
-            alpha=settings.alpha,
-            tolerance=settings.tolerance,
+            alpha=strategy.alpha if isinstance(strategy, FlexUlysses) else Limits.alpha,
             tokens_per_device=room,
-            short=packing.short,
-            cap=packing.group_cap,
-            rounds_per_degree=packing.rounds_per_degree,
             tau=settings.devices_per_host,
         )
         degree = limits.degree(num_devices)
@@ -160,7 +156,7 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     def within(tokens: int) -> Limits:
         return dataclasses.replace(limits, tokens_per_device=tokens)
 
-    if settings.strategy is Strategy.ULYSSES:
+    if strategy.name == "ulysses":
         return degree, lambda lengths, squares, most: ulysses(
             lengths, num_devices, within(most), work=squares, degree=degree
         )
@@ -171,7 +167,7 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
         for k in range(1, degree.bit_length()):
             cost.all_to_all_seconds(1, 1 << k)
     except CostError as error:
-        raise ConfigError(f"sharding.calibration: {error}; or lower sharding.max_degree") from error
+        raise ConfigError(f"sharding.calibration: {error}; or lower sharding.strategy.max_degree") from error
 
     return degree, lambda lengths, squares, most: flex_ulysses(
         lengths, num_devices, within(most), work=forward_seconds(cost, lengths, squares), cost=_Squares(cost, squares)
@@ -192,7 +188,7 @@ class _Squares:
 def _explained(error: PlanError) -> str:
     """Returns the error's message with the configuration's names of the limits."""
     words = str(error).replace("limits.tokens_per_device", "packing.tokens_per_row * packing.rows_per_device")
-    return words.replace("limits.max_degree", "sharding.max_degree").replace("limits.num_heads", "the model's")
+    return words.replace("limits.max_degree", "sharding.strategy.max_degree").replace("limits.num_heads", "the model's")
 
 
 def _deal(items: Sequence[Item], pieces: Sequence[Piece], count: int) -> list[list[Piece]]:

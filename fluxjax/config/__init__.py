@@ -6,8 +6,10 @@ slots, so that a configuration file cannot set a field that does not exist. No s
 """
 
 import dataclasses
+import difflib
 import enum
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..base.errors import ConfigError
@@ -16,47 +18,57 @@ from .algorithms import AlgorithmConfig, LoraConfig
 from .algorithms import CriticConfig as CriticConfig
 from .algorithms import KlEstimator as KlEstimator
 from .algorithms import LossAggregation as LossAggregation
-from .bounds import bounded, check_fields, not_negative, positive, within
+from .bounds import Chosen, bounded, check_fields, choice, is_port, not_negative, positive, scheduled, within
 from .data import DataConfig
 from .data import SourceConfig as SourceConfig
 from .rewards import RewardKindConfig as RewardKindConfig
 from .rewards import RewardsConfig
 from .rewards import RewardTerm as RewardTerm
 from .schedules import make_schedules
-from .scheduling import (
-    AdaptiveAsyncConfig,
-    AprilConfig,
-    ComposerConfig,
-    ParallelismConfig,
-    Policy,
-    PolicyConfig,
-    SchedulesConfig,
-    SpeculativeSyncConfig,
-    StreamTrainerConfig,
-    TailBatchingConfig,
-)
+from .scheduling import AdaptiveAsyncConfig as AdaptiveAsyncConfig
+from .scheduling import AprilConfig as AprilConfig
+from .scheduling import DynamicSampling, ParallelismConfig, Policy, ReplayConfig, SynchronousConfig, TailBatchingConfig
 from .scheduling import Importance as Importance
 from .scheduling import ImportanceConfig as ImportanceConfig
 from .scheduling import ImportanceLevel as ImportanceLevel
-from .scheduling import Order as Order
-from .scheduling import ReplayConfig as ReplayConfig
-from .scheduling import ReplayOrder as ReplayOrder
-from .scheduling import SampledBy as SampledBy
 from .servers import RolloutEngine, ServersConfig
 from .weight_sync import Route as Route
 from .weight_sync import WeightsConfig
 
 
-class Strategy(enum.Enum):
-    FSDP = "fsdp"  # every device computes whole sequences
-    ULYSSES = "ulysses"  # every sequence is spread over the same number of devices
-    FLEX_ULYSSES = "flex_ulysses"  # each sequence over as many devices as balance needs
-    ODC = "odc"  # every device computes whole sequences at its own pace; those too long for one come first, spread
+@dataclasses.dataclass(slots=True)
+class FSDP(Chosen):
+    """Every device computes whole sequences."""
 
-    @property
-    def spreads(self) -> bool:
-        """Says whether several devices may compute a sequence together."""
-        return self is not Strategy.FSDP
+    spreads: ClassVar[bool] = False  # several devices may compute a sequence together
+
+
+@dataclasses.dataclass(slots=True)
+class Ulysses(Chosen):
+    """Every sequence is spread over the same number of devices."""
+
+    spreads: ClassVar[bool] = True
+    max_degree: int = bounded(  # most devices of a sequence; 0: as devices and heads allow
+        0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class FlexUlysses(Ulysses):
+    """Each sequence is spread over as many devices as balance needs."""
+
+    alpha: float = within(1.1, "[1, inf)")  # tokens of a device, at most this times the mean
+
+
+@dataclasses.dataclass(slots=True)
+class ODC(Ulysses):
+    """Every device computes whole sequences at its own pace; those too long for one come first, spread."""
+
+    hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all
+    deterministic: bool = False  # gradients add up in an order fixed by the plan, bitwise; else as they arrive
+
+
+Strategy = FSDP | Ulysses | FlexUlysses | ODC
 
 
 class DType(enum.Enum):
@@ -78,54 +90,44 @@ class Schedule(enum.Enum):
     COSINE = "cosine"
 
 
+# Sizes of the tiny model, a Qwen2.5-VL, or a Qwen2 where `vision` is off.
+TINY: Mapping[str, object] = {
+    "vision": True,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "tie_word_embeddings": False,
+    "rope_theta": 30.0,  # sequences have a few dozen tokens
+    "mrope_section": (2, 3, 3),  # frequencies a position axis (time, height, width)
+    "initializer_range": 0.1,
+    "vision_hidden_size": 64,
+    "vision_intermediate_size": 128,
+    "vision_depth": 2,
+    "vision_num_heads": 4,
+    "vision_full_attention_layers": (1,),
+    "patch_size": 8,
+    "window_size": 16,  # pixels
+}
+
+
 @dataclasses.dataclass(slots=True)
 class ModelConfig:
-    of_any: ClassVar[tuple[str, ...]] = ("path", "compute_dtype")  # the other fields are the tiny model's
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
-    vision: bool = True  # tiny model only: Qwen2.5-VL with a vision tower, or Qwen2 text
-    hidden_size: int = positive(64)
-    intermediate_size: int = positive(160)
-    num_layers: int = positive(3)
-    num_heads: int = positive(4)
-    num_kv_heads: int = positive(2)
-    tie_word_embeddings: bool = False
-    rope_theta: float = positive(30.0)  # tiny model: sequences of a few dozen tokens
-    mrope_section: tuple[int, ...] = (2, 3, 3)  # frequencies a position axis (time, height, width)
-    initializer_range: float = positive(0.1)
-    vision_hidden_size: int = positive(64)
-    vision_intermediate_size: int = positive(128)
-    vision_depth: int = positive(2)
-    vision_num_heads: int = positive(4)
-    vision_full_attention_layers: tuple[int, ...] = (1,)
-    patch_size: int = positive(8)
-    window_size: int = positive(16)  # pixels
-    compute_dtype: DType = DType.FLOAT32  # master weights stay float32
+    # The sizes of the tiny model, by the names of `fluxjax.config.TINY`.
+    tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
+    compute_dtype: DType = DType.FLOAT32  # of the computation; master weights stay float32
 
     def validate_tiny(self) -> None:
-        """Raises `ConfigError` for a tiny model that cannot be built."""
-        multiples = [
-            ("hidden_size", "num_heads", 2, "a head's rotary embedding has pairs"),
-            ("num_heads", "num_kv_heads", 1, "as many heads share each"),
-            ("window_size", "patch_size", 2, "2 x 2 patches are a merged feature"),
-        ]
-        if self.vision:
-            why = "rows and columns each take half a rotary embedding"
-            multiples.append(("vision_hidden_size", "vision_num_heads", 4, why))
-        for name, unit, factor, why in multiples:
-            value, units = getattr(self, name), getattr(self, unit)
-            if value % (factor * units):
-                raise ConfigError(
-                    f"model.{name} ({value}) must be a multiple of {factor} x model.{unit} ({units}): {why}"
-                )
-        if self.vision and sum(self.mrope_section) * 2 * self.num_heads != self.hidden_size:
-            raise ConfigError(
-                f"model.mrope_section {self.mrope_section} must sum to half the head size, "
-                f"{self.hidden_size // self.num_heads // 2}"
-            )
-        if wrong := [layer for layer in self.vision_full_attention_layers if not 0 <= layer < self.vision_depth]:
-            raise ConfigError(
-                f"model.vision_full_attention_layers has {wrong}; layers go from 0 to {self.vision_depth - 1}"
-            )
+        """Raises `ConfigError` for a size that the tiny model does not have."""
+        for name, value in self.tiny.items():
+            if name not in TINY:
+                near = difflib.get_close_matches(name, TINY, 1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(TINY)}"
+                raise ConfigError(f"model.tiny has no field {name!r}; {hint}")
+            if type(value) is not type(TINY[name]):
+                raise ConfigError(f"model.tiny.{name} is {value!r}; it must be of type {type(TINY[name]).__name__}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,41 +135,56 @@ class WarmStartConfig:
     """Supervised steps before RL, so that the policy answers in the right form."""
 
     steps: int = not_negative(0)  # 0: no warm start
-    batch_size: int = positive(64)
-    lr: float = positive(2e-3)
+    batch_size: int = positive(64)  # records of a step
+    lr: float = positive(2e-3)  # the learning rate
 
 
 @dataclasses.dataclass(slots=True)
 class RolloutConfig:
-    engine: RolloutEngine = RolloutEngine.JAX
-    prompts_per_step: int = positive(32)
-    group_size: int = positive(8)
-    max_new_tokens: int = positive(16)
-    temperature: float = bounded(
+    engine: RolloutEngine = RolloutEngine.JAX  # what generates responses
+    prompts_per_step: int = positive(32)  # prompts that a training step is made of
+    group_size: int = positive(8)  # responses to each prompt
+    max_new_tokens: int = positive(16)  # tokens of a response at most
+    # A number, or a schedule, which may differ between sources and prompts.
+    temperature: float | str = scheduled(
         1.0,
-        lambda value: value >= 1e-6,
-        "be at least 1e-6: greedy responses to a prompt are all the same and teach nothing (evaluations are greedy "
-        "whatever it is)",
+        "[1e-6, inf)",
+        "greedy responses to a prompt are all the same and teach nothing (evaluations are greedy whatever it is)",
     )
     top_p: float = within(1.0, "(0, 1]")  # 1: off
     top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
     # Tokens in the KV cache of each engine, shared by its slots. 0: as a server's memory allows; in the embedded engine
-    # as many as all slots may need, within kv_fraction of the device memory that is free before the first request (on
-    # CPUs, which don't tell: within 4 GiB).
+    # as many as all slots may need, within half of the device memory that is free before the first request (on CPUs,
+    # which don't tell: within 4 GiB).
     kv_tokens: int = not_negative(0)
-    kv_fraction: float = within(0.5, "(0, 1)")  # training needs the rest for its activations
+    # Embedded engines, each on devices of its own where there are so many. 0: as many as the accelerators of the host
+    # allow at parallelism.degree each; 1 on a CPU, whose devices share its cores.
+    engines: int = not_negative(0)
+    # The difference without which groups are not trained on, and others are drawn for them (DAPO).
+    dynamic_sampling: DynamicSampling = DynamicSampling.OFF
+    max_num_gen_batches: int = not_negative(10)  # prompts_per_step that dynamic_sampling generates a step; 0: no bound
+
+    @property
+    def tempered(self) -> bool:
+        """Says whether the temperature changes, so that each response has its own."""
+        return isinstance(self.temperature, str)
+
+    @property
+    def fixed_temperature(self) -> float:
+        """The temperature where it is a number; 1 in the place of a schedule."""
+        return 1.0 if isinstance(self.temperature, str) else self.temperature
 
 
 @dataclasses.dataclass(slots=True)
 class OptimConfig:
-    lr: float = positive(1e-3)
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = not_negative(0)
-    beta1: float = within(0.9, "[0, 1)")
-    beta2: float = within(0.99, "[0, 1)")
-    eps: float = positive(1e-8)
+    lr: float = positive(1e-3)  # the learning rate, after its warmup
+    schedule: Schedule = Schedule.CONSTANT  # of the learning rate, over the run
+    warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
+    beta1: float = within(0.9, "[0, 1)")  # decay of Adam's first moment
+    beta2: float = within(0.99, "[0, 1)")  # decay of Adam's second moment
+    eps: float = positive(1e-8)  # of Adam, beside the root of the second moment
     weight_decay: float = not_negative(0.0)  # of matrices and embeddings; norms and biases have none
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
     moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
@@ -176,67 +193,51 @@ class OptimConfig:
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig:
-    # Whole sequences: fsdp; odc (without barriers), which spreads those that no device holds as flex_ulysses would.
-    # Spread over devices: ulysses, flex_ulysses.
-    strategy: Strategy = Strategy.FSDP
+    strategy: Strategy = choice(FSDP, Ulysses, FlexUlysses, ODC)  # noqa: RUF009
     devices: int = not_negative(0)  # 0: all that JAX sees
     remat: Remat = Remat.NONE  # not offload under odc
     preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
     device_memory_gib: float = not_negative(0.0)  # must suffice; 0: what JAX may use of a GPU, on CPUs no check
-    vocab_chunk: int = not_negative(0)  # tokens of whom logits exist at once (GPUs: gradients of these); 0: chosen
-    max_degree: int = bounded(  # most devices of a sequence (ulysses: of each); 0: as devices and heads allow
-        0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
-    )
-    alpha: float = within(1.1, "[1, inf)")  # flex_ulysses: tokens of a device, at most this times the mean
     devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
-    tolerance: float = not_negative(0.025)  # flex_ulysses: accepted excess of the largest attention load over the least
-    max_shapes: int = positive(32)  # at most so many shapes of microbatches are compiled, for each number of devices
-    compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
-    hybrid: bool = False  # odc: parameters, gradients spread over devices_per_host devices; optimizer state over all
-    deterministic: bool = False  # odc: gradients add up in an order fixed by the plan, bitwise; else as they arrive
-    live_layers: int = within(  # odc: layers whose weights are on a device at once, at most
-        3, "[2, inf)", "one layer to compute and one to fetch"
-    )
+    compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
 
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
     tokens_per_row: int = positive(256)  # fsdp, from 1024: the most; rows are shorter where that saves padding
-    rows_per_device: int = positive(16)  # of one microbatch; fsdp: the most
+    # Rows of one microbatch; fsdp: the most. Else a device has one row of tokens_per_row * rows_per_device tokens.
+    rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # of one microbatch
-    share_prompts: bool = True  # compute a group's prompt once for all its responses
-    # All but fsdp: a device has one row of tokens_per_row * rows_per_device tokens. Where sequences are spread:
-    rounds_per_degree: int = positive(1)  # sequence groups of a device group at most; more overlap more and pad more
-    short: int = not_negative(1024)  # several rounds: sequences of at most so many tokens are joined (FlexRL's h_pack)
-    group_cap: int = not_negative(8192)  # several rounds: up to so many tokens of a device group (FlexRL's H_pack)
 
 
 @dataclasses.dataclass(slots=True)
 class CheckpointConfig:
     every: int = not_negative(50)  # steps; 0: only at the end
-    keep: int = positive(2)
+    keep: int = positive(2)  # checkpoints that stay; older ones are removed
     # Steps; 0: never. Each process keeps its part of the two newest in the memory of its host, from where as many
     # processes go on when one has failed.
     snapshot_every: int = not_negative(0)
-    snapshot_folder: str = "/dev/shm"
 
 
 @dataclasses.dataclass(slots=True)
 class EvaluationConfig:
     every: int = not_negative(50)  # steps; 0: only at start and end
     samples: int = positive(200)  # held-out prompts a source, at the start and the end
-    samples_during: int = positive(64)
 
 
 @dataclasses.dataclass(slots=True)
 class ReportConfig:
-    prometheus_port: int = within(0, "[0, 65535]")  # 0: off
-    prometheus_host: str = "127.0.0.1"  # to listen on; beyond loopback needs FLUXJAX_TOKEN, a scraper's credentials
-    logprob_gap_alarm: float = positive(1e-4)  # mean absolute; in float32
-    dump_samples_every: int = not_negative(20)  # steps; 0: never
-    dump_samples: int = not_negative(8)  # a dump
-    timeline_steps: int = positive(10)  # the Gantt picture shows the last so many steps
+    # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, a scraper's
+    # credentials.
+    prometheus: str = bounded("", is_port, "be a port, or host:port")
+    dump_samples_every: int = not_negative(20)  # steps between two dumps of responses; 0: never
+
+    @property
+    def prometheus_address(self) -> tuple[str, int]:
+        """The host and the port to serve metrics on; port 0: they are not served."""
+        host, _, port = self.prometheus.rpartition(":")
+        return host.strip("[]") or "127.0.0.1", int(port or 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -247,9 +248,8 @@ class DistributedConfig:
     coordinator: str = ""  # host:port of process 0
     processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI ranks, else one
     process: int = not_negative(0)  # this one's number, from 0
-    timeout: float = positive(15.0)  # seconds of silence after which a process is taken for lost
-    start_timeout: float = positive(300.0)  # seconds in which all must have come
-    # Seconds that a process may be at one step, or one checkpoint, before all end; compiling does not count.
+    # Seconds that a process may be at one step, or one checkpoint, before all end; compiling does not count. Processes
+    # wait as long for the others to come, and at most five minutes.
     progress_timeout: float = positive(900.0)
 
 
@@ -258,9 +258,10 @@ class Config:
     """All settings of a run. `unread` are sections and fields that the command with this configuration never reads."""
 
     unread: ClassVar[tuple[str, ...]] = ()
+    # The name of the run.
     name: str = bounded("vlm", lambda value: value != "" and "/" not in value, "be a folder's name, without '/'")
-    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")
-    steps: int = positive(300)
+    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")  # of everything that is drawn
+    steps: int = positive(300)  # training steps of RL
     run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -269,15 +270,13 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
-    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
-    tail_batching: TailBatchingConfig = dataclasses.field(default_factory=TailBatchingConfig)
-    april: AprilConfig = dataclasses.field(default_factory=AprilConfig)
-    stream_trainer: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
-    speculative_sync: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
-    adaptive_async: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
+    policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
+    # Gradients of complete groups are computed while others are still generated, on half of the engines (Flexes, 4.4).
+    stream_trainer: bool = False
+    # Training begins before a batch is complete, if the rest is predicted to end, with this confidence, while gradients
+    # of what is there are computed (Flux, insight 2). 0: it does not.
+    speculative_sync: float = within(0.0, "[0, 1)")
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
-    composer: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
-    schedules: SchedulesConfig = dataclasses.field(default_factory=SchedulesConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
@@ -322,7 +321,7 @@ class Config:
                 f"rollout.kv_tokens ({self.rollout.kv_tokens}) holds no sequence of rollout.max_sequence_tokens "
                 f"({longest})"
             )
-        if self.sharding.strategy is Strategy.FSDP and row < longest:
+        if isinstance(self.sharding.strategy, FSDP) and row < longest:
             raise ConfigError(
                 f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
                 "response would not fit"
@@ -332,12 +331,12 @@ class Config:
                 f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
                 "second moment in a step; lower optim.beta2 to 0.99"
             )
-        if self.sharding.compile_ahead and self.sharding.strategy is Strategy.ODC:
+        if self.sharding.compile_ahead and isinstance(self.sharding.strategy, ODC):
             raise ConfigError(
                 f"sharding.compile_ahead={self.sharding.compile_ahead} is not possible under sharding.strategy=odc, "
                 "where each device compiles stages of its own; set it to 0"
             )
-        if self.sharding.remat is Remat.OFFLOAD and self.sharding.strategy is Strategy.ODC:
+        if self.sharding.remat is Remat.OFFLOAD and isinstance(self.sharding.strategy, ODC):
             raise ConfigError("sharding.remat is offload, which odc can't; set it to layer")
         distributed = self.distributed
         if distributed.process >= max(distributed.processes, 1):
@@ -354,6 +353,7 @@ class Config:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         for name, source in self.data.sources.items():
             source.validate_rewards(f"data.sources.{name}")
+            source.validate_columns(f"data.sources.{name}")
         if not self.model.path:
             self.model.validate_tiny()
 
@@ -368,14 +368,14 @@ class Config:
         engine, servers = self.rollout.engine.value, self.servers
         servers.validate()
         self.weights.validate(self.rollout.engine, servers)
-        if self.policy.engines > servers.servers:
+        if self.rollout.engines > servers.servers:
             raise ConfigError(
-                f"policy.engines is {self.policy.engines}, but there are {servers.servers} servers (servers.count or "
+                f"rollout.engines is {self.rollout.engines}, but there are {servers.servers} servers (servers.count or "
                 "servers.addresses); leave it at 0, an engine a server"
             )
-        if self.stream_trainer.enabled and not servers.colocated:
+        if self.stream_trainer and not servers.colocated:
             raise ConfigError(
-                f"stream_trainer.enabled lends devices of engines to training, but those of {engine} servers are not "
+                f"stream_trainer lends devices of engines to training, but those of {engine} servers are not "
                 "the trainer's; set servers.colocated, or rollout.engine to jax"
             )
         if servers.colocated and servers.addresses and self.rollout.engine is RolloutEngine.SGLANG:
@@ -383,8 +383,8 @@ class Config:
                 "servers.colocated needs to know which servers sleep when the run begins, and SGLang does not say; let "
                 "the run start them (servers.count), not servers.addresses"
             )
-        if servers.colocated and (self.policy.name is Policy.ADAPTIVE_ASYNC or self.speculative_sync.enabled):
-            what = "speculative_sync.enabled" if self.speculative_sync.enabled else "policy.name=adaptive_async"
+        if servers.colocated and (isinstance(self.policy, AdaptiveAsyncConfig) or self.speculative_sync):
+            what = "speculative_sync" if self.speculative_sync else "policy=adaptive_async"
             raise ConfigError(f"{what} trains while servers generate; servers.colocated has them sleep: unset one")
         degree = self.parallelism.degree
         if degree > 1 or self.parallelism.enabled:
@@ -394,9 +394,9 @@ class Config:
                     f"parallelism.degree is {degree}, parallelism.enabled {self.parallelism.enabled}: servers must be "
                     f"told, in servers.flags: ('{flag}', '{{degree}}')"
                 )
-        if self.parallelism.enabled and self.policy.engines not in (0, servers.servers):
+        if self.parallelism.enabled and self.rollout.engines not in (0, servers.servers):
             raise ConfigError(
-                f"policy.engines is {self.policy.engines}, but parallelism.enabled has an engine a server "
+                f"rollout.engines is {self.rollout.engines}, but parallelism.enabled has an engine a server "
                 f"({servers.servers}); leave it at 0"
             )
         if self.parallelism.enabled and self.weights.chosen(servers) is not Route.SHM:
@@ -407,65 +407,47 @@ class Config:
 
     def validate_scheduling(self) -> None:
         """Raises `ConfigError` for policies, and for what they consult, that cannot work together."""
-        adaptive, stream, parallelism = self.adaptive_async, self.stream_trainer, self.parallelism
-        engines = self.policy.engines  # 0: not known before the devices are
-        if not adaptive.min_ratio <= adaptive.ratio <= adaptive.max_ratio:
-            raise ConfigError(
-                f"adaptive_async.ratio is {adaptive.ratio}; it must be between min_ratio ({adaptive.min_ratio}) and "
-                f"max_ratio ({adaptive.max_ratio})"
-            )
-        if parallelism.degree > parallelism.max_degree:
-            raise ConfigError(
-                f"parallelism.degree is {parallelism.degree}, parallelism.max_degree only {parallelism.max_degree}"
-            )
+        parallelism, policy = self.parallelism, self.policy
+        engines = self.rollout.engines  # 0: not known before the devices are
         if parallelism.degree < parallelism.min_degree:
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
             )
         if parallelism.profile and not parallelism.enabled:
             raise ConfigError("parallelism.profile needs parallelism.enabled")
-        for name in ("parallelism", "stream_trainer", "speculative_sync"):
-            if getattr(self, name).enabled and self.policy.name is Policy.ADAPTIVE_ASYNC:
-                raise ConfigError(
-                    f"{name}.enabled needs a policy.name that trains in rounds; adaptive_async never has idle engines"
-                )
+        early = {"stream_trainer": self.stream_trainer, "speculative_sync": self.speculative_sync}
+        early = [name for name, on in early.items() if on]
+        if isinstance(policy, AdaptiveAsyncConfig):
+            for name in ["parallelism.enabled"] * parallelism.enabled + early:
+                raise ConfigError(f"{name} needs a policy that trains in rounds; adaptive_async never has idle engines")
         if parallelism.enabled and engines and engines * parallelism.degree < 2:
-            raise ConfigError("parallelism.enabled needs two devices at least: policy.engines x parallelism.degree = 1")
-        if stream.first > stream.last:
+            raise ConfigError("parallelism.enabled needs two devices: rollout.engines x parallelism.degree is 1")
+        if self.stream_trainer and engines == 1:
+            raise ConfigError(f"stream_trainer needs rollout.engines of at least 2, not {engines}: half is lent")
+        if self.stream_trainer and getattr(self.sharding.strategy, "hybrid", False):
             raise ConfigError(
-                f"stream_trainer.first is {stream.first} and stream_trainer.last {stream.last}; the first must "
-                "not be above the last"
+                "stream_trainer needs sharding.strategy.hybrid off: the devices of some engines are no whole hosts"
             )
-        if stream.enabled and engines == 1:
-            raise ConfigError(f"stream_trainer.enabled needs policy.engines of at least 2, not {engines}: half is lent")
-        if stream.enabled and self.sharding.hybrid:
-            raise ConfigError(
-                "stream_trainer.enabled needs sharding.hybrid off: the devices of some engines are no whole hosts"
-            )
-        for name in ("stream_trainer", "speculative_sync"):
-            held = self.policy.name is Policy.TAIL_BATCHING and self.tail_batching.max_staleness
-            if getattr(self, name).enabled and held:
-                raise ConfigError(f"{name}.enabled needs tail_batching.max_staleness to be 0: it counts no held groups")
-            if getattr(self, name).enabled and self.algorithm.updates > 1:
+        for name in early:
+            if isinstance(policy, TailBatchingConfig) and policy.max_staleness:
+                raise ConfigError(f"{name} needs policy.max_staleness to be 0: it counts no held groups")
+            if self.algorithm.updates > 1:
                 raise ConfigError(
-                    f"{name}.enabled computes gradients before a step is complete, all of the same weights; set "
+                    f"{name} computes gradients before a step is complete, all of the same weights; set "
                     "algorithm.minibatches and algorithm.epochs to 1"
                 )
-            if getattr(self, name).enabled and self.algorithm.importance.normalize:
+            if self.algorithm.importance.normalize:
                 raise ConfigError(
-                    f"{name}.enabled needs algorithm.importance.normalize off: its mean is known at the end of a step"
+                    f"{name} needs algorithm.importance.normalize off: its mean is known at the end of a step"
                 )
-        self._validate_replay()
-        make_schedules(self.schedules)
-
-    def _validate_replay(self) -> None:
-        """Raises `ConfigError` where replay would train on older versions than the policy allows."""
-        limits = {Policy.APRIL: self.april.max_staleness, Policy.ADAPTIVE_ASYNC: self.adaptive_async.max_staleness}
-        if self.tail_batching.max_staleness:
-            limits[Policy.TAIL_BATCHING] = self.tail_batching.max_staleness
-        limit, name = limits.get(self.policy.name), self.policy.name.value
+        limit = policy.staleness_limit
         if self.replay.share and limit is not None and self.replay.max_age > limit:
             raise ConfigError(
-                f"replay.max_age is {self.replay.max_age}, but {name}.max_staleness is {limit}, and nothing older is "
+                f"replay.max_age is {self.replay.max_age}, but policy.max_staleness is {limit}, and nothing older is "
                 "trained on; lower the one or raise the other"
             )
+        make_schedules(self)
+
+
+STRATEGIES: Mapping[str, type] = ShardingConfig.__dataclass_fields__["strategy"].metadata["choices"]
+POLICIES: Mapping[str, type] = Config.__dataclass_fields__["policy"].metadata["choices"]

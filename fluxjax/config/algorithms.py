@@ -59,7 +59,7 @@ class AlgorithmConfig:
     # `fluxjax.algorithms.rl_algorithm` names.
     name: str = "grpo"  # or module:attribute, an algorithm of your own; brings the algorithm's own settings along
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
-    clip_low: float = not_negative(0.2)
+    clip_low: float = not_negative(0.2)  # ratios below 1 less this are clipped
     clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
     dual_clip: float = bounded(  # the loss of a token with a negative advantage grows up to this ratio; 0: without end
         3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
@@ -69,11 +69,11 @@ class AlgorithmConfig:
     epochs: int = positive(1)  # times that a training step goes through its minibatches
     entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
     kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
-    kl_estimator: KlEstimator = KlEstimator.K3
+    kl_estimator: KlEstimator = KlEstimator.K3  # of the KL from the reference
     kl_in_reward: bool = False  # kl_coefficient * the KL of a response is taken off its reward; else it is in the loss
     reference: str = ""  # a local checkpoint folder of the model's sizes; empty: the model as RL begins
     reference_every: int = not_negative(0)  # steps after which the reference becomes the policy of then; 0: never
-    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what counts the same in the loss
     importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
     # An algorithm of one's own as an object, in Python: counts more than `name`. Never copied; a run's folder has its
     # class's name only.
@@ -168,9 +168,7 @@ class CriticConfig:
     # Steps in which only the critic learns: the policy, and the schedule of its learning rate, begin after them.
     warmup_steps: int = not_negative(0)
     value_clip: float = not_negative(0.5)  # a value's loss is bounded this far from the one before the step; 0: never
-    gamma: float = within(1.0, "[0, 1]")  # what a reward is worth one token before
     gae_lambda: float = within(0.95, "[0, 1]")  # 1: advantages from whole returns; 0: from the next token's value
-    whiten: bool = True  # advantages of a step have the mean 0 and the variance 1 over its tokens
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from ..base.errors import ConfigError
 
 T = TypeVar("T")
-PLAIN = str | int | float | bool | list | None  # the values of a dictionary that has no sections
+PLAIN = str | int | float | bool | list | tuple | None  # the values of a dictionary that has no sections
 
 
 @runtime_checkable
@@ -51,6 +52,41 @@ def power_of_two(default: T) -> T:
     return bounded(default, lambda value: value > 0 and not value & (value - 1), "be a power of two")
 
 
+class Chosen:
+    """The base of sections that are one of several choices."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The choice's name on the command line."""
+        return variant(type(self))
+
+
+def choice(default: type, *alternatives: type) -> Any:
+    """Declares a field that holds one of several sections: a choice that carries its own settings."""
+    kinds = {variant(kind): kind for kind in (default, *alternatives)}
+    return dataclasses.field(default_factory=default, metadata={"choices": kinds})
+
+
+def variant(kind: type) -> str:
+    """Returns the name of a choice on the command line: `flex_ulysses` of `FlexUlysses`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Config")).lower()
+
+
+def scheduled(default: float, interval: str, why: str = "") -> Any:
+    """Declares a number field that may be the text of a schedule, too; `interval` bounds all its values."""
+    declared: Any = within(default, interval, why)
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    return dataclasses.field(default=default, metadata={**declared.metadata, "schedule": (low, high)})
+
+
+def is_port(text: str) -> bool:
+    """Says whether a text is a port or `host:port`; an empty one is neither, and allowed."""
+    port = text.rpartition(":")[2]
+    return not text or (port.isdigit() and 0 < int(port) < 1 << 16)
+
+
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
@@ -60,9 +96,16 @@ def check_fields(section: Section, prefix: str = "") -> None:
     default = type(section)()
     for field in _settings(section):
         name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
+        if "schedule" in field.metadata and isinstance(value, str):
+            continue
         if isinstance(value, str):
             setattr(section, field.name, os.path.expanduser(value))
-        if isinstance(wanted, Section):
+        if kinds := field.metadata.get("choices"):
+            if type(value) not in kinds.values():
+                names = ", ".join(kind.__name__ for kind in kinds.values())
+                raise ConfigError(f"{name} is {value!r}; it must be one of {names}")
+            check_fields(cast(Section, value), f"{name}.")
+        elif isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
         elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
@@ -86,8 +129,11 @@ def _check_section(name: str, value: Any, kind: type) -> None:
 
 
 def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields all fields as (dotted name, value), depth first in order of declaration."""
+    """Yields all fields as (dotted name, value), depth first in order of declaration; a choice has its name, and then
+    its own fields."""
     for name, value in children(section).items():
+        if isinstance(section, Section) and "choices" in section.__dataclass_fields__[name].metadata:
+            yield f"{prefix}{name}", variant(type(value))
         if isinstance(value, Section | Mapping):
             yield from flatten(value, f"{prefix}{name}.")
         else:

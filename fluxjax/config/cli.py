@@ -8,35 +8,31 @@ Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 ste
 This module imports nothing heavy, so that `--help` and a typo answer at once.
 """
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import enum
-import inspect
 import operator
 import pathlib
 import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, TypeVar, cast
-
-from absl import flags
-from ml_collections import config_flags
+from typing import Any, NamedTuple, TypeVar
 
 from . import (
+    TINY,
+    AdaptiveAsyncConfig,
     Config,
     ConfigError,
     Importance,
     ImportanceConfig,
-    ModelConfig,
-    Policy,
-    RewardTerm,
     RolloutEngine,
     Route,
-    SourceConfig,
-    Strategy,
 )
-from .bounds import Section, children, flatten, lies_in
+from .bounds import Section, children, flatten, lies_in, variant
+from .help import help_text
 
 
 class Need(NamedTuple):
@@ -104,12 +100,7 @@ def _clipped(config: Config) -> bool:
 
 def _stale(config: Config) -> bool:
     """Says whether older versions than the newest are trained on."""
-    return _policy_stale(config) or config.replay.share > 0
-
-
-def _policy_stale(config: Config) -> bool:
-    held = config.policy.name is Policy.TAIL_BATCHING and config.tail_batching.max_staleness > 0
-    return config.policy.name in _STALE or held
+    return config.policy.staleness_limit is not None or config.replay.share > 0
 
 
 def _policy_gradient(config: Config) -> bool:
@@ -117,61 +108,29 @@ def _policy_gradient(config: Config) -> bool:
     return config.algorithm.name != "dpo" or _users(config)
 
 
-def _decoding_processes(config: Config) -> bool:
-    """Says whether media are decoded in processes that can be killed."""
-    return config.data.workers > 0 or config.data.preprocessors > 0
-
-
-_ALGORITHM, _KIND = "algorithm.name", "algorithm.importance.kind"
-_POLICY, _STRATEGY = "policy.name", "sharding.strategy"
-_KL = "algorithm.kl_coefficient"
+_ALGORITHM, _KIND, _KL = "algorithm.name", "algorithm.importance.kind", "algorithm.kl_coefficient"
 _CLIPS = _of("algorithm", "clip_low", "clip_high", "dual_clip")
 _OF_TOKENS = [*_CLIPS, "algorithm.loss_aggregation"]
 _OF_TOKENS += [f"algorithm.importance.{name}" for name, _ in flatten(ImportanceConfig())]
-_STALE = (Policy.APRIL, Policy.ADAPTIVE_ASYNC)  # policies that train on older versions
-_TINY_MODEL = [name for name, _ in flatten(ModelConfig()) if name not in ModelConfig.of_any]
-_SPREAD = tuple(strategy for strategy in Strategy if strategy.spreads)
 NEEDS = (
     Need(_OF_TOKENS, _ALGORITHM, "another", _policy_gradient),
     _no_algorithms(("dpo", "distillation"), "algorithm.entropy_coefficient"),
-    _above(0, "data.preprocessors", *_of("data", "lease_seconds", "near_gib")),
-    Need(_of("data", "decode_seconds", "decode_memory_gib"), "data.workers", "above 0", _decoding_processes),
-    _when(_POLICY, (Policy.TAIL_BATCHING,), "tail_batching", *_of("schedules", "tail_prompts", "tail_responses")),
-    _when(_POLICY, (Policy.APRIL,), "april"),
-    _when(_POLICY, (Policy.ADAPTIVE_ASYNC,), "adaptive_async", "composer", "schedules.target_staleness"),
+    _above(0, "data.preprocessors", "data.near_gib"),
     _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers", "weights"),
-    _when("servers.colocated", (True,), "servers.memory_fraction"),
-    _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "local", "agents", "delta")),
-    _when("weights.route", (Route.AUTO, Route.BUCKET, Route.IPC), "weights.bucket_mib"),
-    _when("rollout.engine", (RolloutEngine.JAX,), "rollout.kv_fraction"),
-    _when("policy.dynamic_sampling", (True,), *_of("policy", "dynamic_sampling_by", "max_num_gen_batches")),
-    _when("stream_trainer.enabled", (True,), *_of("stream_trainer", "first", "last", "every", "chunk")),
-    _when("speculative_sync.enabled", (True,), "speculative_sync.confidence"),
-    _when("parallelism.enabled", (True,), "parallelism.rise", "parallelism.calm"),
-    _when("schedules.temperature", ("",), "rollout.temperature"),  # the schedule takes the place of the constant
-    _when("schedules.target_staleness", ("",), "adaptive_async.target_staleness"),
-    _when("schedules.tail_prompts", ("",), "tail_batching.prompts"),
-    _when("schedules.tail_responses", ("",), "tail_batching.responses"),
+    _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "agents")),
     _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.high"),
     _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
     Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
     Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
-    Need(["algorithm.importance.decay"], _POLICY, "april or adaptive_async (or replay.share above 0)", _stale),
-    _above(0, "replay.share", *_of("replay", "groups", "max_age", "times", "order")),
+    Need(["algorithm.importance.decay"], "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
+    _above(0, "replay.share", "replay.max_age"),
+    _when("model.path", ("",), "model.tiny"),  # else the architecture is the checkpoint's
     _algorithms(("grpo", "dr_grpo", "dapo", "gspo", "cispo"), "algorithm.normalize_std"),
     _no_algorithms(("gspo", "cispo"), "algorithm.dual_clip"),
     _algorithms(("ppo",), "critic"),
     _above(0, _KL, *_of("algorithm", "kl_estimator", "reference", "reference_every")),
     _above(0, "lora.rank", *_of("lora", "alpha", "targets", "adapter")),
     Need(_CLIPS, "algorithm.importance.decoupled", "False (or several algorithm.minibatches or epochs)", _clipped),
-    _when(_STRATEGY, (Strategy.ODC,), *_of("sharding", "hybrid", "deterministic", "live_layers")),
-    _when(_STRATEGY, _SPREAD, *_of("sharding", "max_degree", "devices_per_host")),
-    _when(_STRATEGY, (Strategy.FLEX_ULYSSES, Strategy.ODC), *_of("sharding", "calibration", "alpha", "tolerance")),
-    _when(_STRATEGY, _SPREAD, *_of("packing", "rounds_per_degree", "short", "group_cap")),
-    _above(1, "packing.rounds_per_degree", *_of("packing", "short", "group_cap")),
-    _above(0, "checkpoint.snapshot_every", "checkpoint.snapshot_folder"),
-    _when("sharding.preflight", (True,), "sharding.device_memory_gib"),
-    _when("model.path", ("",), *_of("model", *_TINY_MODEL)),  # else the architecture is the checkpoint's
 )
 
 
@@ -190,7 +149,7 @@ def refuse_unread(config: Config, given: Collection[str]) -> None:
     """Raises `ConfigError` for the first of the fields `given` on the command line that is not read."""
     for field, need in unread(config).items():
         if field in given:
-            default = _text(operator.attrgetter(field)(type(config)()))
+            default = _text(dict(flatten(type(config)()))[field])
             raise ConfigError(
                 f"--config.{field} needs {need.setting} {need.wanted}, not {need.current(config)}; set the one or "
                 f"leave the other at {default}"
@@ -214,7 +173,7 @@ def remarks(config: Config) -> list[str]:
             "or algorithm.epochs"
         )
     if _stale(config) and not _corrected(config) and _policy_gradient(config):
-        who = config.policy.name.value if _policy_stale(config) else "replay.share above 0"
+        who = config.policy.name if config.policy.staleness_limit is not None else "replay.share above 0"
         lines.append(
             f"warning: {who} trains on older versions without an importance correction; set "
             "algorithm.importance.kind=truncate or mask"
@@ -223,13 +182,36 @@ def remarks(config: Config) -> list[str]:
 
 
 DEFAULT_CONFIG = "configs/vlm.py"
+_CHOICES = (_ALGORITHM, "policy", "sharding.strategy")
+# Settings of earlier releases, by the names that they have now.
+MOVED: Mapping[str, str] = {
+    "policy.name": "policy",
+    "policy.engines": "rollout.engines",
+    "policy.dynamic_sampling": "rollout.dynamic_sampling (off, correct or value)",
+    "policy.dynamic_sampling_by": "rollout.dynamic_sampling (off, correct or value)",
+    "policy.max_num_gen_batches": "rollout.max_num_gen_batches",
+    **{f"tail_batching.{name}": f"policy.{name}" for name in ("prompts", "responses", "max_staleness")},
+    **{f"april.{name}": f"policy.{name}" for name in ("oversample", "max_staleness")},
+    **{f"adaptive_async.{name}": f"policy.{name}" for name in AdaptiveAsyncConfig.__dataclass_fields__},
+    **{f"composer.{name}": f"policy.prefer=('{name}',)" for name in ("stratify", "curriculum", "diversity", "lengths")},
+    "composer.order": "policy.prefer=('stalest',)",
+    "schedules.temperature": "rollout.temperature",
+    "schedules.target_staleness": "policy.target_staleness",
+    "schedules.tail_prompts": "policy.prompts",
+    "schedules.tail_responses": "policy.responses",
+    "stream_trainer.enabled": "stream_trainer",
+    "speculative_sync.enabled": "speculative_sync=0.5 (the confidence; 0: off)",
+    "speculative_sync.confidence": "speculative_sync",
+    **{f"sharding.{name}": f"sharding.strategy.{name}" for name in ("max_degree", "alpha", "hybrid", "deterministic")},
+    **{f"model.{name}": f"model.tiny.{name}" for name in TINY},
+    "report.prometheus_port": "report.prometheus (a port, or host:port)",
+    "report.prometheus_host": "report.prometheus (a port, or host:port)",
+}
 _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_dir model_name_or_path=model.path
     train_batch_size=rollout.prompts_per_step num_generations=rollout.group_size save_steps=checkpoint.every
     max_response_length=rollout.max_new_tokens max_completion_length=rollout.max_new_tokens eval_steps=evaluation.every
     beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low"""
 _OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings, as verl and TRL call them
-_OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that the help leaves out
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
 C = TypeVar("C", bound=Config)
 
 
@@ -239,10 +221,13 @@ def parse(argv: Sequence[str], doc: str, kind: type[C] = Config, default: str = 
     A command that needs more than `Config` has its own `kind`, and its own file as the `default`. Exits with status 0
     after `--help`, with status 2 and one line on standard error if anything is wrong.
     """
-    if any(arg in ("--help", "-h", "-help") for arg in argv):
-        print(help_text(doc, kind))
-        raise SystemExit(0)
     try:
+        asked = [number for number, arg in enumerate(argv) if arg in ("--help", "-h", "-help")]
+        if asked:
+            word = next((arg for arg in argv[asked[0] + 1 :] if not arg.startswith("-")), "")
+            selected = [arg.partition("=")[2] for arg in argv if arg.startswith("--config=")]
+            print(help_text(doc, read_file([default, *selected][-1], kind), word))
+            raise SystemExit(0)
         return load(argv, kind, default)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -257,17 +242,16 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         if not arg.startswith("-") or not equals or name.partition(".")[0] != "config":
             raise ConfigError(
                 f"unknown argument {arg!r}; this command takes --config=FILE[:variant], "
-                "--config.section.field=value and --help"
+                "--config.section.field=value and --help [WORD]"
             )
         if name == "config":
             selected = value
         else:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected, kind)
-    for field, value in sorted(overrides, key=lambda override: override[0] != _ALGORITHM):
-        config = _override(config, field, value)
-        if field == _ALGORITHM:
-            config.algorithm.choose(value)  # what else is given counts more
+    # A choice comes before the settings that it has; those of an algorithm count less than others that are given.
+    for field, value in sorted(overrides, key=lambda override: override[0] not in _CHOICES):
+        override(config, field, value)
     config.validate()
     refuse_unread(config, [field for field, _ in overrides])
     return config
@@ -311,74 +295,108 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
     return f"{match[1]} has no field {match[2]!r}; {hint}"
 
 
-def _override(config: C, field: str, value: str) -> C:
-    """Returns the configuration with one field set from text, as the type that the field has."""
-    current = _current(config, field)
-    values = flags.FlagValues()
-    flag = f"--config.{field}={value}"
+def override(config: Config, field: str, text: str) -> None:
+    """Sets a dotted field from text, as the type that the field has. Raises `ConfigError` for a field that there is
+    not, with the nearest name, and for a text that is no value of the field."""
+    holder: Section | Mapping[str, Any] = config
+    *sections, name = field.split(".")
+    for number, part in enumerate(sections):
+        inner = _child(config, holder, ".".join(sections[:number]), part, field)
+        if not isinstance(inner, Section | Mapping):
+            raise ConfigError(
+                f"--config.{field}: config.{'.'.join(sections[: number + 1])} is a value and has no field "
+                f"{[*sections, name][number + 1]!r}"
+            )
+        holder = inner
+    current = _child(config, holder, ".".join(sections), name, field)
+    metadata = holder.__dataclass_fields__[name].metadata if isinstance(holder, Section) else {}
     try:
-        config_flags.DEFINE_config_dataclass("config", config, flag_values=values, sys_argv=["fluxjax", flag])
-        values(["fluxjax", flag])
-        changed = values["config"].value
-        assert isinstance(changed, type(config))
-        return changed
-    except (flags.Error, ValueError, TypeError):
-        wanted = _KINDS.get(type(current), f"a {type(current).__name__}")
-        if isinstance(current, enum.Enum):
-            wanted = "one of " + ", ".join(member.value for member in type(current))
-        raise ConfigError(f"--config.{field}: {value!r} is not {wanted}") from None
-
-
-def _current(config: Config, field: str) -> object:
-    """Returns the value of a dotted field; raises `ConfigError` with the nearest valid name if there is none."""
-    value: object = config
-    section = "config"
-    for part in field.split("."):
-        if not isinstance(value, Section | Mapping):
-            raise ConfigError(f"--config.{field}: {section} is a value and has no field {part!r}")
-        names = children(value)
-        if part not in names:
-            every = [name for name, _ in flatten(config)]
-            meant = _OTHER_NAMES.get(part, "")
-            near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
-            near += [f"config.{meant}"] * bool(meant)
-            near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
-            near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
-            near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
-            hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
-            raise ConfigError(f"--config.{field}: no such field; {hint}")
-        section, value = f"{section}.{part}", names[part]
-    if isinstance(value, Section | Mapping):
-        fields = ", ".join(f"{field}.{name}" for name in children(value))
+        value = read_value(text, current, metadata)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"--config.{field}: {text!r} is not {_kind(current, metadata)}") from None
+    if isinstance(current, Section | Mapping) and value is None:
+        fields = ", ".join(f"{field}.{entry}" for entry in children(current))
         raise ConfigError(f"--config.{field} is a section; set its fields: {fields}")
-    return value
+    if field == _ALGORITHM:
+        config.algorithm.choose(text)
+    elif isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
 
 
-def help_text(doc: str, kind: type[Config] = Config) -> str:
-    """Returns what `--help` prints: `doc`, then every field with its default, its comment and its bound."""
-    lines = [doc.strip(), "", "Settings, with the defaults that a configuration file starts from:"]
-    lines += [_line(f"  --config.{n}", n, kind()) for n, _ in flatten(kind()) if not lies_in(n, kind.unread)]
-    if "data" not in kind.unread:
-        lines += ["  --config.data.sources.NAME.FIELD=...", "      for a source that the file declares; its fields:"]
-        lines += [_line(f"      {n}", n, SourceConfig()) for n, _ in flatten(SourceConfig())]
-        lines += [
-            "  --config.data.sources.NAME.rewards.TERM.FIELD=...",
-            "      for one of several rewards; its fields:",
-        ]
-        lines += [_line(f"      {n}", n, RewardTerm()) for n, _ in flatten(RewardTerm())]
-    return "\n".join(lines)
+def _child(config: Config, holder: Section | Mapping[str, Any], section: str, part: str, field: str) -> object:
+    """Returns a field's value; raises `ConfigError` with the nearest valid name if there is none."""
+    names = children(holder)
+    if part in names:
+        return names[part]
+    if field in MOVED:
+        raise ConfigError(f"--config.{field} is now --config.{MOVED[field]}")
+    section = f"config.{section}".rstrip(".")
+    choices = _choices(config, section.removeprefix("config."))
+    if having := [name for name, kind in choices.items() if part in kind.__dataclass_fields__]:
+        raise ConfigError(
+            f"--config.{field}: {variant(type(holder))} has no {part}, {' and '.join(having)} "
+            f"{'has' if len(having) == 1 else 'have'}: --{section}={having[0]}"
+        )
+    every = [name for name, _ in flatten(config)]
+    meant = _OTHER_NAMES.get(part, "")
+    near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
+    near += [f"config.{meant}"] * bool(meant)
+    near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+    near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
+    near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
+    hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
+    raise ConfigError(f"--config.{field}: no such field; {hint}")
 
 
-def _line(shown: str, name: str, section: Section) -> str:
-    """Returns a field's line: its default, and the comment behind its declaration, the one place that explains it."""
-    *sections, name = name.split(".")
-    for holder in sections:
-        section = cast(Section, children(section)[holder])
-    value = getattr(section, name)
-    declared = "".join(inspect.getsource(owner) for owner in type(section).__mro__ if dataclasses.is_dataclass(owner))
-    match = re.search(rf"^    {name}: [^#\n]*#\s*(.*)$", declared, re.MULTILINE)
-    allowed = section.__dataclass_fields__[name].metadata.get("allowed", "")
-    notes = [match[1]] if match else []
-    notes += [f"must {allowed.partition(': ')[0]}"] if allowed not in _OBVIOUS else []
-    text = f"{shown}={value.value if isinstance(value, enum.Enum) else value}"
-    return f"{text.ljust(56)}  {'; '.join(notes)}".rstrip()
+def _choices(config: Config, field: str) -> Mapping[str, type]:
+    """Returns the choices that a dotted field has, by name; none where it is no choice."""
+    holder: Any = config
+    *sections, name = field.split(".")
+    for part in sections:
+        holder = children(holder)[part]
+    declared = holder.__dataclass_fields__.get(name) if isinstance(holder, Section) else None
+    return declared.metadata.get("choices", {}) if declared else {}
+
+
+def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:
+    """Reads a value of the type that `current` has. Raises ValueError or SyntaxError for a text that is none."""
+    if kinds := metadata.get("choices"):
+        if text not in kinds:
+            raise ValueError(text)
+        return current if type(current) is kinds[text] else kinds[text]()
+    if "schedule" in metadata:
+        with contextlib.suppress(ValueError):
+            return float(text)
+        return text
+    if isinstance(current, bool):
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower()) or _false(text)
+    if isinstance(current, enum.Enum):
+        return type(current)(text.lower())
+    if isinstance(current, int | float):
+        return type(current)(text)
+    if isinstance(current, tuple):
+        value = ast.literal_eval(text)
+        kind = type(current[0]) if current else str
+        if not isinstance(value, tuple | list) or not all(isinstance(entry, kind) for entry in value):
+            raise ValueError(text)
+        return tuple(value)
+    return text if isinstance(current, str) else None
+
+
+def _false(text: str) -> bool:
+    if text.lower() not in ("false", "0"):
+        raise ValueError(text)
+    return False
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}
+
+
+def _kind(current: object, metadata: Mapping[str, Any]) -> str:
+    """Says in words which values a field may have."""
+    names = list(metadata.get("choices", {}))
+    if isinstance(current, enum.Enum):
+        names = [member.value for member in type(current)]
+    return f"one of {', '.join(names)}" if names else _KINDS.get(type(current), f"a {type(current).__name__}")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..base.errors import ConfigError
-from .bounds import not_negative, positive, within
+from .bounds import positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 
 JUDGED = 100  # responses that are scored before `rewards.max_failed` is heeded
@@ -25,16 +25,12 @@ class RewardKindConfig:
 
     seconds: float = positive(10.0)  # that a call may take: for one response, or for a batch
     concurrency: int = positive(8)  # calls at the same time
-    # Functions and batched classes that are given by import path run in processes, which are killed at the bounds; all
-    # else runs in this one, where what hangs is left behind and memory has no bound.
-    processes: bool = False
-    memory_gib: float = positive(4.0)  # that a process may need beside what it imports
 
 
 def _kinds() -> dict[str, RewardKindConfig]:
     return {
-        "function": RewardKindConfig(processes=True),  # a user's, unless its attribute `kind` names another one
-        "batch": RewardKindConfig(seconds=60.0, concurrency=1, processes=True),  # a user's that scores batches
+        "function": RewardKindConfig(),  # a user's, unless its attribute `kind` names another one
+        "batch": RewardKindConfig(seconds=60.0, concurrency=1),  # a user's that scores batches
         "math": RewardKindConfig(seconds=60.0),  # with the start of its processes; a comparison has its own bound
         "format": RewardKindConfig(seconds=60.0),
         "code": RewardKindConfig(seconds=60.0),
@@ -44,15 +40,12 @@ def _kinds() -> dict[str, RewardKindConfig]:
 
 @dataclasses.dataclass(slots=True)
 class RewardsConfig:
+    # The bounds of each kind of rewards, by its name.
     kinds: dict[str, RewardKindConfig] = dataclasses.field(
         default_factory=_kinds, metadata={"entries": RewardKindConfig}
     )
     # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; then the run stops.
     max_failed: float = within(0.5, "(0, 1]")
-    # Share of a source's answers that its reward may be unable to grade, of up to 500; else the run does not begin.
-    max_unreadable: float = within(0.1, "[0, 1]")
-    batch_size: int = positive(64)  # responses that a batched reward gets at once, at most
-    batch_wait: float = not_negative(0.05)  # seconds that a response waits for others of its batch
 
     def kind(self, name: str) -> RewardKindConfig:
         """Returns the bounds of a kind; the default ones for a kind that is not named here."""

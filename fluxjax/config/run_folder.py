@@ -1,14 +1,13 @@
 """The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
 
 import contextlib
-import dataclasses
 import datetime
 import enum
 import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from filelock import Timeout
 
@@ -16,9 +15,10 @@ from ..base.errors import ConfigError
 from ..base.file_lock import lock_file
 from . import Config
 from .algorithms import object_label
-from .bounds import Section, flatten, lies_in
+from .bounds import Chosen, Section, children, flatten, lies_in
 
 CONFIG = "config.json"
+CHOICE = "choice"  # the key of a choice's name
 
 
 def named(config: Config) -> pathlib.Path:
@@ -82,16 +82,21 @@ def read_config(folder: pathlib.Path) -> Config:
 
 def to_json(config: Config) -> dict[str, object]:
     """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, the name of
-    its class, and of a model that is a checkpoint not the sizes, which are those of the checkpoint."""
+    its class, and of a model that is a checkpoint not the sizes of the tiny model."""
+    values = cast(dict[str, Any], _plain(config))
     if config.algorithm.impl is not None:
-        named = dataclasses.replace(config.algorithm, impl=object_label(config.algorithm.impl))
-        config = dataclasses.replace(config, algorithm=named)
-    values = dataclasses.asdict(
-        config, dict_factory=lambda items: {k: v.value if isinstance(v, enum.Enum) else v for k, v in items}
-    )
+        values["algorithm"]["impl"] = object_label(config.algorithm.impl)
     if config.model.path:
-        values["model"] = {name: values["model"][name] for name in config.model.of_any}
+        del values["model"]["tiny"]
     return values
+
+
+def _plain(value: object) -> object:
+    """Returns a value as JSON has it; a section that is one of several choices has its name, too."""
+    if isinstance(value, Section | Mapping):
+        named = {CHOICE: value.name} if isinstance(value, Chosen) else {}
+        return named | {name: _plain(entry) for name, entry in children(value).items()}
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def from_json(values: Mapping[str, Any]) -> Config:
@@ -103,15 +108,26 @@ def from_json(values: Mapping[str, Any]) -> Config:
 
 def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
     for name, value in values.items():
+        if name == CHOICE:
+            continue
         if not hasattr(section, name):
             raise ConfigError(f"the saved configuration has a field {prefix}{name} that this version does not know")
-        current = getattr(section, name)
+        current, metadata = getattr(section, name), section.__dataclass_fields__[name].metadata
+        if kinds := metadata.get("choices"):
+            if not isinstance(value, Mapping) or value.get(CHOICE) not in kinds:
+                raise ConfigError(
+                    f"the saved configuration has {prefix}{name}: {value!r} is no choice of this version's: "
+                    f"{', '.join(kinds)}"
+                )
+            current = kinds[value[CHOICE]]()
+            setattr(section, name, current)
         if isinstance(current, Section):
             _fill(current, value, f"{prefix}{name}.")
         elif isinstance(current, dict):
-            kind = section.__dataclass_fields__[name].metadata.get("entries")
+            kind = metadata.get("entries")
             for key, entry in value.items():
-                current[key] = kind() if kind else entry
+                like = current.get(key)
+                current[key] = kind() if kind else tuple(entry) if isinstance(like, tuple) else entry
                 if kind:
                     _fill(current[key], entry, f"{prefix}{name}.{key}.")
         else:

@@ -18,7 +18,6 @@ import abc
 import bisect
 import contextlib
 import copy
-import dataclasses
 import itertools
 import math
 import re
@@ -26,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
-from .scheduling import SchedulesConfig
 
 if TYPE_CHECKING:  # a command line is checked before JAX is loaded
     from ..base.types import Group, Prompt
+    from . import Config
 
 OTHERS = "*"  # all sources that are not named
 _GROUPS = 64  # groups over which a source's success is averaged
@@ -173,13 +172,24 @@ class PerSource(RunSchedule):
             schedule.load_state_dict(state.get(source, {}))
 
 
-def make_schedules(settings: SchedulesConfig) -> dict[str, RunSchedule]:
-    """Returns the schedules that `settings` has, by the names of its fields."""
+# Fields that may be schedules, by the names under which checkpoints have their states.
+_FIELDS = {
+    "temperature": ("rollout", "temperature"),
+    "target_staleness": ("policy", "target_staleness"),
+    "tail_prompts": ("policy", "prompts"),
+    "tail_responses": ("policy", "responses"),
+}
+
+
+def make_schedules(config: Config) -> dict[str, RunSchedule]:
+    """Returns the schedules that `config` has in the place of numbers, by the names of `_FIELDS`."""
     schedules = {}
-    for field in dataclasses.fields(settings):
-        if text := getattr(settings, field.name):
-            per_prompt, name = field.name == "temperature", f"schedules.{field.name}"
-            schedules[field.name] = parse(text, name, *field.metadata["values"], per_prompt=per_prompt)
+    for name, (section, field) in _FIELDS.items():
+        holder = getattr(config, section)
+        text = getattr(holder, field, None)
+        if isinstance(text, str):
+            bounds = holder.__dataclass_fields__[field].metadata["schedule"]
+            schedules[name] = parse(text, f"{section}.{field}", *bounds, per_prompt=name == "temperature")
     return schedules
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from rollout.listening import is_loopback
 
 from ..base.errors import ConfigError
-from .bounds import positive, within
+from .bounds import positive
 
 
 class RolloutEngine(enum.Enum):
@@ -33,10 +33,8 @@ class ServersConfig:
     flags: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={devices}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
-    patience: float = positive(10.0)  # seconds without an answer after which a server is taken for hung
     start_seconds: float = positive(600.0)  # that a server may take to start, or to come back
     colocated: bool = False  # on the devices that train: they sleep while it does, and training gives memory back
-    memory_fraction: float = within(0.6, "(0, 1)")  # colocated SGLang: of the memory that is free when it starts
 
     def validate(self) -> None:
         """Raises `ConfigError` for servers that can't be started or reached."""

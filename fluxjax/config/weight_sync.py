@@ -4,7 +4,6 @@ import dataclasses
 import enum
 
 from ..base.errors import ConfigError
-from .bounds import positive
 from .servers import RolloutEngine, ServersConfig, on_this_host
 
 
@@ -22,10 +21,7 @@ class WeightsConfig:
 
     route: Route = Route.AUTO  # auto: shm to servers of this host; to others orbax, or bucket without weights.folder
     folder: str = ""  # orbax: a folder that this host and those of the servers see under this name
-    local: str = "/dev/shm/fluxjax-pulled"  # orbax: where each of those hosts has a copy for its servers
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
-    delta: bool = True  # orbax: send what changed instead of all, where that is smaller
-    bucket_mib: int = positive(256)  # bucket, ipc: sent at once
 
     def chosen(self, servers: ServersConfig) -> Route:
         """The route that is not auto any more."""

@@ -41,13 +41,13 @@ class Dropped:
         too_many = most and self.count > (most - 1) * size and kept < size
         if not too_many and self.in_a_row < settings.max_skipped_in_a_row:
             return ""
-        by = f"policy.dynamic_sampling_by is {settings.dynamic_sampling_by.value}"
-        bound = f"policy.max_num_gen_batches is {most}" if too_many else f"{self.in_a_row} of them in a row"
+        by = f"rollout.dynamic_sampling is {settings.dynamic_sampling_by.value}"
+        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{self.in_a_row} of them in a row"
         return (
             f"dynamic sampling dropped {self.count} groups of equal rewards ({by}) for step {step}, which needs {size} "
             f"others ({bound}): {self._told(settings.rewards)}; mend that reward, take prompts of another difficulty"
             + (", raise the bound (0: none)" if too_many else "")
-            + ", choose another policy.dynamic_sampling_by or switch policy.dynamic_sampling off"
+            + ", or choose another rollout.dynamic_sampling (correct, value, off)"
         )
 
     def _told(self, rewards: Mapping[str, str]) -> str:

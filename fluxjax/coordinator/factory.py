@@ -6,8 +6,7 @@ from typing import Any
 
 from rollout.throughput import Profile, ProfileError
 
-from ..config import Config, ConfigError
-from ..config import Policy as Name
+from ..config import AprilConfig, Config, ConfigError, SynchronousConfig, TailBatchingConfig
 from ..config.schedules import make_schedules
 from . import (
     AdaptiveAsync,
@@ -28,13 +27,13 @@ def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | No
 
     Raises `ConfigError` for a schedule that can't be read, and, beside a user's policy, for settings that only built-in
     policies read."""
-    switches = ("policy.dynamic_sampling", "stream_trainer.enabled", "speculative_sync.enabled")
+    switches = ("rollout.dynamic_sampling", "stream_trainer", "speculative_sync")
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
     return Coordinator(
         Settings.of(config),
         policy() if policy else make_policy(config),
-        make_schedules(config.schedules),
+        make_schedules(config),
         make_parallelism(config),
     )
 
@@ -44,7 +43,7 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
     settings, rollout = config.parallelism, config.rollout
     if not settings.enabled:
         return None
-    devices, start = (config.policy.engines or 1) * settings.degree, 0
+    devices, start = (config.rollout.engines or 1) * settings.degree, 0
     if settings.profile:
         samples = rollout.prompts_per_step * rollout.group_size
         try:
@@ -55,19 +54,18 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 
 
 def make_policy(config: Config) -> SchedulingPolicy:
-    """Builds the policy of `config.policy`, with the settings in its section."""
-    dynamic, tail, april = config.policy.dynamic_sampling, config.tail_batching, config.april
+    """Builds the policy that `config.policy` chooses."""
+    chosen, dynamic = config.policy, bool(config.rollout.dynamic_sampling)
     rounds: dict[str, Any] = {
-        "stream": StreamTrainer(config.stream_trainer) if config.stream_trainer.enabled else None,
-        "speculative": SpeculativeSync(config.speculative_sync) if config.speculative_sync.enabled else None,
+        "stream": StreamTrainer() if config.stream_trainer else None,
+        "speculative": SpeculativeSync(config.speculative_sync) if config.speculative_sync else None,
         "dynamic_sampling": dynamic,
     }
-    match config.policy.name:
-        case Name.SYNCHRONOUS:
+    match chosen:
+        case SynchronousConfig():
             return Synchronous(**rounds)
-        case Name.TAIL_BATCHING:
-            return TailBatching(tail.prompts, tail.responses, tail.max_staleness, **rounds)
-        case Name.APRIL:
-            return April(april.oversample, april.max_staleness, **rounds)
-        case Name.ADAPTIVE_ASYNC:
-            return AdaptiveAsync(config.adaptive_async, config.composer, config.seed, dynamic_sampling=dynamic)
+        case TailBatchingConfig():
+            return TailBatching(chosen.prompts, chosen.responses, chosen.max_staleness, **rounds)
+        case AprilConfig():
+            return April(chosen.oversample, chosen.max_staleness, **rounds)
+    return AdaptiveAsync(chosen, config.seed, dynamic_sampling=dynamic)

@@ -58,7 +58,7 @@ class Coordinator:
         schedules: Mapping[str, RunSchedule] | None = None,
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
-        """`schedules` are values that change during the run, by the names of `SchedulesConfig`'s fields. `parallelism`
+        """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism`
         chooses the number of devices of an engine, from the `rollout/preemptions` of each step; None: it never
         changes."""
         self.settings = settings

@@ -6,19 +6,32 @@ of preemptions doubles the degree, and several steps without preemptions halve i
 """
 
 from ..config import ParallelismConfig
+from ..config.scheduling import MAX_DEGREE
 from .saved import SavedState, State
+
+RISE = 1.05  # the degree doubles above so many times the preemptions of the step before
+CALM = 4  # steps without preemption after which it halves
 
 
 class ParallelismPlanner:
     """`degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 
     `devices` is the number of devices of all engines together, 0 if unknown; `start` is the degree at the start, 0 for
-    the degree of the settings. Engines stay within a host: `settings.max_degree` is the number of a host's devices.
+    the degree of the settings. Engines stay within a host: `max_degree` is the number of a host's devices.
     """
 
-    def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:
-        self.settings = settings
-        most = min(settings.max_degree, devices or settings.max_degree)
+    def __init__(
+        self,
+        settings: ParallelismConfig,
+        devices: int = 0,
+        start: int = 0,
+        *,
+        max_degree: int = MAX_DEGREE,
+        rise: float = RISE,
+        calm: int = CALM,
+    ) -> None:
+        self.settings, self.max_degree, self.rise, self.calm = settings, max_degree, rise, calm
+        most = min(max_degree, devices or max_degree)
         self.most = 1 << (max(most, 1).bit_length() - 1)
         self.least = min(settings.min_degree, self.most)
         self.degree = self._within(start or settings.degree)
@@ -33,12 +46,12 @@ class ParallelismPlanner:
         """
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")
-        settings, before, self._before = self.settings, self._before, preemptions
+        before, self._before = self._before, preemptions
         self._calm = 0 if preemptions else self._calm + 1
         wanted = self.degree
-        if before is not None and preemptions > settings.rise * before:
+        if before is not None and preemptions > self.rise * before:
             wanted *= 2
-        elif self._calm >= settings.calm:
+        elif self._calm >= self.calm:
             wanted //= 2
             self._calm = 0
         self.degree = self._within(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..config import Config, SampledBy
+from ..config import Config, DynamicSampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     max_skipped_in_a_row: int = 1000
     # batches of `prompts_per_step` generated for one step with dynamic sampling; 0: no bound
     max_num_gen_batches: int = 0
-    dynamic_sampling_by: SampledBy = SampledBy.CORRECT
+    dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages
     rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Settings:
             steps=config.steps,
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
-            engines=config.policy.engines or 1,
+            engines=config.rollout.engines or 1,
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=kv_tokens,
@@ -52,7 +52,7 @@ class Settings:
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
             snapshot_every=config.checkpoint.snapshot_every,
-            max_num_gen_batches=config.policy.max_num_gen_batches,
-            dynamic_sampling_by=config.policy.dynamic_sampling_by,
+            max_num_gen_batches=config.rollout.max_num_gen_batches,
+            dynamic_sampling_by=config.rollout.dynamic_sampling or DynamicSampling.CORRECT,
             rewards={name: source.reward_names for name, source in config.data.sources.items()},
         )

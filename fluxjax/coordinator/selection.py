@@ -1,19 +1,18 @@
 """Chooses the scored groups that a step trains on (Flux, component 4): a pure function of groups, seed and step.
 
-Candidates are ordered: as drawn or stalest first; with `curriculum` easy groups first, with that order among equals.
-Then they are taken from each stratum in proportion to its candidates (`stratify`: strata by staleness; `diversity`: by
-source and kinds of media). With `lengths`, those of a stratum are taken that are about as long as the first candidate.
-Groups that would soon be too old are taken before all others, so no group starves.
+Candidates are ordered: as drawn or, with `stalest`, stalest first; with `curriculum` easy groups first, with that order
+among equals. Then they are taken from each stratum in proportion to its candidates (`stratify`: strata by staleness;
+`diversity`: by source and kinds of media). With `lengths`, those of a stratum are taken that are about as long as the
+first candidate. Groups that would soon be too old are taken before all others, so no group starves.
 """
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from ..base.types import Group
-from ..config import ComposerConfig, Order
 
 _CHOICE = 2  # candidates considered for each one taken, if lengths are to be similar
 
@@ -37,7 +36,7 @@ def difficulty(group: Group) -> float:
 def compose(
     groups: Sequence[Group],
     count: int,
-    config: ComposerConfig,
+    prefer: Collection[str] = (),
     *,
     version: int,
     max_staleness: int,
@@ -48,7 +47,8 @@ def compose(
     """Chooses `count` of `groups`; returns them in draw order.
 
     A group of staleness `max_staleness - 1` or more could become too old in the next step, so it is taken first,
-    stalest groups before others. Without any option, the other groups are taken in draw order.
+    stalest groups before others. `prefer` names options of the module's docstring; without any, the other
+    groups are taken in draw order.
 
     `version` is the trainer's, `progress` that of the run, in [0, 1]. Raises `ValueError` for fewer than `count`
     groups, and for a group that is more than `max_staleness` versions old.
@@ -66,19 +66,19 @@ def compose(
     urgent = sorted((i for i in everyone if ages[i] >= max_staleness - 1), key=lambda i: (-ages[i], i))[:count]
     rng = np.random.default_rng([seed, step])
     ranking = list(everyone)
-    if config.order is Order.STALEST:
+    if "stalest" in prefer:
         ranking.sort(key=lambda i: -ages[i])
-    if config.curriculum:
+    if "curriculum" in prefer:
         ranking = _easy_first(ranking, [difficulty(group) for group in ordered], progress, rng)
-    strata = [_stratum(group, age, config) for group, age in zip(ordered, ages, strict=True)]
-    lengths = [math.log1p(total_tokens(group)) for group in ordered] if config.lengths else None
+    strata = [_stratum(group, age, prefer) for group, age in zip(ordered, ages, strict=True)]
+    lengths = [math.log1p(total_tokens(group)) for group in ordered] if "lengths" in prefer else None
     chosen = _choose(ranking, urgent, count, strata, lengths, rng)
     return tuple(ordered[i] for i in sorted(chosen))
 
 
-def _stratum(group: Group, age: int, config: ComposerConfig) -> Hashable:
+def _stratum(group: Group, age: int, prefer: Collection[str]) -> Hashable:
     kinds = tuple(sorted({media.kind.value for media in group.prompt.media}))
-    return age if config.stratify else None, (group.prompt.source, kinds) if config.diversity else None
+    return age if "stratify" in prefer else None, (group.prompt.source, kinds) if "diversity" in prefer else None
 
 
 def _easy_first(ranking: Sequence[int], hard: Sequence[float], progress: float, rng: np.random.Generator) -> list[int]:

@@ -23,7 +23,7 @@ class DecoderPool:
     """Up to `count` processes that decode; see `Decoders`."""
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
-        """`seconds` and `memory_gib` bound each file: `data.decode_seconds` and `data.decode_memory_gib`."""
+        """`seconds` and `memory_gib` bound each file."""
         self.settings = settings
         self.seconds = seconds
         self.memory_gib = memory_gib
@@ -56,7 +56,7 @@ class DecoderPool:
             process.channel.send(job.to_message(), seconds=self.seconds)
             reply, _ = process.channel.receive(self.seconds)
             if "memory" in reply:
-                reason = f"decoding needs more than {self.memory_gib:g} GiB of memory (data.decode_memory_gib)"
+                reason = f"decoding needs more than {self.memory_gib:g} GiB of memory"
                 raise MediaUnavailable(job.name, reason)
             if "reason" in reply:
                 answered = True
@@ -71,9 +71,7 @@ class DecoderPool:
             return medium
         except TimeoutError:
             process.kill()
-            raise MediaUnavailable(
-                job.name, f"decoding took more than {self.seconds:g} s (data.decode_seconds)"
-            ) from None
+            raise MediaUnavailable(job.name, f"decoding took more than {self.seconds:g} s") from None
         except EOFError:
             raise ProcessEnded(process.end()) from None
         finally:

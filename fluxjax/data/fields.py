@@ -59,7 +59,7 @@ def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[s
         full = [alias for alias in aliases if alias in names and (role in REQUIRED or alias not in empty)]
         if role in MEDIA and len(full) > 1 and not asked:
             rivals = " and ".join(map(repr, full))
-            raise DataError(f"{where}: {rivals} hold {role}; name one: data.sources.*.{role}_field")
+            raise DataError(f"{where}: {rivals} hold {role}; name one: data.sources.*.columns.{role}")
         result[role] = asked or next(iter(full), "")
     unused = [name for name in names if name not in result.values() and name not in empty]
     for role in REQUIRED:
@@ -94,7 +94,7 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
     more than names of files, and no others are used."""
     for name, values in fields.items():
         if any(map(_is_media, values)):
-            fix = f"data.sources.{source}.images_field or .videos_field"
+            fix = f"data.sources.{source}.columns.images or .videos"
             if not any_used and not all(isinstance(value, str) for value in values if value):
                 raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or take it out")
             log.warning("%s: media in %r are not used; to use them: %s", where, name, fix)

@@ -30,6 +30,9 @@ from .spill import SpillFolder
 from .tickets import MediaRef, StaleTicket, Ticket
 
 GIB = 1 << 30
+SPILL = ""  # the folder for what leaves memory; empty: the system's for temporary files
+DECODE_SECONDS = 60.0  # that a process may take for a file
+DECODE_MEMORY_GIB = 8.0  # that a process may need for a file
 KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
 BLOCK = 1 << 20  # bytes that are hashed at once
 Given = TypeVar("Given")
@@ -67,12 +70,12 @@ class LocalStore:
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        spill = SpillFolder(config.spill, int(config.spill_gib * GIB)) if config.spill_gib else None
+        spill = SpillFolder(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
         self.cache = MediaCache(int(config.cache_gib * GIB), spill)
         self._decoders: Decoders = ThreadDecoders(settings)
         self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
         if workers:
-            bounds = {"seconds": config.decode_seconds, "memory_gib": config.decode_memory_gib}
+            bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._looking = concurrent.futures.ThreadPoolExecutor(2 * workers, "look")
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")

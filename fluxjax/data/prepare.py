@@ -36,6 +36,7 @@ _LOGGED = 5  # skips of one source and reason that are logged one by one; the re
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
 Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
+MAX_SKIPPED = 0.5  # share of the draws that may be skipped
 _JUDGED = 100  # draws before the share of skipped ones says something
 _HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
 
@@ -159,7 +160,8 @@ class Preparer:
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
     ) -> None:
-        """Keeps `ahead` prompts prepared beyond those that were drawn, by default those of `data.steps_ahead` steps.
+        """Keeps `ahead` prompts prepared beyond those that were drawn, by default a step's, or two steps' with
+        `data.near_gib`.
         Media are decoded by the store of `proxy`, which hears which prompts come next; without it, whole prompts are
         decoded here and keep their pixels."""
         self.processor = processor
@@ -175,21 +177,20 @@ class Preparer:
         self._chat_template, self._proxy = config.data.chat_template, proxy
         self._threads = min(8, max(2, os.cpu_count() or 1)) if proxy is None else proxy.store.concurrency
         self._step = ahead or config.rollout.prompts_per_step
-        self._ahead = ahead or config.data.steps_ahead * self._step
+        self._ahead = ahead or (1 + bool(config.data.near_gib)) * self._step
         self._next_index = 0  # the draw after the last one that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
         self._lock = threading.Lock()  # of `_reading`: an abandoned draw may still be reading
         self._handed: collections.deque[PreparedPrompt] = collections.deque()  # not yet passed by
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
-        self._max_skipped = config.data.max_skipped
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: those prepared, and those skipped, with reasons.
 
         Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when more
-        than `data.max_skipped` of all were, and when a file cannot be read.
+        than `MAX_SKIPPED` of all were, and when a file cannot be read.
         """
         items = self._taken_at_once(count)
         if items is None:
@@ -207,10 +208,10 @@ class Preparer:
                     f"of {item.prompt.source}: {item.reason} ({item.detail}); by reason: {dict(self.skipped)}"
                 )
         self._next_index += len(items)
-        if self._next_index >= _JUDGED and self.skipped.total() > self._max_skipped * self._next_index:
+        if self._next_index >= _JUDGED and self.skipped.total() > MAX_SKIPPED * self._next_index:
             raise DataError(
-                f"{self.skipped.total()} of {self._next_index} prompts could not be used, more than data.max_skipped = "
-                f"{self._max_skipped:g} of them; by reason: {dict(self.skipped)}"
+                f"{self.skipped.total()} of {self._next_index} prompts could not be used, more than "
+                f"{MAX_SKIPPED:.0%} of them; by reason: {dict(self.skipped)}"
             )
         self._pass_by(prepared, self._step)
         return prepared, skipped

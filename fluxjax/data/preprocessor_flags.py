@@ -4,11 +4,8 @@ from ..config.data import DataConfig
 
 FIELDS = {
     "workers": "processes that decode (0: one a core)",
-    "decode_seconds": "that a worker may take for a file",
-    "decode_memory_gib": "that a worker may need for a file",
     "cache_gib": "decoded media kept in memory",
-    "spill_gib": "decoded media kept on disk",
-    "spill": "the folder for these (empty: a temporary one)",
+    "spill_gib": "decoded media kept on disk, in the folder for temporary files (TMPDIR)",
 }
 
 

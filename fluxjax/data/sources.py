@@ -14,7 +14,7 @@ import xxhash
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
-from ..config import DataConfig
+from ..config import Config, DataConfig
 from .fields import MARK, Fields, answer_text, make_prompt, medium_at, resolve, tell_unused
 from .locations import exists, is_folder, is_url, local, opened, parent, suffix, why
 
@@ -121,18 +121,18 @@ class JsonlSource(PromptList):
         super().__init__(prompts)
 
 
-def open_sources(config: DataConfig) -> dict[str, Source]:
+def open_sources(config: Config) -> dict[str, Source]:
     """Opens the training records of every source; embedded data sets are built when they are missing.
 
     Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
     """
-    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.sources.items()}
+    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.data.sources.items()}
 
 
-def open_held_out(config: DataConfig) -> dict[str, Source]:
+def open_held_out(config: Config) -> dict[str, Source]:
     """Opens the held-out records of every source that has some."""
     result: dict[str, Source] = {}
-    for name, source in config.sources.items():
+    for name, source in config.data.sources.items():
         if source.eval_path or not source.path:
             result[name] = _open(config, name, source.eval_path, "eval.jsonl", held_out=True)
         else:
@@ -140,25 +140,26 @@ def open_held_out(config: DataConfig) -> dict[str, Source]:
     return result
 
 
-def open_warm_start(config: DataConfig) -> dict[str, Source]:
+def open_warm_start(config: Config) -> dict[str, Source]:
     """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
     return {
         name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
-        for name, source in config.sources.items()
+        for name, source in config.data.sources.items()
     }
 
 
-def _open(config: DataConfig, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
+def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
     """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
     if not path:
         from ..tasks.embedded import ensure
 
-        folder = ensure(name, config.root, cell=config.embedded_cell)
+        # A digit, and half of a clip, is a merged feature of the tiny model.
+        cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
+        folder = ensure(name, cell=cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
         path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
-    source = config.sources[name]
-    fields = Fields(source.prompt_field, source.answer_field, source.images_field, source.videos_field, source.id_field)
-    return open_source(path, name, fields, held_out)
+    source = config.data.sources[name]
+    return open_source(path, name, Fields(**source.columns), held_out)
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:

@@ -55,7 +55,9 @@ class SpillFolder:
             _sweep(self.parent)
             self.folder, lock = _claim(self.parent)
         except OSError as error:
-            raise DataError(f"data.spill: no folder can be made in {self.parent}: {error.strerror}") from error
+            raise DataError(
+                f"no folder for decoded media can be made in {self.parent} (TMPDIR names another): {error.strerror}"
+            ) from error
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
 
     def __contains__(self, key: Hashable) -> bool:
@@ -144,7 +146,7 @@ class SpillFolder:
         if first:
             log.warning(
                 "%s: decoded media that leave memory can't be kept on disk (%s), and are decoded again when they are "
-                "needed; data.spill names another folder, data.spill_gib bounds what is kept",
+                "needed; TMPDIR names another folder, data.spill_gib bounds what is kept",
                 self.folder,
                 error.strerror,
             )

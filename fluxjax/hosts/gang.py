@@ -299,7 +299,7 @@ def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
 
 # Settings that work in one process only, each with its reason.
 ALONE_ONLY = {
-    "stream_trainer.enabled": "it computes gradients on the devices of some engines, while the others, of every "
+    "stream_trainer": "it computes gradients on the devices of some engines, while the others, of every "
     "process, go on decoding: no program of several processes can leave some of their devices out",
     "parallelism.enabled": "process 0 knows the embedded engines of the other processes as servers, whose devices it "
     "can't deal anew; set rollout.engine to serve",
@@ -310,7 +310,7 @@ def check_across_processes(config: Config) -> None:
     """Raises ConfigError, naming the settings, for settings that do not work over several processes."""
     embedded = config.rollout.engine is RolloutEngine.JAX
     used = {
-        "stream_trainer.enabled": config.stream_trainer.enabled,
+        "stream_trainer": config.stream_trainer,
         "parallelism.enabled": embedded and config.parallelism.enabled,
     }
     for name, why in ALONE_ONLY.items():
@@ -321,9 +321,9 @@ def check_across_processes(config: Config) -> None:
             f"sharding.devices is {config.sharding.devices}, but over several processes all {jax.device_count()} "
             "train; leave it at 0"
         )
-    if embedded and config.policy.engines % jax.process_count():
+    if embedded and config.rollout.engines % jax.process_count():
         raise ConfigError(
-            f"policy.engines is {config.policy.engines}; make it 0, or a multiple of the {jax.process_count()} "
+            f"rollout.engines is {config.rollout.engines}; make it 0, or a multiple of the {jax.process_count()} "
             "processes, which have as many engines each"
         )
     counts = dict.fromkeys(range(jax.process_count()), 0)

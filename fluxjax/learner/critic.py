@@ -141,8 +141,8 @@ def estimate(
     if "costs" in numbers:
         rewards -= numbers["costs"]
     values = numbers["values"]
-    estimates = gae(rewards, values, lengths, settings.gamma, settings.gae_lambda)
-    returns, used = estimates + values, whitened(estimates) if settings.whiten else estimates
+    estimates = gae(rewards, values, lengths, 1.0, settings.gae_lambda)
+    returns, used = estimates + values, whitened(estimates)
     metrics = {
         "critic/explained_variance": explained_variance(values, returns),
         "critic/return_mean": float(returns.mean()),

@@ -29,7 +29,7 @@ from sharding.weights import by_path, with_shardings
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import AlgorithmConfig, Config, ConfigError, Remat
+from ..config import ODC, AlgorithmConfig, Config, ConfigError, Remat
 from ..data.materializer import Materializer
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
@@ -223,14 +223,14 @@ class Gradients:
     def odc(self) -> Odc:
         """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
         be cut into."""
-        settings = self._config.sharding
+        settings, chosen = self._config.sharding, self._config.sharding.strategy
+        assert isinstance(chosen, ODC)
         strategy = self._strategy_of(abstract(self._model.config)) if self._config.lora.rank else self.strategy
         try:
             return Odc(
                 strategy,
-                live_layers=settings.live_layers,
-                deterministic=settings.deterministic,
-                group=settings.devices_per_host if settings.hybrid else 0,
+                deterministic=chosen.deterministic,
+                group=settings.devices_per_host if chosen.hybrid else 0,
                 links=self._links,
                 read=self._read,
             )
@@ -260,7 +260,6 @@ class Gradients:
             inputs,
             walk,
             temperature=self._phase.temperature,
-            vocab_chunk=self._config.sharding.vocab_chunk,
             never_sampled=self._phase.never_sampled,
         )
 

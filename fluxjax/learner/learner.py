@@ -31,7 +31,7 @@ from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardi
 from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
-from ..config import Config, ConfigError, OptimConfig, Schedule, Strategy
+from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
 from ..data.materializer import Materializer
 from .frozen import fingerprint, lora_of
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
@@ -69,7 +69,7 @@ class Learner:
         `model`'s weights are spread over `mesh` (default: as `config.sharding.devices` says), without a copy where they
         lie so already; the learner does not hold on to the model. `never_sampled` are token ids that the engine is told
         never to generate: the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not
-        so many devices, and ConfigError for hosts (`sharding.hybrid`) that these can't be cut into."""
+        so many devices, and ConfigError for hosts (`sharding.strategy.hybrid`) that these can't be cut into."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)
@@ -84,7 +84,7 @@ class Learner:
         if self._lora is not None and not self._abstract:
             self._base = fingerprint(self.gradients.strategy.frozen(self.params), self.mesh)
         self.opt_state = self._fresh_opt_state()
-        if config.sharding.strategy is Strategy.ODC:
+        if isinstance(config.sharding.strategy, ODC):
             _ = self.gradients.odc  # hosts that can't be end here
 
     @property
@@ -108,7 +108,7 @@ class Learner:
         """
         config = self.config
         optim = optim or config.optim
-        temperature = config.rollout.temperature if temperature is None else temperature
+        temperature = config.rollout.fixed_temperature if temperature is None else temperature
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
         self._schedule = learning_rate(optim, steps or config.policy_updates)
         self._optimizer = optimizer(optim, self._schedule, self._decayed)

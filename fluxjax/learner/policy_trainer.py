@@ -361,9 +361,9 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
         )
     whole_step = algorithm.whole_step or algorithm.coupled or algorithm.critic
     for name in ("stream_trainer", "speculative_sync"):
-        if whole_step and getattr(config, name).enabled:
+        if whole_step and getattr(config, name):
             raise ConfigError(
-                f"{name}.enabled computes gradients before a step is complete, but advantages of algorithm.name = "
+                f"{name} computes gradients before a step is complete, but advantages of algorithm.name = "
                 f"{config.algorithm.label} depend on all of it; unset the one or choose another"
             )
 

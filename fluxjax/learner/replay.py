@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from ..base.types import Group, PreparedPrompt, Reward, Sample
-from ..config import ReplayConfig, ReplayOrder
+from ..config import ReplayConfig
 from ..coordinator.saved import SavedState, State, responses_from_json, responses_to_json
+
+GROUPS = 256  # that are remembered at most; the oldest go first
 
 
 @dataclasses.dataclass
@@ -38,8 +40,8 @@ class _KeptGroup:
 class ReplayBuffer:
     """The groups that may be replayed, with their prompts. What it does follows from its state alone."""
 
-    def __init__(self, config: ReplayConfig) -> None:
-        self._config = config
+    def __init__(self, config: ReplayConfig, most: int = GROUPS) -> None:
+        self._config, self._most = config, most
         self._kept: dict[int, _KeptGroup] = {}  # by draw
 
     @classmethod
@@ -56,7 +58,7 @@ class ReplayBuffer:
         old are let go."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
-        chosen = sorted(self._kept.values(), key=self._rank)[:wanted]
+        chosen = sorted(self._kept.values(), key=lambda kept: (-kept.born, -kept.group.prompt.draw))[:wanted]
         for kept in chosen:
             kept.times += 1
         chosen.sort(key=lambda kept: kept.group.prompt.draw)
@@ -72,25 +74,15 @@ class ReplayBuffer:
                 self._kept[draw] = _KeptGroup(group, prepared[draw], min(versions))
         self._let_go(version)
         oldest_first = sorted(self._kept.items(), key=lambda item: (item[1].born, item[0]))
-        self._kept = dict(oldest_first[max(len(oldest_first) - self._config.groups, 0) :])
+        self._kept = dict(oldest_first[max(len(oldest_first) - self._most, 0) :])
 
     def _let_go(self, version: int) -> None:
         """Removes the groups that can't be replayed any more, at this version or later."""
         self._kept = {
             draw: kept
             for draw, kept in self._kept.items()
-            if version - kept.born <= self._config.max_age and kept.times < self._config.times
+            if version - kept.born <= self._config.max_age and not kept.times
         }
-
-    def _rank(self, kept: _KeptGroup) -> tuple[float, int]:
-        draw = kept.group.prompt.draw
-        match self._config.order:
-            case ReplayOrder.NEWEST:
-                return -float(kept.born), -draw
-            case ReplayOrder.OLDEST:
-                return float(kept.born), draw
-            case ReplayOrder.ADVANTAGE:
-                return -kept.size, draw
 
     # --- state ----------------------------------------------------------------------------------
 

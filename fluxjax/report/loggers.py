@@ -78,7 +78,7 @@ class TensorBoard:
 
 class MetricsLog:
     """All loggers of a run, as one: `run_dir/metrics.jsonl`, `run_dir/tensorboard/`, and a Prometheus port if
-    `report.prometheus_port` says so, which serves the statuses of servers, processes and preprocessors, too."""
+    `report.prometheus` names one, which serves the statuses of servers, processes and preprocessors, too."""
 
     def __init__(
         self,
@@ -92,11 +92,12 @@ class MetricsLog:
         `ConfigError` if the port is taken, or others reach it without a token."""
         self.file = run_dir / "metrics.jsonl"
         self._loggers: list[Logger] = []
-        if settings.prometheus_port:
+        host, port = settings.prometheus_address
+        if port:
             from .prometheus import COLLECTORS, PrometheusPort
 
             shown = [collector(said) for collector, said in zip(COLLECTORS, statuses, strict=False)]
-            self._loggers.append(PrometheusPort(settings.prometheus_port, settings.prometheus_host, *shown))
+            self._loggers.append(PrometheusPort(port, host, *shown))
         self._loggers += [JsonLines(self.file, resume or {}), TensorBoard(run_dir / "tensorboard", resume or {})]
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:

@@ -73,7 +73,7 @@ class Summary:
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # of the best constant answer
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time of each stage, and `total`
     logprob_gap_max: float = 0.0  # over steps, of the mean absolute gap of a step
-    logprob_gap_alarms: int = 0  # steps whose gap exceeded `report.logprob_gap_alarm`
+    logprob_gap_alarms: int = 0  # steps whose gap was alarming (`fluxjax.run.callbacks.GAP_ALARMS`)
     samples_trained: int = 0  # responses
     tokens_trained: int = 0  # response tokens
     samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts, of all phases

@@ -37,7 +37,7 @@ class PrometheusPort:
             self._registry.register(collector)
         token = os.environ.get(TOKEN, "")
         if not token and not is_loopback(host):
-            raise ConfigError(f"report.prometheus_host is {host}, which other machines reach: set {TOKEN}")
+            raise ConfigError(f"report.prometheus names {host}, which other machines reach: set {TOKEN}")
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:  # `socket.create_server` leaves its socket open where host or port is none
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,7 +46,7 @@ class PrometheusPort:
         except (OSError, OverflowError, TypeError) as error:
             listening.close()
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise ConfigError(f"report.prometheus_port: cannot serve on {port}: {reason}") from error
+            raise ConfigError(f"report.prometheus: cannot serve on {port}: {reason}") from error
         app = Starlette(routes=[health_route(), Mount("/", prometheus_client.make_asgi_app(self._registry))])
         self._server = http_server(Guarded(app, token, lambda: False))
         self._thread = threading.Thread(

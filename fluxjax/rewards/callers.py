@@ -15,6 +15,8 @@ from .answers import Failing, RewardFailure, as_batch, from_message
 from .named import Callee, FoundReward
 from .users_loop import UsersLoop, in_daemon_thread
 
+MEMORY_GIB = 4.0  # that a process of a user's reward may need beside what it imports
+
 
 @runtime_checkable
 class Caller(Protocol):
@@ -73,7 +75,7 @@ class ProcessCaller:
             "fluxjax.rewards.in_worker:scoring_function",
             bounds.concurrency,
             seconds=bounds.seconds,
-            memory_gib=bounds.memory_gib,
+            memory_gib=MEMORY_GIB,
             name=found.name,
             made_with={"name": found.name, "arguments": dict(found.arguments)},
         )

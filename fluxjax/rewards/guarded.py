@@ -19,6 +19,10 @@ from .named import REWARDS, Callee, FoundReward
 from .rules import UNREADABLE
 from .users_loop import UsersLoop
 
+BATCH = 64  # responses that a batched reward gets at once, at most
+BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
+_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards, which have processes of their own
+
 
 @dataclasses.dataclass(frozen=True)
 class GuardedReward:
@@ -78,14 +82,15 @@ class RewardGuard:
         self.counting: list[Callable[[], Mapping[str, float]]] = []  # what rewards count, for `Measures`
 
     def of_found(self, found: FoundReward, failures: Failures) -> GuardedReward:
-        """Guards a reward that has a name: in processes, if its kind says so, and none of its parts has to be here."""
+        """Guards a reward that has a name: in processes, unless its kind is a built-in one or a part of it
+        has to be here."""
         if found.value in [rule for rule in REWARDS.values() if inspect.isfunction(rule)] and not found.arguments:
             return GuardedReward(found.name, found.value, _at_once(found.value), failures)
         callee = Callee.of(found.value)
         kind, bounds = self._kind(found.value, callee)
         stays = callee.asynchronous or ":" not in found.name or hasattr(found.value, "state_dict")
         stays = stays or found.name.startswith("__main__:")  # no other process can import it
-        if stays or not bounds.processes:
+        if stays or kind in _HERE:
             return self.of_object(found.name, found.build(), failures)
         return self._guarded(found.name, None, callee.batched, kind, ProcessCaller(found, bounds), failures)
 
@@ -120,7 +125,7 @@ class RewardGuard:
         async def alone(completion: Completion) -> Any:
             return answered((await in_a_slot([completion]))[0])
 
-        batches = Batches(in_a_slot, self._settings.batch_size, self._settings.batch_wait)
+        batches = Batches(in_a_slot, BATCH, BATCH_WAIT)
 
         async def in_a_batch(completion: Completion) -> Any:
             return answered(await batches.call(completion))

@@ -4,13 +4,23 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import AnyConfig, PatchLayout, Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import (
+    AnyConfig,
+    ModelConfigError,
+    PatchLayout,
+    Qwen2Config,
+    Qwen25VLConfig,
+    RopeConfig,
+    TextConfig,
+    VisionConfig,
+)
 from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
 from models.lora import load_adapters
@@ -134,7 +144,6 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
     if `model.path` is not a checkpoint folder that can be read.
     """
     data = config.data
-    limits = DecodeLimits(pixels=data.max_decoded_pixels, frames=data.max_decoded_frames)
     if config.model.path:
         path = pathlib.Path(config.model.path)
         if why := why_missing(path):
@@ -146,7 +155,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
                 min_pixels=data.min_pixels,
                 max_pixels=data.max_pixels,
                 num_frames=data.video_frames,
-                limits=limits,
+                limits=DecodeLimits(),
             )
         except (ValueError, OSError) as error:
             raise ConfigError(f"model.path: {error}") from error
@@ -155,15 +164,20 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
         if data.chat_template and not processor.chat_template:
             raise ConfigError(f"data.chat_template: {path} has no chat template, or none that is the default one")
         return model_sizes(config), processor
-    vision = tiny_vision(config.model) if config.model.vision else None
-    processor = build_processor(
-        all_texts(sources.values()),
-        words=common_words(sources.values()),
-        layout=PatchLayout.of(vision) if vision else None,
-        num_frames=data.video_frames or 4,
-        **{name: value for name, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value},
-    ).configured(limits=limits)
-    return tiny_model(config.model, processor, vision), processor
+    try:
+        vision = tiny_vision(config.model) if config.model.tiny["vision"] else None
+        processor = build_processor(
+            all_texts(sources.values()),
+            words=common_words(sources.values()),
+            layout=PatchLayout.of(vision) if vision else None,
+            num_frames=data.video_frames or 4,
+            **{
+                key: value for key, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value
+            },
+        ).configured(limits=DecodeLimits())
+        return tiny_model(config.model, processor, vision), processor
+    except ModelConfigError as error:
+        raise ConfigError(f"model.tiny: {error}") from error
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
@@ -172,7 +186,7 @@ def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
+        temperature=rollout.fixed_temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop_ids=processor.eos_ids,
@@ -181,32 +195,36 @@ def sampling_params(config: Config, processor: Processor) -> SamplingParams:
 
 
 def tiny_vision(model: ModelConfig) -> VisionConfig:
+    """Returns the tower of a tiny model. Raises ModelConfigError for sizes that no tower has."""
+    tiny = cast(Mapping[str, Any], model.tiny)
     return VisionConfig(
-        hidden_size=model.vision_hidden_size,
-        intermediate_size=model.vision_intermediate_size,
-        depth=model.vision_depth,
-        num_heads=model.vision_num_heads,
-        out_hidden_size=model.hidden_size,
-        full_attention_layers=model.vision_full_attention_layers,
-        patch_size=model.patch_size,
-        window_size=model.window_size,
-        initializer_range=model.initializer_range,
+        hidden_size=tiny["vision_hidden_size"],
+        intermediate_size=tiny["vision_intermediate_size"],
+        depth=tiny["vision_depth"],
+        num_heads=tiny["vision_num_heads"],
+        out_hidden_size=tiny["hidden_size"],
+        full_attention_layers=tiny["vision_full_attention_layers"],
+        patch_size=tiny["patch_size"],
+        window_size=tiny["window_size"],
+        initializer_range=tiny["initializer_range"],
     )
 
 
 def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> Qwen2Config | Qwen25VLConfig:
-    """Returns the architecture of a tiny model with the sizes that the configuration gives."""
+    """Returns the architecture of a tiny model with the sizes that the configuration gives. Raises ModelConfigError for
+    sizes that no model has."""
+    tiny = cast(Mapping[str, Any], model.tiny)
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.hidden_size // model.num_heads,
-        rope=RopeConfig(theta=model.rope_theta, mrope_section=model.mrope_section if vision else ()),
-        tie_word_embeddings=model.tie_word_embeddings,
-        initializer_range=model.initializer_range,
+        hidden_size=tiny["hidden_size"],
+        intermediate_size=tiny["intermediate_size"],
+        num_layers=tiny["num_layers"],
+        num_heads=tiny["num_heads"],
+        num_kv_heads=tiny["num_kv_heads"],
+        head_dim=tiny["hidden_size"] // tiny["num_heads"],
+        rope=RopeConfig(theta=tiny["rope_theta"], mrope_section=tiny["mrope_section"] if vision else ()),
+        tie_word_embeddings=tiny["tie_word_embeddings"],
+        initializer_range=tiny["initializer_range"],
     )
     if vision is None:
         return Qwen2Config(text=text)

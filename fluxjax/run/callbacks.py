@@ -15,7 +15,7 @@ from ..base.process import settle_heap
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
 from ..base.under_way import working_time
-from ..config import Config, ReportConfig
+from ..config import Config, DType, ReportConfig
 from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang
 from ..learner.gradients import GAP
@@ -88,6 +88,9 @@ class Callbacks:
 
 
 _ALARMS_SHOWN = 3
+_DUMPED = 8  # responses of a dump
+# Mean absolute differences of log-probs of engine and trainer that raise an alarm: they add up in different orders.
+GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
 class Reporter(Observer):
@@ -108,9 +111,10 @@ class Reporter(Observer):
         timeline: Timeline | None = None,
         pixels: Callable[[], Mapping[str, float]] = dict,
         rewards: Callable[[], Mapping[str, float]] = dict,
+        gap_limit: float = GAP_ALARMS[DType.FLOAT32],
     ) -> None:
         """`timeline` gets a lane for each process of `gang`; `pixels` returns the metrics `data/...` of a step,
-        `rewards` the metrics `rewards/...`."""
+        `rewards` the metrics `rewards/...`. `gap_limit` is the mean difference of log-probs that raises an alarm."""
         self._settings, self._run_dir = settings, run_dir
         self._summary, self._metrics, self._display = summary, metrics, display
         self._decode, self._callbacks = decode, callbacks
@@ -119,7 +123,7 @@ class Reporter(Observer):
         self._served = time.perf_counter(), _tokens(servers())  # at the last step
         self._gang, self._timeline = gang or Gang(), timeline or Timeline()
         self._told = self._gang.bytes_told  # at the last step
-        self._pixels, self._rewards = pixels, rewards
+        self._pixels, self._rewards, self._gap_limit = pixels, rewards, gap_limit
 
     def on_step(self, report: StepReport) -> None:
         settings, summary, step = self._settings, self._summary, report.step
@@ -143,7 +147,7 @@ class Reporter(Observer):
         self._watch_gap(step, metrics.get(GAP, 0.0))
         self._metrics.log("rl", step, metrics, hosts)
         if settings.dump_samples_every and step % settings.dump_samples_every == 0:
-            dump_samples(self._run_dir / "samples", step, report.groups, self._decode, settings.dump_samples)
+            dump_samples(self._run_dir / "samples", step, report.groups, self._decode, _DUMPED)
         self._display.step(step, metrics, seconds)
         self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
 
@@ -170,7 +174,7 @@ class Reporter(Observer):
         return host_metrics(hosts) | {"hosts/bytes_told": float(self._told - before)}
 
     def _watch_gap(self, step: int, gap: float) -> None:
-        summary, limit = self._summary, self._settings.logprob_gap_alarm
+        summary, limit = self._summary, self._gap_limit
         summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
         if gap <= limit:
             return
@@ -179,7 +183,7 @@ class Reporter(Observer):
             more = "; further alarms are only counted" if summary.logprob_gap_alarms == _ALARMS_SHOWN else ""
             self._display.note(
                 f"ALARM: step {step}: log-probs of engine and trainer differ by {gap:.1e} in the mean, more than "
-                f"report.logprob_gap_alarm = {limit:.1e}: the engine serves another policy{more}"
+                f"{limit:.1e}: the engine serves another policy{more}"
             )
 
     def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:

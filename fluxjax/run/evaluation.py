@@ -13,6 +13,8 @@ from ..data.sources import Source
 from ..report.metrics import Summary
 from ..runtime.held_out import HeldOut
 
+_DURING = 64  # held-out prompts of a source in evaluations between the first and the last
+
 
 class HeldOutEvaluator:
     """Measures the held-out accuracy of the weights that the engine serves; fewer prompts during the run than at its
@@ -25,7 +27,7 @@ class HeldOutEvaluator:
         self._engine = engine
 
     async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
-        limit = self._settings.samples if full else self._settings.samples_during
+        limit = self._settings.samples if full else min(self._settings.samples, _DURING)
         with self._summary.stage("eval"):
             return await self._held_out.accuracy(self._engine, limit)
 

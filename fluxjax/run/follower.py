@@ -56,7 +56,7 @@ class Follower:
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
         self._config, self._gang, self._run_dir = config, gang, run_dir
         self._algorithm = find_algorithm(config.algorithm)
-        self._sources = open_sources(config.data)
+        self._sources = open_sources(config)
         sizes, self._processor = describe_model(config, self._sources)
         self._media = Pixels(config, self._processor, gang, run_dir, token)
         learning = build_learning(
@@ -90,7 +90,7 @@ class Follower:
     def close(self) -> None:
         """Waits for checkpoints under way, ends threads, and removes the snapshots of this host, which are of no use
         any more."""
-        snapshot_folder.remove(self._run_dir, pathlib.Path(self._config.checkpoint.snapshot_folder))
+        snapshot_folder.remove(self._run_dir)
         if self._engines is not None:
             self._engines.close()
         self._media.close()
@@ -127,7 +127,7 @@ class Follower:
             self._models.begin()
             return
         begin_warm_start(self._config, self._learner)
-        sources = open_warm_start(self._config.data)
+        sources = open_warm_start(self._config)
         self._warm_start = warm_start_source(self._config, sources, self._processor, self._media.proxy)
 
     def _learn(self, order: Learn) -> None:
@@ -168,7 +168,7 @@ def follow(gang: Gang, impl: object = None) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
     `impl` is this process's own `algorithm.impl`, which, as an object, is not in the run's folder. Logs to
-    `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus_port` says so. Raises ConfigError
+    `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus` says so. Raises ConfigError
     if this host does not see the run's folder, or the port is taken.
     """
     orders = gang.orders()
@@ -186,7 +186,7 @@ def follow(gang: Gang, impl: object = None) -> None:
         if port := prometheus_port(config, gang):
             from ..report.prometheus import HostCollector, PrometheusPort
 
-            served = PrometheusPort(port, config.report.prometheus_host, HostCollector(gang.statuses))
+            served = PrometheusPort(port, config.report.prometheus_address[0], HostCollector(gang.statuses))
             ended.callback(served.close)
         ended.enter_context(process_log(run_dir, gang))
         follower = Follower(config, gang, run_dir, start.token)
@@ -196,7 +196,7 @@ def follow(gang: Gang, impl: object = None) -> None:
 
 
 def prometheus_port(config: Config, gang: Gang) -> int:
-    """Returns the Prometheus port of this process: `report.prometheus_port`, or one of the next ones where several
+    """Returns the Prometheus port of this process: that of `report.prometheus`, or one of the next ones where several
     processes share a host; 0: none."""
-    port = config.report.prometheus_port
+    port = config.report.prometheus_address[1]
     return port + gang.rank_here if port else 0

@@ -23,7 +23,7 @@ class GangSnapshots:
     and every process works alone. Nothing on disk is touched before the first method is called."""
 
     def __init__(self, settings: CheckpointConfig, run_dir: pathlib.Path, gang: Gang) -> None:
-        self._every, self._base = settings.snapshot_every, pathlib.Path(settings.snapshot_folder)
+        self._every = settings.snapshot_every
         self._run_dir, self._gang = run_dir, gang
         self._folder = pathlib.Path()  # of this history of the run
         self._own = Snapshots(gang.process, gang.processes)
@@ -52,7 +52,7 @@ class GangSnapshots:
         """Begins a history that does not start from a snapshot: removes the existing snapshots."""
         self.remove()
         if self._every:
-            self._folder = snapshot_folder.begun(self._run_dir, self._base)
+            self._folder = snapshot_folder.begun(self._run_dir)
 
     def write(self, step: int, arrays: PyTree, state: Mapping[str, Any]) -> None:
         self._gang.tell(Save(step, str(self._folder)))
@@ -60,4 +60,4 @@ class GangSnapshots:
 
     def remove(self) -> None:
         """Removes the snapshots of this host. The other processes remove theirs when the run is over."""
-        snapshot_folder.remove(self._run_dir, self._base)
+        snapshot_folder.remove(self._run_dir)

@@ -11,7 +11,7 @@ from models.config import AnyConfig
 from sharding.target import Target
 from sharding.walk import HOST_MEMORY
 
-from ..config import Config, ConfigError, Remat, Strategy
+from ..config import ODC, Config, ConfigError, Remat
 from ..sizing.account import GIB
 from ..sizing.check import DeviceRoom, check
 from ..sizing.topology import MEMORY_FRACTION, memory_fraction
@@ -36,14 +36,14 @@ def settled_remat(
         )
     if room is None:
         return Remat.NONE if settings.remat is Remat.AUTO else settings.remat
-    if settings.strategy is Strategy.ODC:
+    if isinstance(settings.strategy, ODC):
         progress("memory is not checked before the start: odc's layers are programs of their own")
         return Remat.LAYER if settings.remat is Remat.AUTO else settings.remat
 
     def said(text: str) -> None:
         progress(f"does it fit? {text}")
 
-    if config.stream_trainer.enabled:
+    if config.stream_trainer:
         said("what training keeps on engines that are lent to it (stream_trainer) is not counted")
 
     devices = list(mesh.devices.flat)

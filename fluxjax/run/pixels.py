@@ -28,6 +28,9 @@ from ..runtime.flight_store import FlightStore
 from ..runtime.preprocessor_watch import PreprocessorWatch
 from ..runtime.preprocessors import Preprocessors
 
+AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
+INDEX = ""  # the folder for what was found out about media files; empty: in the user's cache folder
+
 
 class Pixels:
     """The media store and the materializer of one process. For text-only models it has neither.
@@ -72,9 +75,7 @@ class Pixels:
             self.fetch = near.fetch
         # Process 0 draws for all, and engines of all of them take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
-        self.materializer = self._open.enter_context(
-            contextlib.closing(Materializer(self.fetch, data.ahead, self._fetched))
-        )
+        self.materializer = self._open.enter_context(contextlib.closing(Materializer(self.fetch, AHEAD, self._fetched)))
 
     def _preprocessed(
         self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
@@ -98,7 +99,6 @@ class Pixels:
             addresses,
             processor.settings,
             token,
-            lease_seconds=data.lease_seconds,
             silent=preprocessors.restart,
         )
         self._open.callback(store.close)

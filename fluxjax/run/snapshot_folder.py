@@ -16,13 +16,14 @@ import shutil
 from ..config.run_folder import replace_text
 
 log = logging.getLogger(__name__)
+MEMORY = pathlib.Path("/dev/shm")  # a file system in the memory of the host
 NAMED = "snapshots"  # the file in the run's folder
 _PREFIX = "fluxjax-snapshots-"
 _FOLDER = re.compile(rf"[^\0]*{_PREFIX}[0-9a-f]{{12}}-[0-9a-f]{{16}}")
 _FILE = re.compile(r"(\d+)\.(\d+)-of-(\d+)")
 
 
-def begun(run_dir: pathlib.Path, base: pathlib.Path) -> pathlib.Path:
+def begun(run_dir: pathlib.Path, base: pathlib.Path = MEMORY) -> pathlib.Path:
     """Chooses a new folder in `base` for snapshots, writes its name to the run folder, and returns it: earlier folders
     belong to another history of the run."""
     folder = base / f"{_prefix(run_dir)}{secrets.token_hex(8)}"
@@ -70,7 +71,7 @@ def remove_others(folder: pathlib.Path) -> None:
             shutil.rmtree(earlier, ignore_errors=True)
 
 
-def remove(run_dir: pathlib.Path, base: pathlib.Path) -> None:
+def remove(run_dir: pathlib.Path, base: pathlib.Path = MEMORY) -> None:
     """Removes all snapshots of the run on this host."""
     (run_dir / NAMED).unlink(missing_ok=True)
     for folder in base.glob(f"{_prefix(run_dir)}*"):

@@ -53,7 +53,7 @@ from .build import (
     sampling_params,
     training_prompts,
 )
-from .callbacks import Callback, Callbacks, Reporter, closing, opening
+from .callbacks import GAP_ALARMS, Callback, Callbacks, Reporter, closing, opening
 from .checkpoint import Checkpoints, ResumeError
 from .evaluation import HeldOutEvaluator, held_out_prompts
 from .gang_snapshots import GangSnapshots
@@ -97,7 +97,7 @@ class FluxTrainer:
         if algorithm is not None:
             config.algorithm.impl = algorithm
         config.validate()
-        self._asked = config.sharding.remat, config.policy.engines  # before the devices here decide
+        self._asked = config.sharding.remat, config.rollout.engines  # before the devices here decide
         self.gang = gang or Gang()
         # Who only looks at a run computes no loss, and may not have what it was trained with.
         self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
@@ -112,7 +112,7 @@ class FluxTrainer:
         self.run_dir, self._lock = (pathlib.Path(config.run_dir), None) if read_only else run_folder.create(config)
         if read_only:
             config.data.preprocessors = 0  # they would write logs
-        self.timeline = Timeline(keep_steps=config.report.timeline_steps)
+        self.timeline = Timeline()
         self.summary = Summary(name=config.name, seed=config.seed)
         self._policy, self._stopping, self._began = policy, False, time.monotonic()
         self._runtime: Runtime | None = None
@@ -127,8 +127,8 @@ class FluxTrainer:
 
         # --- data -------------------------------------------------------------------------------
         with self.display, self.summary.stage("data"):
-            self.sources = open_sources(config.data)
-            self.eval_sources = open_held_out(config.data)
+            self.sources = open_sources(config)
+            self.eval_sources = open_held_out(config)
 
         with self.display, self.summary.stage("build"):
             # --- model and learner --------------------------------------------------------------
@@ -159,7 +159,7 @@ class FluxTrainer:
             self.snapshots = GangSnapshots(config.checkpoint, self.run_dir, self.gang)
 
             # --- fleet --------------------------------------------------------------------------
-            config.policy.engines = engine_count(config, jax.local_devices(), self.gang.processes)
+            config.rollout.engines = engine_count(config, jax.local_devices(), self.gang.processes)
             config.validate_scheduling()  # now that their number is known
             self.pool: EnginePool | FleetPool
             if read_only:  # who looks at a run that goes on leaves its servers alone
@@ -405,7 +405,7 @@ class FluxTrainer:
     def _keep_settings(self) -> list[str]:
         """Writes the settings to the run folder; if the run is resumed, returns those that change, as lines."""
         asked = copy.deepcopy(self.config)  # the folder may go on, or be evaluated, on other devices
-        asked.sharding.remat, asked.policy.engines = self._asked
+        asked.sharding.remat, asked.rollout.engines = self._asked
         changes = run_folder.changes(asked, self.run_dir) if self._loaded is not None else []
         run_folder.write(asked, self.run_dir)
         return [f"changed by this resume: {change}" for change in changes]
@@ -424,7 +424,7 @@ class FluxTrainer:
                     config,
                     self.learner,
                     self.composer,
-                    open_warm_start(config.data),
+                    open_warm_start(config),
                     self.processor,
                     self.summary.count_skip,
                     self.pixels.proxy,
@@ -468,6 +468,7 @@ class FluxTrainer:
             timeline=self.timeline,
             pixels=self.pixels.metrics,
             rewards=self.rewards.metrics,
+            gap_limit=GAP_ALARMS[config.model.compute_dtype],
         )
         self._runtime = Runtime(
             self.coordinator,
@@ -482,7 +483,7 @@ class FluxTrainer:
             seed=config.seed,
             observers=[reporter],
             timeline=self.timeline,
-            tick=0.1 if config.speculative_sync.enabled else 0.0,
+            tick=0.1 if config.speculative_sync else 0.0,
             pool=self.pool,
             colocated=config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated,
         )

@@ -1,7 +1,7 @@
 """The embedded engines of a run, on a fixed set of devices: how many there are follows from how many devices each has.
 
-The devices are the first `policy.engines` x `parallelism.degree` of this process, dealt to engines in their order;
-where `policy.engines` is 0, all accelerators of the process that make whole engines. At another degree there are as
+The devices are the first `rollout.engines` x `parallelism.degree` of this process, dealt to engines in their order;
+where `rollout.engines` is 0, all accelerators of the process that make whole engines. At another degree there are as
 many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
 """
 
@@ -20,14 +20,18 @@ from rollout.throughput import Profile, ProfileError, sizes
 from ..base.event_loop import run_async
 from ..base.timeline import Span
 from ..batch.composer import Composer
-from ..config import Config, ConfigError, Policy, RolloutEngine
+from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
+from ..config.scheduling import MAX_DEGREE
+
+KV_FRACTION = 0.5  # of a device's free memory, for caches: training needs the rest for its activations
+SERVER_MEMORY = 0.6  # of the memory that is free when it starts, for a colocated SGLang server
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
     """Returns the number of engines of a run that has these devices in each of its processes: as configured, one a
     server, or as many as there are accelerators for."""
-    if config.policy.engines:
-        return config.policy.engines
+    if config.rollout.engines:
+        return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
         return config.servers.servers
     if devices[0].platform == "cpu":
@@ -50,10 +54,10 @@ class EnginePool:
         wanted = engines * parallelism.degree
         if wanted > len(devices) and (parallelism.degree > 1 or parallelism.enabled):
             raise ConfigError(
-                f"policy.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, there "
+                f"rollout.engines ({engines}) x parallelism.degree ({parallelism.degree}) need {wanted} devices, there "
                 f"are {len(devices)}"
             )
-        if parallelism.degree > 1 and config.policy.name is Policy.ADAPTIVE_ASYNC:
+        if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
             # Programs of several devices that run at the same time may start in another order on each: a deadlock.
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
@@ -63,7 +67,7 @@ class EnginePool:
         self.devices = tuple(devices[number % len(devices)] for number in range(wanted))
         if parallelism.profile:
             _check_profile(parallelism.profile, model)
-        if config.stream_trainer.enabled:
+        if config.stream_trainer:
             check_lent(config, model, self.devices)
         self._model, self._fetch = model, fetch
         self.engines = [self._make(dealt) for dealt in deal(self.devices, parallelism.degree)]
@@ -75,7 +79,7 @@ class EnginePool:
             slots=rollout.slots,
             max_sequence_tokens=rollout.max_sequence_tokens,
             kv_tokens=rollout.kv_tokens,
-            kv_fraction=rollout.kv_fraction / self._a_device,
+            kv_fraction=KV_FRACTION / self._a_device,
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
             fetch=self._fetch,
@@ -130,7 +134,7 @@ def degrees(config: Config, devices: int) -> list[int]:
     parallelism = config.parallelism
     if not parallelism.enabled:
         return [parallelism.degree]
-    most = min(parallelism.max_degree, devices)
+    most = min(MAX_DEGREE, devices)
     return [1 << power for power in range(most.bit_length()) if parallelism.min_degree <= 1 << power]
 
 
@@ -145,7 +149,7 @@ def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
             if half:
                 Composer(config, -(-half // a_device) * degree, vision, model.config.text).check()
         except ConfigError as error:
-            raise ConfigError(f"stream_trainer.enabled: on the devices of half of the engines: {error}") from error
+            raise ConfigError(f"stream_trainer: on the devices of half of the engines: {error}") from error
 
 
 def _check_profile(file: str, model: Decoder) -> None:

@@ -53,7 +53,7 @@ class EngineServers:
         fetch: Fetch | None = None,
     ) -> None:
         process_config = copy.deepcopy(config)
-        process_config.policy.engines = engine_count(config, jax.local_devices(), processes) // processes
+        process_config.rollout.engines = engine_count(config, jax.local_devices(), processes) // processes
         self._pool, dtype = EnginePool(process_config, model, fetch=fetch), config.model.compute_dtype.value
         served = [RolloutServer(e, model.config, processor, dtype=dtype, token=token) for e in self._pool.engines]
         self._sockets = [bound_socket(host, 0) for _ in served]
@@ -105,7 +105,7 @@ class SharedPool(FleetPool):
         fleet = copy.deepcopy(config)
         fleet.rollout.engine = RolloutEngine.SERVE
         fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
-        fleet.policy.engines = len(addresses)
+        fleet.rollout.engines = len(addresses)
         fleet.weights.validate(fleet.rollout.engine, fleet.servers)
         super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
         self._own = local_servers

@@ -36,11 +36,13 @@ from sharding.target import Target
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
 from ..config.weight_sync import on_this_host
-from .engine_pool import check_lent, degrees
+from .engine_pool import SERVER_MEMORY, check_lent, degrees
 from .server_file import ServerFile
 from .server_watch import ServerWatch, server_lanes
 
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
+BUCKET_BYTES = 256 << 20  # of weights that are sent at once
+PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where each host of servers has a copy of weights in files
 Result = TypeVar("Result")
 
 
@@ -116,11 +118,10 @@ class FleetPool:
             folders,
             processes=processes,
             addresses=servers.addresses,
-            seats=config.policy.engines if degree == config.parallelism.degree else count,
+            seats=config.rollout.engines if degree == config.parallelism.degree else count,
             name="server" if alone else f"{degree}-device server",
             route=_route(config, served(model.config), agents, self._token),
             options=FleetOptions(
-                patience=servers.patience,
                 start_seconds=servers.start_seconds,
                 token=self._token,
                 together=rollout.engine is RolloutEngine.SERVE,  # SGLang's draws do not depend on a seed alone
@@ -214,10 +215,10 @@ def _devices(config: Config, model: Decoder, count: int) -> tuple[Device, ...]:
         return ()
     check_allocator()
     devices = tuple(jax.local_devices())
-    if config.stream_trainer.enabled:
+    if config.stream_trainer:
         if count > len(devices):
             raise ConfigError(
-                f"stream_trainer.enabled: {config.servers.servers} servers x parallelism.degree "
+                f"stream_trainer: {config.servers.servers} servers x parallelism.degree "
                 f"({config.parallelism.degree}) servers are on {count} devices, training has {len(devices)}"
             )
         check_lent(config, model, devices[:count])
@@ -256,7 +257,7 @@ def _check_reachable(config: Config, address: str) -> None:
 
 def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
     weights, servers = config.weights, config.servers
-    route, size = weights.chosen(servers), weights.bucket_mib << 20
+    route, size = weights.chosen(servers), BUCKET_BYTES
     if route is Route.SHM:
         return SharedMemory()
     if route is Route.BUCKET:
@@ -266,11 +267,11 @@ def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: s
             raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch beside JAX: pip install torch")
         return CudaIpc(model, size)
     try:
-        folders = VersionFolders(pathlib.Path(weights.folder).absolute(), delta=weights.delta)
+        folders = VersionFolders(pathlib.Path(weights.folder).absolute())
     except OSError as error:
         raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
     here = config.rollout.engine is RolloutEngine.SGLANG and not weights.agents
-    return OrbaxFolders(folders, pathlib.Path(weights.local).absolute(), agents, token=token, here=here)
+    return OrbaxFolders(folders, PULLED, agents, token=token, here=here)
 
 
 def _saves_memory(config: Config) -> bool:
@@ -285,7 +286,7 @@ def _flags(config: Config) -> tuple[str, ...]:
     rollout, dtype = config.rollout, ("--dtype", config.model.compute_dtype.value)
     if rollout.engine is RolloutEngine.SGLANG:
         cache = ("--max-total-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
-        share = ("--mem-fraction-static", str(config.servers.memory_fraction)) if config.servers.colocated else ()
+        share = ("--mem-fraction-static", str(SERVER_MEMORY)) if config.servers.colocated else ()
         saver = ("--enable-memory-saver",) if _saves_memory(config) else ()
         return (*dtype, "--max-running-requests", str(rollout.slots), *cache, *share, *saver)
     cache = ("--kv-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()

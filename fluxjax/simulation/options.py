@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from ..config import Config, ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
+from ..config.scheduling import MAX_DEGREE
 from .faults import FaultRates
 from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
 
@@ -80,10 +81,9 @@ class SimulateConfig(Config):
     unread: ClassVar[tuple[str, ...]] = (
         *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
         *("lora", "sharding", "packing", "report"),
-        *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
-        *("rollout.kv_tokens", "rollout.kv_fraction"),
-        *("evaluation.samples", "evaluation.samples_during", "checkpoint.keep"),
-        *("checkpoint.snapshot_every", "checkpoint.snapshot_folder"),
+        *("rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
+        "rollout.kv_tokens",
+        *("evaluation.samples", "checkpoint.keep", "checkpoint.snapshot_every"),
     )
 
     def validate(self) -> None:
@@ -94,17 +94,19 @@ class SimulateConfig(Config):
             read = operator.attrgetter(field)
             if read(self) != read(default):
                 raise ConfigError(f"{field} was set, but nothing of a simulation depends on it; leave it out")
+        if not self.rollout.tempered and self.rollout.temperature != default.rollout.temperature:
+            raise ConfigError("rollout.temperature was set, but nothing of a simulation depends on it; leave it out")
         self._validate_cluster()
-        if self.policy.engines not in (default.policy.engines, self.simulation.engines):
+        if self.rollout.engines not in (default.rollout.engines, self.simulation.engines):
             raise ConfigError(
-                f"policy.engines is {self.policy.engines}; leave it out: simulation.gpus and simulation.degree make "
+                f"rollout.engines is {self.rollout.engines}; leave it out: simulation.gpus and simulation.degree make "
                 f"{self.simulation.engines}"
             )
         if self.parallelism.degree not in (default.parallelism.degree, self.simulation.degree):
             raise ConfigError(
                 f"parallelism.degree is {self.parallelism.degree}; leave it out, simulation.degree is the first one"
             )
-        self.policy.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
+        self.rollout.engines, self.parallelism.degree = self.simulation.engines, self.simulation.degree
         self.validate_scheduling()
 
     def _validate_cluster(self) -> None:
@@ -122,11 +124,11 @@ class SimulateConfig(Config):
         self._validate_memory(hardware, sim.degree)
         if self.parallelism.enabled:
             self._validate_memory(hardware, self.parallelism.min_degree)
-            most = min(self.parallelism.max_degree, hardware.gpus_per_host, sim.rollout_gpus)
+            most = min(MAX_DEGREE, hardware.gpus_per_host, sim.rollout_gpus)
             if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
                 raise ConfigError(
-                    f"parallelism.max_degree is {self.parallelism.max_degree}; engines of up to so many GPUs must "
-                    f"divide the {sim.rollout_gpus} for rollout"
+                    f"parallelism.enabled has engines of up to {most} GPUs, which must divide the "
+                    f"{sim.rollout_gpus} for rollout"
                 )
         sim.faults.validate("simulation.faults.")
 

@@ -23,7 +23,7 @@ def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: On
     """Makes a cluster with the coordinator and the policy that a run of this configuration has."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
-    coordinator = Coordinator(settings, make_policy(config), make_schedules(config.schedules), make_parallelism(config))
+    coordinator = Coordinator(settings, make_policy(config), make_schedules(config), make_parallelism(config))
     return Cluster(config, coordinator, watch, on_step)
 
 
@@ -48,7 +48,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
     reasons = Counter(skipped.reason for skipped in ledger.skipped)
     waiting = {stage.value: ledger.count(stage) for stage in PromptStage if ledger.count(stage)}
     return {
-        "policy": config.policy.name.value,
+        "policy": config.policy.name,
         "model": config.simulation.model.value,
         "gpus": config.simulation.gpus,
         "engines": len(rollout.engines),

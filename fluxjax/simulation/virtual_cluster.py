@@ -97,7 +97,7 @@ class Cluster:
 
     def post(self, event: messages.Event) -> None:
         """Hands the coordinator an event, now. Speculative sync learns from the time of it."""
-        if self.config.speculative_sync.enabled:
+        if self.config.speculative_sync:
             self._inbox.append(messages.Tick(self.clock.now))
         self._inbox.append(event)
         if self._busy:

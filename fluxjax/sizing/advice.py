@@ -11,7 +11,7 @@ import jax
 import models
 from rollout.pages import PAGE_TOKENS
 
-from ..config import Config, Remat, Strategy
+from ..config import FSDP, Config, Remat
 from ..runtime.engine_pool import engine_count
 from .account import Account, Change, RowGrowth
 from .run_programs import (
@@ -57,7 +57,7 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
         return found
 
     def shorter_rows(account: Account) -> tuple[str, Account] | None:
-        room = 1 if config.sharding.strategy is Strategy.FSDP else len(run.devices)
+        room = 1 if isinstance(config.sharding.strategy, FSDP) else len(run.devices)
         least = -(-config.rollout.max_sequence_tokens // room)
         tokens = rows.largest(account, usable)
         if least > tokens or tokens >= rows.tokens:
@@ -101,7 +101,7 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
                 cache=account.cache * bytes_on_device(arrays.cache) / bytes_on_device(run.engine.cache),
                 largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(arrays.handed_in)),
             )
-            settings = f"--config.policy.engines={max(wanted // degree, 1)} --config.parallelism.degree={degree}"
+            settings = f"--config.rollout.engines={max(wanted // degree, 1)} --config.parallelism.degree={degree}"
             best = settings, changed
         return best
 

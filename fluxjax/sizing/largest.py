@@ -18,12 +18,13 @@ from models.processing.vision_input import common_bound, pack_patches
 from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
+from ..batch import pieces as cutting
 from ..batch.composer import Composer
 from ..batch.composition import PackedRows, Piece, TrainGroup
 from ..batch.fill import lay_out_parts, lay_out_rows
 from ..batch.part import Room, SizedPart
 from ..batch.rows import Budget
-from ..config import Config, ConfigError, Strategy
+from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # of made-up lengths
 TEXT_TOKENS = 16  # of a prompt beside its image, at least
@@ -63,7 +64,7 @@ def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) ->
 
 def largest_batch(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
     """The largest microbatch on so many devices, as shapes."""
-    compose = _largest_rows if config.sharding.strategy is Strategy.FSDP else _largest_spread
+    compose = _largest_rows if isinstance(config.sharding.strategy, FSDP) else _largest_spread
     batch = compose(config, model, num_devices)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
 
@@ -72,12 +73,12 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     vision = vision_of(model)
     budget = Budget.of(config, num_devices, vision)
     group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
-    temperature = 1.0 if config.schedules.temperature else None  # a token's own is written down where it changes
+    temperature = 1.0 if config.rollout.tempered else None  # a token's own is written down where it changes
     to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
     row = (Piece(0, (0,)),)
     shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs])
     plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
-    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision, temperature is not None)
+    composition = lay_out_rows([plan], [to_train], cutting.SHARE_PROMPTS, vision, temperature is not None)
     return composition.microbatches[0].batch
 
 
@@ -113,7 +114,7 @@ def _made_up_step(
         size = max(int(scale * longest), min(longest, 4 * TEXT_TOKENS))
         inputs = prompt(config, model, size)
         lengths = np.maximum(rollout.max_new_tokens * scale * dice.uniform(0.5, 1.0, rollout.group_size), 1).astype(int)
-        copies = 1 if config.packing.share_prompts else rollout.group_size
+        copies = 1 if cutting.SHARE_PROMPTS else rollout.group_size
         patches = copies * inputs.vision.num_patches if inputs.vision is not None else 0
         if patches > patches_left:
             inputs, patches = prompt(config, model, size, image=False), 0

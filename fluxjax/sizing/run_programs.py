@@ -27,11 +27,11 @@ from sharding.target import Target, compiling_for
 
 from ..algorithms import find_algorithm
 from ..base.types import TrainBatch
-from ..config import Config, ConfigError, Policy, RolloutEngine, Strategy
+from ..config import ODC, AdaptiveAsyncConfig, AprilConfig, Config, ConfigError, RolloutEngine
 from ..learner.critic import Critic
 from ..learner.learner import Learner
 from ..learner.scoring import shaped
-from ..runtime.engine_pool import degrees, engine_count
+from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
 from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import CollectiveTraffic, traffic
@@ -122,7 +122,7 @@ class RunShapes:
         """`never_sampled` are the tokens that an engine is told never to generate; by default those that stand for
         media. `usable` bytes of a device bound the caches of its engines, as they will in the run. Raises ConfigError
         for what can't be compiled ahead, and for batches that no device holds."""
-        if config.sharding.strategy is Strategy.ODC:
+        if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
                 "try --config.sharding.strategy=flex_ulysses, which keeps as many weights and tokens on a device"
@@ -146,7 +146,7 @@ class RunShapes:
         if not shapes.engines_a_device:
             shapes.check_servers(usable)
             return shapes
-        room = config.rollout.kv_fraction * (usable - sum(shapes.resident().values())) / shapes.engines_a_device
+        room = KV_FRACTION * (usable - sum(shapes.resident().values())) / shapes.engines_a_device
         if not config.rollout.kv_tokens and (cache := bytes_on_device(arrays.cache)) > room:
             tokens = int(cache_tokens(config) * max(room, 0.0) / cache)
             arrays = engine_arrays(config, abstract, devices, kv_tokens=max(tokens, config.rollout.max_sequence_tokens))
@@ -164,7 +164,7 @@ class RunShapes:
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
-        return servers.memory_fraction * max(usable - sum(self.resident().values()), 0.0)
+        return SERVER_MEMORY * max(usable - sum(self.resident().values()), 0.0)
 
     def check_servers(self, usable: float) -> None:
         """Raises ConfigError where a server on these devices would have no room for weights and one sequence."""
@@ -173,9 +173,9 @@ class RunShapes:
         needed = bytes_on_device(self.engine.params) + longest * bytes_on_device(self.engine.cache)
         if config.servers.colocated and share < needed:
             raise ConfigError(
-                f"servers.memory_fraction={config.servers.memory_fraction:g}: beside training's state, a server has "
-                f"{in_gib(share)} GiB of a device, and needs {in_gib(needed)} for its weights and one sequence; raise "
-                "it, give servers more devices (parallelism.degree) or training more (its state is cut over all)"
+                f"servers.colocated: beside training's state, a server has {in_gib(share)} GiB of a device "
+                f"({SERVER_MEMORY:.0%}), and needs {in_gib(needed)} for its weights and one sequence; "
+                "give servers more devices (parallelism.degree) or training more (its state is cut over all)"
             )
 
     @property
@@ -255,8 +255,8 @@ def compiled_at_depth(
 
 def _begun(config: Config) -> list[int]:
     """The lengths of the responses that an engine may have to prefill with their prompt, as long as they get."""
-    moved = config.stream_trainer.enabled or config.parallelism.enabled
-    goes_on = config.policy.name in (Policy.APRIL, Policy.ADAPTIVE_ASYNC) or moved
+    moved = config.stream_trainer or config.parallelism.enabled
+    goes_on = isinstance(config.policy, AprilConfig | AdaptiveAsyncConfig) or moved
     return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
 
 

@@ -53,9 +53,9 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
 def _explain(folder: pathlib.Path, error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        reason += "; free some space, or choose another place with --config.data.root=FOLDER"
+        reason += "; free some space, or choose another place with XDG_CACHE_HOME=FOLDER"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-        reason += "; choose another place with --config.data.root=FOLDER"
+        reason += "; choose another place with XDG_CACHE_HOME=FOLDER"
     return f"the embedded data set cannot be built in {folder}: {reason}"
 
 

@@ -84,9 +84,7 @@ def _video(container: InputContainer, name: str) -> VideoStream:
 def check_size(width: int, height: int, name: str, limits: DecodeLimits) -> None:
     """Raises MediaError for an image or frame of more pixels than may be decoded."""
     if width * height > limits.pixels:
-        raise MediaError(
-            name, f"too many pixels: {width} x {height}, at most {limits.pixels} are decoded (data.max_decoded_pixels)"
-        )
+        raise MediaError(name, f"too many pixels: {width} x {height}, at most {limits.pixels} are decoded")
 
 
 def reason_of(error: Exception) -> str:

@@ -174,7 +174,7 @@ class _VideoReader:
         except (FFmpegError, OSError) as error:
             reason = f"decoding fails after {len(times)} frames: {reason_of(error)}"
             if isinstance(error, ArgumentError):  # decoders raise this for a frame far beyond the bound
-                reason += ", as for a frame of more than data.max_decoded_pixels"
+                reason += ", as for a frame of more pixels than are decoded"
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
@@ -211,7 +211,7 @@ def upright(frame: av.VideoFrame, reformatter: VideoReformatter, threads: int) -
 
 def too_many_frames(name: str, limits: DecodeLimits) -> MediaError:
     most = limits.frames
-    return MediaError(name, f"too many frames: more than {most} are not decoded (data.max_decoded_frames)")
+    return MediaError(name, f"too many frames: more than {most} are not decoded")
 
 
 def rated(count: int, stream: VideoStream) -> float | None:

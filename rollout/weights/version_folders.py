@@ -140,7 +140,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
     for folder, owners in ((local, us | {0}), (place, us)):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
-            raise PullError(f"{folder}: {why}, others of this host can write there: choose another weights.local")
+            raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
     place.chmod(0o700)  # as older releases did not make it
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))

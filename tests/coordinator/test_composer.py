@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
-from fluxjax.config import ComposerConfig, Order
+from fluxjax.config.scheduling import PREFERENCES
 from fluxjax.coordinator.selection import compose, difficulty, total_tokens, versions_behind
 
 VERSION, LIMIT = 10, 4
@@ -28,9 +28,9 @@ def group(draw: int, *, age: int = 0, tokens: int = 4, correct: int = 1, source:
     return Group(Prompt(f"p{draw}", source, "?", "!", media, draw), tuple(samples))
 
 
-def choose(groups, count: int, config: ComposerConfig | None = None, *, limit: int = LIMIT, **options) -> list[int]:
+def choose(groups, count: int, prefer: tuple[str, ...] = (), *, limit: int = LIMIT, **options) -> list[int]:
     settings = {"progress": 0.5, "seed": 0, "step": 1} | options
-    chosen = compose(groups, count, config or ComposerConfig(), version=VERSION, max_staleness=limit, **settings)
+    chosen = compose(groups, count, prefer, version=VERSION, max_staleness=limit, **settings)
     return [g.prompt.draw for g in chosen]
 
 
@@ -49,14 +49,7 @@ GROUPS = st.dictionaries(
     min_size=1,
     max_size=24,
 )
-CONFIGS = st.builds(
-    ComposerConfig,
-    order=st.sampled_from(list(Order)),
-    stratify=st.booleans(),
-    curriculum=st.booleans(),
-    diversity=st.booleans(),
-    lengths=st.booleans(),
-)
+CONFIGS = st.sets(st.sampled_from(PREFERENCES)).map(tuple)
 
 
 def made(drawn: dict[int, dict]) -> list[Group]:
@@ -65,7 +58,7 @@ def made(drawn: dict[int, dict]) -> list[Group]:
 
 class TestAlways:
     @given(drawn=GROUPS, config=CONFIGS, share=st.floats(0, 1), progress=st.floats(0, 1), seed=st.integers(0, 99))
-    def test_choice(self, drawn, config: ComposerConfig, share: float, progress: float, seed: int) -> None:
+    def test_choice(self, drawn, config: tuple[str, ...], share: float, progress: float, seed: int) -> None:
         """Exactly `count` different candidates in draw order; the urgent ones before others; inputs as they were."""
         groups = made(drawn)
         count = round(share * len(groups))
@@ -86,14 +79,14 @@ class TestAlways:
         assert choose(groups, count, limit=limit) == sorted(g.prompt.draw for g in groups)[:count]
 
     @given(drawn=GROUPS, config=CONFIGS, share=st.floats(0, 1), seed=st.integers(0, 99))
-    def test_strata(self, drawn, config: ComposerConfig, share: float, seed: int) -> None:
+    def test_strata(self, drawn, config: tuple[str, ...], share: float, seed: int) -> None:
         """Where nothing is urgent, each stratum gets its share of the step, to less than one group."""
         groups = made(drawn)
         count = round(share * len(groups))
 
         def stratum(g: Group) -> tuple:
             kind = (g.prompt.source, bool(g.prompt.media))
-            return (versions_behind(g, VERSION) if config.stratify else 0, kind if config.diversity else 0)
+            return (versions_behind(g, VERSION) if "stratify" in config else 0, kind if "diversity" in config else 0)
 
         sizes = collections.Counter(map(stratum, groups))
         chosen = set(choose(groups, count, config, limit=FAR, seed=seed))
@@ -103,7 +96,7 @@ class TestAlways:
 
     def test_nothing_starves(self) -> None:
         """Candidates that nothing speaks for are trained on before they are too old."""
-        config = ComposerConfig(Order.STALEST, stratify=True, curriculum=True, diversity=True, lengths=True)
+        config = PREFERENCES
         waiting = dict.fromkeys(range(8), (VERSION, 5, 0)) | {8: (VERSION, 900, 4)}
         version, last = VERSION, 8
         for step in range(40):
@@ -129,20 +122,20 @@ class TestSwitches:
 
     def test_stalest_first(self) -> None:
         groups = [group(draw, age=draw % 3) for draw in range(9)]
-        assert choose(groups, 4, ComposerConfig(Order.STALEST), limit=FAR) == [1, 2, 5, 8]
+        assert choose(groups, 4, ("stalest",), limit=FAR) == [1, 2, 5, 8]
 
     def test_stratified(self) -> None:
         groups = [group(draw, age=2 if draw < 4 else 0) for draw in range(12)]
-        assert choose(groups, 6, ComposerConfig(stratify=True), limit=FAR) == [0, 1, 4, 5, 6, 7]
+        assert choose(groups, 6, ("stratify",), limit=FAR) == [0, 1, 4, 5, 6, 7]
 
     def test_diverse(self) -> None:
         groups = [group(draw, source="math" if draw < 8 else "code", image=draw in (6, 7)) for draw in range(12)]
-        assert choose(groups, 6, ComposerConfig(diversity=True)) == [0, 1, 2, 6, 8, 9]
+        assert choose(groups, 6, ("diversity",)) == [0, 1, 2, 6, 8, 9]
 
     def test_easy_first(self) -> None:
         """By difficulty at the end of the run; mostly so in the middle; by chance at its start."""
         groups = [group(draw, correct=draw % 5) for draw in range(100)]
-        config = ComposerConfig(curriculum=True)
+        config = ("curriculum",)
         easiest = [g.prompt.draw for g in groups if difficulty(g) == 0]
         assert choose(groups, 20, config, progress=1.0) == easiest
         mean = [
@@ -159,7 +152,7 @@ class TestSwitches:
         for trial in range(20):
             groups = [group(d, tokens=int(n)) for d, n in enumerate(np.exp(rng.normal(3.5, 0.7, 32)))]
             for lengths in spread:
-                chosen = choose(groups, 16, ComposerConfig(lengths=lengths), step=trial)
+                chosen = choose(groups, 16, ("lengths",) * lengths, step=trial)
                 assert 0 in chosen
                 tokens = [total_tokens(groups[i]) for i in chosen]
                 spread[lengths].append(max(tokens) / float(np.mean(tokens)))

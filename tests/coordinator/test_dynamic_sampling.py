@@ -13,7 +13,7 @@ from policy_cases import PolicyWorld
 from test_policies import POLICIES
 
 from fluxjax.base.types import Group, Reward, Sample
-from fluxjax.config import SampledBy
+from fluxjax.config import DynamicSampling
 from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
 from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
@@ -57,7 +57,7 @@ class TestNothingToLearn:
         line = str(caught.value)
         assert f"dropped {(batches - 1) * size + 1} groups" in line and "\n" not in line
         assert f"source 'scripted', reward my:rule, has 0 ({(batches - 1) * size + 1})" in line
-        assert "step 1," in line and f"policy.max_num_gen_batches is {batches}" in line
+        assert "step 1," in line and f"rollout.max_num_gen_batches is {batches}" in line
         assert [type(i) for i in world.said if isinstance(i, SaveCheckpoint | Train)] == [SaveCheckpoint]
 
     @every_way
@@ -160,8 +160,8 @@ def test_gradients_computed_early_are_given_up_by_a_stop() -> None:
 
 
 @every_way
-@pytest.mark.parametrize("by", SampledBy)
-def test_shaping_alone_tells_no_responses_apart(name: str, by: SampledBy, monkeypatch) -> None:
+@pytest.mark.parametrize("by", [DynamicSampling.CORRECT, DynamicSampling.VALUE])
+def test_shaping_alone_tells_no_responses_apart(name: str, by: DynamicSampling, monkeypatch) -> None:
     """By default only groups with right and wrong answers are trained on, as in DAPO and verl, whatever a length or a
     format is worth; where rewards are compared, all but those that are equal but for rounding."""
 
@@ -172,7 +172,7 @@ def test_shaping_alone_tells_no_responses_apart(name: str, by: SampledBy, monkey
 
     monkeypatch.setattr(policy_cases, "reward", shaped)
     world = world_of(name, 1, steps=3, dynamic_sampling_by=by).go()
-    told_apart = {2} if by is SampledBy.CORRECT else {1, 2, 3}
+    told_apart = {2} if by is DynamicSampling.CORRECT else {1, 2, 3}
     assert {draw % 4 for draw in world.trained} == told_apart
     assert {skip.prompt.draw % 4 for skip in world.all(Skip)} >= {0, 1, 2, 3} - told_apart
 
@@ -180,9 +180,9 @@ def test_shaping_alone_tells_no_responses_apart(name: str, by: SampledBy, monkey
 def test_a_run_that_compares_right_and_wrong_says_how_to_compare_rewards(monkeypatch) -> None:
     """A reward without a right answer, such as a grade, has `correct` False throughout."""
     monkeypatch.setattr(policy_cases, "reward", lambda rid: Reward(int(rid[-1]) / 4, correct=False))
-    with pytest.raises(CoordinatorError, match=r"dynamic_sampling_by is correct.*another policy\.dynamic_sampling_by"):
+    with pytest.raises(CoordinatorError, match=r"dynamic_sampling is correct.*another rollout\.dynamic_sampling"):
         world_of("synchronous", 1, max_num_gen_batches=2).go()
-    assert world_of("synchronous", 1, steps=1, dynamic_sampling_by=SampledBy.VALUE).go().trained
+    assert world_of("synchronous", 1, steps=1, dynamic_sampling_by=DynamicSampling.VALUE).go().trained
 
 
 def test_sources_and_their_rewards_are_told_apart(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from coordinator_cases import changed, prompt, response
 
 import fluxjax.coordinator
 from fluxjax.base.types import Media, MediaKind, Prompt, Reward
-from fluxjax.config import AprilConfig, Config, Policy, TailBatchingConfig
+from fluxjax.config import AprilConfig, Config, DynamicSampling, SynchronousConfig, TailBatchingConfig
 from fluxjax.coordinator import April, CoordinatorError, Ledger, PromptStage, TailBatching
 from fluxjax.coordinator.factory import make_policy
 from fluxjax.coordinator.lengths import FEATURES, ends_by, features
@@ -89,16 +89,16 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert tail.round == "", "no round has begun"
 
 
-@pytest.mark.parametrize("name", [policy for policy in Policy if policy is not Policy.ADAPTIVE_ASYNC])
-def test_a_policy_gets_its_helpers(name: Policy) -> None:
+@pytest.mark.parametrize("kind", [SynchronousConfig, TailBatchingConfig, AprilConfig])
+def test_a_policy_gets_its_helpers(kind: type) -> None:
     config = Config()
-    config.policy.name, config.policy.dynamic_sampling = name, True
-    config.stream_trainer.enabled = config.speculative_sync.enabled = True
+    config.policy, config.rollout.dynamic_sampling = kind(), DynamicSampling.CORRECT
+    config.stream_trainer, config.speculative_sync = True, 0.7
     policy = make_policy(config)
     assert isinstance(policy, Rounds) and policy.dynamic_sampling
-    assert policy.stream is not None and policy.stream.settings is config.stream_trainer
-    assert policy.speculative is not None and policy.speculative.settings is config.speculative_sync
-    config.stream_trainer.enabled = config.speculative_sync.enabled = False
+    assert policy.stream is not None
+    assert policy.speculative is not None and policy.speculative.confidence == 0.7
+    config.stream_trainer, config.speculative_sync = False, 0.0
     plain = make_policy(config)
     assert isinstance(plain, Rounds) and plain.stream is plain.speculative is None
 

@@ -25,15 +25,13 @@ def planners(draw):
         enabled=True,
         degree=degree,
         min_degree=draw(POWERS.filter(lambda least: least <= degree)),
-        max_degree=most,
-        rise=draw(st.sampled_from([1.0, 1.05, 2.0])),
-        calm=draw(st.integers(1, 5)),
     )
-    return ParallelismPlanner(settings, devices=draw(st.integers(0, 20)))
+    rise, calm = draw(st.sampled_from([1.0, 1.05, 2.0])), draw(st.integers(1, 5))
+    return ParallelismPlanner(settings, devices=draw(st.integers(0, 20)), max_degree=most, rise=rise, calm=calm)
 
 
 def test_a_rise_doubles_and_four_calm_steps_halve():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, max_degree=4), devices=16)
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=16, max_degree=4)
     assert planner.next(100) == 1, "the first step sets the measure"
     assert planner.next(105) == 1, "1.05 times is no sudden rise"
     assert planner.next(111) == 2
@@ -55,7 +53,7 @@ def test_a_calm_start_counts_and_one_preemption_begins_anew():
 @given(planners(), COUNTS)
 def test_degrees_are_powers_of_two_within_the_host_and_change_by_one_step(planner, counts):
     devices_allow = planner.most
-    assert devices_allow & (devices_allow - 1) == 0 and devices_allow <= planner.settings.max_degree
+    assert devices_allow & (devices_allow - 1) == 0 and devices_allow <= planner.max_degree
     for count in counts:
         before = planner.degree
         after = planner.next(count)
@@ -77,14 +75,15 @@ def test_without_preemptions_the_degree_halves_every_few_steps(planner, steps):
     degree = planner.degree
     for _ in range(steps):
         planner.next(0)
-    assert planner.degree == max(degree >> (steps // planner.settings.calm), planner.least)
+    assert planner.degree == max(degree >> (steps // planner.calm), planner.least)
 
 
 @given(planners(), COUNTS, COUNTS)
 def test_a_resumed_planner_decides_as_one_that_went_on(planner, before, after):
     for count in before:
         planner.next(count)
-    resumed = ParallelismPlanner(planner.settings, devices=planner.most)
+    options = {"max_degree": planner.max_degree, "rise": planner.rise, "calm": planner.calm}
+    resumed = ParallelismPlanner(planner.settings, devices=planner.most, **options)
     resumed.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     assert [resumed.next(count) for count in after] == [planner.next(count) for count in after]
 
@@ -101,7 +100,7 @@ class ChangingWorld(PolicyWorld):
 
     def __init__(self, policy, seed, **options):
         super().__init__(policy, seed, engines=4, **options)
-        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True, calm=2), devices=4)
+        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4, calm=2)
 
     def answers(self, instruction):
         if isinstance(instruction, SetParallelism):

@@ -14,7 +14,7 @@ from policy_cases import PolicyWorld, reward
 from turns import third_of
 
 from fluxjax.base.types import Reward
-from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, SpeculativeSyncConfig, StreamTrainerConfig
+from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, DynamicSampling
 from fluxjax.config.schedules import parse
 from fluxjax.coordinator import (
     AdaptiveAsync,
@@ -28,36 +28,34 @@ from fluxjax.coordinator import (
 )
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
+from fluxjax.coordinator.policies.adaptive_async import GAINS
 
-ASYNC = AdaptiveAsyncConfig(max_staleness=3, sync_interval=3)
+ASYNC = AdaptiveAsyncConfig(max_staleness=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
-EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0, min_ratio=1.0, max_ratio=1.0, sync_interval=1000)
-STREAM = StreamTrainerConfig(enabled=True, first=0.1, last=0.9, every=0.01, chunk=1)
-SPECULATIVE = SpeculativeSyncConfig(enabled=True, confidence=0.1)
+EAGER = AdaptiveAsyncConfig(max_staleness=2, ratio=1.0)
+STREAM: dict[str, Any] = {"first": 0.1, "last": 0.9, "every": 0.01, "chunk": 1}
 POLICIES: dict[str, tuple[Callable[..., SchedulingPolicy], int]] = {  # name: (made how, versions that data may be old)
     "synchronous": (Synchronous, 0),
     "tail_batching": (lambda **options: TailBatching(1.25, 1.25, 0, **options), 0),
     "tail_batching_spread": (lambda **options: TailBatching(1.25, 1.0, 2, **options), 2),
     "tail_batching_much_spread": (lambda **options: TailBatching(2.0, 2.0, 1, **options), 1),
     "april": (lambda **options: April(1.7, 2, **options), 2),
-    "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(STREAM), **options), 0),
-    "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, 0, stream=StreamTrainer(STREAM), **options), 0),
-    "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(STREAM), **options), 2),
+    "synchronous_stream": (lambda **options: Synchronous(stream=StreamTrainer(**STREAM), **options), 0),
+    "tail_batching_stream": (lambda **options: TailBatching(1.5, 1.5, 0, stream=StreamTrainer(**STREAM), **options), 0),
+    "april_stream": (lambda **options: April(1.7, 2, stream=StreamTrainer(**STREAM), **options), 2),
     "synchronous_early": (
-        lambda **options: Synchronous(
-            stream=StreamTrainer(STREAM), speculative=SpeculativeSync(SPECULATIVE), **options
-        ),
+        lambda **options: Synchronous(stream=StreamTrainer(**STREAM), speculative=SpeculativeSync(0.1), **options),
         0,
     ),
     "tail_batching_early": (
-        lambda **options: TailBatching(1.25, 1.25, 0, speculative=SpeculativeSync(SPECULATIVE), **options),
+        lambda **options: TailBatching(1.25, 1.25, 0, speculative=SpeculativeSync(0.1), **options),
         0,
     ),
-    "april_early": (lambda **options: April(1.7, 2, speculative=SpeculativeSync(SPECULATIVE), **options), 2),
+    "april_early": (lambda **options: April(1.7, 2, speculative=SpeculativeSync(0.1), **options), 2),
     "april_many": (lambda **options: April(4.0, 1, **options), 1),
-    "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, **options), 3),
+    "adaptive_async": (lambda **options: AdaptiveAsync(ASYNC, sync_interval=3, **options), 3),
     "adaptive_async_drained": (lambda **options: AdaptiveAsync(DRAINED, **options), 3),
-    "adaptive_async_eager": (lambda **options: AdaptiveAsync(EAGER, **options), 2),
+    "adaptive_async_eager": (lambda **options: AdaptiveAsync(EAGER, sync_interval=1000, **options), 2),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 shapes = st.fixed_dictionaries(
@@ -211,19 +209,20 @@ class TestAdaptiveAsync:
     @given(shape=shapes, seed=st.integers(0, 10**6), prompts=st.integers(0, 30), faults=st.integers(0, 3))
     def test_ratio_zero_is_synchronous(self, shape, seed: int, prompts: int, faults: int) -> None:
         """At ratio 0 it says what the synchronous policy says, instruction for instruction."""
-        zero = AdaptiveAsyncConfig(ratio=0.0, min_ratio=0.0, max_ratio=0.0, sync_interval=10**6)
+        zero = AdaptiveAsyncConfig(ratio=0.0)
         options: dict[str, Any] = dict(
             shape, prompts=prompts, faults=faults, evaluate_every=2, checkpoint_every=2, max_attempts=20
         )
-        ahead = PolicyWorld(AdaptiveAsync(zero), seed, **options).go()
+        ahead = PolicyWorld(AdaptiveAsync(zero, sync_interval=10**6), seed, **options).go()
         plain = PolicyWorld(Synchronous(), seed, **options).go()
         assert ahead.said == plain.said
 
-    def test_ratio_follows_staleness(self) -> None:
+    def test_ratio_follows_staleness(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Above the target the ratio falls, below it rises, within its bounds."""
-        low = AdaptiveAsyncConfig(target_staleness=0.0, tolerance=1.0, max_staleness=4, kp=0.5, sync_interval=1000)
-        high = AdaptiveAsyncConfig(target_staleness=1.0, tolerance=1.0, max_staleness=4, kp=0.5, sync_interval=1000)
-        falling, rising = AdaptiveAsync(low), AdaptiveAsync(high)
+        monkeypatch.setitem(GAINS, "kp", 0.5)
+        low, high = AdaptiveAsyncConfig(target_staleness=0.0), AdaptiveAsyncConfig(target_staleness=1.0)
+        free: dict[str, Any] = {"tolerance": 1.0, "sync_interval": 1000}
+        falling, rising = AdaptiveAsync(low, **free), AdaptiveAsync(high, **free)
         for policy in (falling, rising):
             PolicyWorld(policy, 3, steps=30).go()
         assert falling.ratio < 0.4 and rising.ratio == pytest.approx(0.9)
@@ -232,6 +231,6 @@ class TestAdaptiveAsync:
 def test_settings_that_an_own_policy_would_not_read_are_refused() -> None:
     config = Config()
     assert isinstance(make_coordinator(config, Synchronous).policy, Synchronous)
-    config.policy.dynamic_sampling = config.stream_trainer.enabled = True
-    with pytest.raises(ConfigError, match=r"policy\.dynamic_sampling and stream_trainer\.enabled would do nothing"):
+    config.rollout.dynamic_sampling, config.stream_trainer = DynamicSampling.CORRECT, True
+    with pytest.raises(ConfigError, match=r"rollout\.dynamic_sampling and stream_trainer would do nothing"):
         make_coordinator(config, Synchronous)

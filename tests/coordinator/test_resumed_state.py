@@ -61,7 +61,7 @@ def test_counts_of_late_facts_go_on() -> None:
 
 def test_the_planner_goes_on() -> None:
     def planned() -> Coordinator:
-        planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=1, max_degree=8), devices=8)
+        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=8)
         return Coordinator(Settings(1, 1, 1), Synchronous(), parallelism=planner)
 
     before, after = planned(), planned()
@@ -76,8 +76,8 @@ def test_the_planner_goes_on() -> None:
 @pytest.mark.parametrize("step", [3, 7])
 def test_a_resumed_policy_knows_what_it_knew(step: int) -> None:
     """Ratio, staleness and barrier of adaptive async, and the rounds of tail batching."""
-    chosen = AdaptiveAsyncConfig(max_staleness=2, sync_interval=2, target_staleness=0.05)
-    for make in (lambda: AdaptiveAsync(chosen), TailBatching):
+    chosen = AdaptiveAsyncConfig(max_staleness=2, target_staleness=0.05)
+    for make in (lambda: AdaptiveAsync(chosen, sync_interval=2), TailBatching):
         world = PolicyWorld(make(), 1, steps=8, prompts_per_step=4, checkpoint_every=1).go()
         state = next(state for state, _ in world.states if state["step"] == step)
         known = json.loads(json.dumps(state["policy"]))

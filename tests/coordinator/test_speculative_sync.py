@@ -11,7 +11,6 @@ import pytest
 from policy_cases import PolicyWorld, prompt
 
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
-from fluxjax.config import SpeculativeSyncConfig
 from fluxjax.coordinator import Coordinator, PromptStage, SpeculativeSync, Synchronous, TailBatching
 from fluxjax.coordinator.engine_states import Pace, trained_tokens
 from fluxjax.coordinator.lengths import LengthPredictor, ends_by, given_survival
@@ -54,7 +53,7 @@ class TimedWorld(PolicyWorld):
 
 
 def early(confidence: float = 0.5) -> SpeculativeSync:
-    return SpeculativeSync(SpeculativeSyncConfig(enabled=True, confidence=confidence))
+    return SpeculativeSync(confidence)
 
 
 def test_training_begins_early() -> None:

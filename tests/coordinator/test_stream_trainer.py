@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from policy_cases import PolicyWorld
 
-from fluxjax.config import Config, StreamTrainerConfig
+from fluxjax.config import Config
 from fluxjax.coordinator import (
     April,
     CoordinatorError,
@@ -22,7 +22,7 @@ from fluxjax.coordinator.messages import Accumulate, Generate, Instruction, Lend
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.coordinator.policies.stream_trainer import projected_tokens
 
-SETTINGS = StreamTrainerConfig(enabled=True, chunk=1)
+SETTINGS = {"chunk": 1}
 
 
 def stream_of(world: PolicyWorld) -> StreamTrainer:
@@ -37,7 +37,7 @@ def world(policy: SchedulingPolicy, seed: int = 3, **options: Any) -> PolicyWorl
 
 
 def streaming(**changes) -> Synchronous:
-    return Synchronous(stream=StreamTrainer(dataclasses.replace(SETTINGS, **changes)))
+    return Synchronous(stream=StreamTrainer(**SETTINGS | changes))
 
 
 def watched(run: PolicyWorld, kind: type[Instruction]) -> list:
@@ -58,7 +58,7 @@ class TestScaleDown:
     def test_milestones(self, first: float, last: float) -> None:
         """Half of the engines are lent, at most once a round, while the share of its responses that have ended is
         between `first` and `last`. With the defaults, 20 and 50 %, every round lends them."""
-        assert (SETTINGS.first, SETTINGS.last) == (0.2, 0.5)
+        assert (StreamTrainer().first, StreamTrainer().last) == (0.2, 0.5)
         run = world(streaming(first=first, last=last))
         lends = watched(run, Lend)
         assert lends and stream_of(run).lent == len(lends) and (len(lends) == 6 or first > 0.2)
@@ -156,7 +156,7 @@ class TestMigration:
     def test_tail_batching_long_prompt_queue(self) -> None:
         """Migrated prompts don't get into the long-prompt queue, and those in the queue are not taken for migrated."""
         plain = TailBatching(1.5, 1.5, 0)
-        streamed = TailBatching(1.5, 1.5, 0, stream=StreamTrainer(SETTINGS))
+        streamed = TailBatching(1.5, 1.5, 0, stream=StreamTrainer(**SETTINGS))
         one, other = world(plain, steps=12).go(), world(streamed, steps=12).go()
         assert other.all(Lend) and plain.rounds == streamed.rounds
         assert len(one.trained) == len(other.trained) == 12 * 8
@@ -195,7 +195,7 @@ class TestTraining:
     )
     def test_nothing_is_updated_before_the_end(self, make) -> None:
         """One update a step; gradients before it are of the same step, and of groups that it then leaves out."""
-        run = world(make(stream=StreamTrainer(SETTINGS))).go()
+        run = world(make(stream=StreamTrainer(**SETTINGS))).go()
         early = run.all(Accumulate)
         assert len(early) > 6 and all(len(order.groups) == 1 for order in early)
         assert [order.step for order in run.all(Train)] == [1, 2, 3, 4, 5, 6]
@@ -205,7 +205,7 @@ class TestTraining:
     def test_same_groups_as_without(self) -> None:
         """A round's set of groups does not depend on what is trained on early."""
         for make in (Synchronous, lambda **options: TailBatching(1.0, 1.0, 0, **options)):
-            one, other = world(make()).go(), world(make(stream=StreamTrainer(SETTINGS))).go()
+            one, other = world(make()).go(), world(make(stream=StreamTrainer(**SETTINGS))).go()
             draws = [
                 [sorted(group.prompt.draw for group in groups) for groups in w.steps.values()] for w in (one, other)
             ]
@@ -233,7 +233,7 @@ class TestTraining:
         run = world(streaming()).go()
         assert len(run.all(PublishWeights)) == 6 and not any(order.engines for order in run.all(PublishWeights))
         assert not run.coordinator.fleet.lent
-        stream = StreamTrainer(dataclasses.replace(SETTINGS, first=0.0, last=0.9))
+        stream = StreamTrainer(**SETTINGS, first=0.0, last=0.9)
         policy = Synchronous(stream=stream, dynamic_sampling=True)  # and draw 0 has no variance
         skipping = world(policy, 1, steps=2, prompts_per_step=1, engines=2, prompts=1).go()
         assert skipping.all(Lend) and not skipping.all(Train)

@@ -10,6 +10,7 @@ import time
 from PIL import Image
 
 from fluxjax.config.data import DataConfig
+from fluxjax.data import local_store
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.media_refs import read_ref
 from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
@@ -47,8 +48,9 @@ def refs_of(folder):
 
 
 def small(cache=1 << 20, spill=1 << 20, folder=""):
-    """Settings with bounds in bytes."""
-    return DataConfig(cache_gib=cache / GIB, spill_gib=spill / GIB, spill=str(folder))
+    """Settings with bounds in bytes; stores that are made from now on spill to `folder`."""
+    local_store.SPILL = str(folder)
+    return DataConfig(cache_gib=cache / GIB, spill_gib=spill / GIB)
 
 
 @contextlib.contextmanager

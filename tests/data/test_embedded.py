@@ -14,7 +14,7 @@ from PIL import Image
 from store_cases import ROOT, until
 
 from fluxjax.base.errors import DataError
-from fluxjax.config import ConfigError, DataConfig, SourceConfig
+from fluxjax.config import Config, ConfigError, DataConfig, SourceConfig
 from fluxjax.data.sources import open_held_out, open_sources, open_warm_start
 from fluxjax.tasks import building, embedded
 from fluxjax.tasks.digits import DigitsRecipe, draw_length
@@ -82,8 +82,11 @@ def test_pictures_grow_with_a_digit(tmp_path, monkeypatch):
     monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
     monkeypatch.setitem(embedded.RECIPES, "pans", PANS)
     sources = {"digits": SourceConfig(), "pans": SourceConfig()}
-    for cell, wide in ((0, 16), (28, 28)):
-        opened = open_sources(DataConfig(root=str(tmp_path), sources=sources, embedded_cell=cell))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cell, wide in ((16, 16), (28, 28)):
+        config = Config(data=DataConfig(sources=sources))
+        config.model.tiny["patch_size"] = cell // 2
+        opened = open_sources(config)
         for prompt in (opened["digits"][index] for index in range(5)):
             with Image.open(prompt.media[0].path) as strip:
                 assert strip.size == (wide * len(prompt.answer), wide)
@@ -122,7 +125,7 @@ def test_sources_of_the_warm_start(root, tmp_path, monkeypatch):
         "own": SourceConfig(path=own),
         "other": SourceConfig(path=own, warm_start_path=warm),
     }
-    sources = open_warm_start(DataConfig(root=str(root), sources=names))
+    sources = open_warm_start(Config(data=DataConfig(sources=names)))
     assert {name: source[0].id for name, source in sources.items()} == {
         "digits": "warm_start-00000",
         "reverse": "train-00000",
@@ -136,9 +139,11 @@ def test_field_names_of_the_configuration_are_used(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"prompt": "no", "q": "<image>?", "a": "yes", "picture": "p.png", "n": 7}\n')
     path = str(tmp_path / "x.jsonl")
     source = SourceConfig(
-        path=path, eval_path=path, prompt_field="q", answer_field="a", images_field="picture", id_field="n"
+        path=path,
+        eval_path=path,
+        columns={"prompt": "q", "answer": "a", "images": "picture", "id": "n"},
     )
-    config = DataConfig(sources={"x": source})
+    config = Config(data=DataConfig(sources={"x": source}))
     for opened in (open_sources(config), open_held_out(config), open_warm_start(config)):
         prompt = opened["x"][0]
         assert (prompt.id, prompt.text, prompt.answer) == ("7", "<image>?", "yes")
@@ -222,7 +227,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, capfd):
 
 
 def test_a_source_without_a_path_is_an_embedded_one():
-    config = DataConfig(sources={"nonsense": SourceConfig()})
+    config = Config(data=DataConfig(sources={"nonsense": SourceConfig()}))
     with pytest.raises(ConfigError, match=r"data.sources.nonsense has no path and is no embedded.*digits, pans"):
         open_sources(config)
 
@@ -230,9 +235,9 @@ def test_a_source_without_a_path_is_an_embedded_one():
 def test_sources_open_by_name_and_by_path(root, monkeypatch, caplog):
     monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
     folder = ensure("digits", root, DIGITS)
-    config = DataConfig(
-        root=str(root), sources={"digits": SourceConfig(), "mine": SourceConfig(path=str(folder / "train.jsonl"))}
-    )
+    mine = SourceConfig(path=str(folder / "train.jsonl"))
+    config = Config(data=DataConfig(sources={"digits": SourceConfig(), "mine": mine}))
+    monkeypatch.setattr(embedded, "cache_folder", lambda: root)
     sources, held_out = open_sources(config), open_held_out(config)
     assert list(sources) == ["digits", "mine"] and list(held_out) == ["digits"]
     assert sources["mine"][0].text == sources["digits"][0].text == "<image>Digits?"
@@ -284,7 +289,7 @@ def test_two_builds_at_once_build_once(tmp_path):
 
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(small_disk):
-    with pytest.raises(DataError, match=r"cannot be built in .*small.*No space left.*data\.root=FOLDER"):
+    with pytest.raises(DataError, match=r"cannot be built in .*small.*No space left.*XDG_CACHE_HOME=FOLDER"):
         ensure("digits", small_disk, DigitsRecipe(train=200, held_out=12))
     assert [path.name for path in small_disk.iterdir() if path.is_dir()] == []
 
@@ -311,7 +316,7 @@ def test_a_write_that_fails_is_a_clear_error_and_leaves_nothing(tmp_path):
 
 def test_a_root_that_is_no_folder_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be built.*; choose another place with --config.data.root"):
+    with pytest.raises(DataError, match=r"cannot be built.*; choose another place with XDG_CACHE_HOME"):
         ensure("digits", tmp_path / "file", DIGITS)
 
 

@@ -18,7 +18,7 @@ from turns import third_of
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
-from fluxjax.data import media_cache
+from fluxjax.data import local_store, media_cache
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.tickets import MediaRef, MediaStore, StaleTicket, Ticket
 from models.processing import MediaError
@@ -269,13 +269,14 @@ def test_a_full_disk_loses_nothing_and_is_said_once(folder, small_files, small_d
             np.testing.assert_array_equal(store.fetch_bytes([whole(ticket)])[0], pixels(ticket.ref)[1])
         assert store.stats().spilled_bytes <= 64 << 10
         assert [str(small_disk) in record.getMessage() for record in caplog.records] == [True]
-        assert "data.spill names another folder" in caplog.text and "No space left" in caplog.text
+        assert "TMPDIR names another folder" in caplog.text and "No space left" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"data\.spill: no folder can be made in .*file"):
-        LocalStore(SETTINGS, DataConfig(spill=str(tmp_path / "file")), workers=0)
+    monkeypatch.setattr(local_store, "SPILL", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"no folder for decoded media can be made in .*file"):
+        LocalStore(SETTINGS, DataConfig(), workers=0)
 
 
 OWNER = """

@@ -77,7 +77,10 @@ def test_blank_lines_a_byte_order_mark_and_other_scripts_are_fine(write):
         ({"prompt": "x", "anwser": "y"}, r":2: no answer field; found 'anwser', expected 'answer'"),
         ({"prompt": "x"}, r":2: no answer field; found 'prompt'; expected 'answer' or 'solution'"),
         ({**GOOD, "id": "b", "images": [], "imgaes": ["x"]}, r":2: unknown field 'imgaes'; did you mean 'images'\?"),
-        (GOOD | {"image": "b.png"}, r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.images_field"),
+        (
+            GOOD | {"image": "b.png"},
+            r":2: 'images' and 'image' hold images; name one: data\.sources\.\*\.columns\.images",
+        ),
         ({"prompt": "x", "answer": "y", "vidoe": "x"}, r":2: unknown field 'vidoe'; did you mean 'videos'\?"),
     ],
 )
@@ -129,11 +132,13 @@ def test_a_field_that_holds_nothing_does_not_hide_another(write, empty):
 def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
     for value in ("a.png", "https://x.org/b/C.JPEG", "clip.webm"):
         open_source(write({"prompt": "q", "answer": "1", "level": 3, "photo": value}), "birds")
-        assert "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.images_field" in caplog.text
+        assert (
+            "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.columns.images" in caplog.text
+        )
         caplog.clear()
     for value in (["a.png"], [{"path": "a.png", "bytes": None}]):
         record = {"prompt": "q", "answer": "1", "photo": value}
-        with pytest.raises(DataError, match=r"media in 'photo' are not used: name the field in data\.sources\.s\.imag"):
+        with pytest.raises(DataError, match=r"media in 'photo' are not used: name the field in .*columns"):
             open_source(write(record), "s")
         open_source(write(record | {"image": "b.png"}), "s")
         assert "media in 'photo' are not used" in caplog.text

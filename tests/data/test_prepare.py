@@ -320,7 +320,7 @@ def test_too_large_a_share_of_skipped_prompts_ends_the_run(tmp_path, bad, stops)
     resumed.load_state_dict(preparer.state_dict())
     for each in (preparer, resumed):
         if stops:
-            with pytest.raises(DataError, match=r"60 of 100 prompts .* data.max_skipped = 0.5 .*no such file.*: 60"):
+            with pytest.raises(DataError, match=r"60 of 100 prompts .* 50% of them.*no such file.*: 60"):
                 draw_all(each, [20])
         else:
             assert len(draw_all(each, [20])[0][1]) == 4

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fluxjax.base.errors import DataError
-from fluxjax.config import DataConfig, SourceConfig
+from fluxjax.config import Config, DataConfig, SourceConfig
 from fluxjax.data.sources import open_held_out, open_source, open_sources, open_warm_start
 from fluxjax.data.splits import split_of
 
@@ -58,7 +58,7 @@ def test_training_and_held_out_records_are_of_the_splits_that_files_name(write, 
     folder = write(f"data/{TRAIN}", f"data/{TEST}", ".cache/huggingface/train-1.parquet")
     for path in (folder, folder / "data"):
         source = SourceConfig(path=str(path), eval_path=str(path))
-        config = DataConfig(sources={"s": source})
+        config = Config(data=DataConfig(sources={"s": source}))
         for opened in (open_sources, open_warm_start):
             assert answers(opened(config)["s"]) == [f"data/{TRAIN}"]
         assert answers(open_held_out(config)["s"]) == [f"data/{TEST}"]

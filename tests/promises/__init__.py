@@ -1,17 +1,17 @@
 """The promises of each policy, checked on the trace of a run: `base.Promises` says how."""
 
-from fluxjax.config import Config, Policy
+from fluxjax.config import Config
 from fluxjax.coordinator.machine import Settings
 
 from .adaptive_async_promises import AdaptiveAsyncPromises
 from .base import Promises
 from .rounds_promises import AprilPromises, SynchronousPromises, TailBatchingPromises
 
-_PROMISES: dict[Policy, type[Promises]] = {
-    Policy.SYNCHRONOUS: SynchronousPromises,
-    Policy.TAIL_BATCHING: TailBatchingPromises,
-    Policy.APRIL: AprilPromises,
-    Policy.ADAPTIVE_ASYNC: AdaptiveAsyncPromises,
+_PROMISES: dict[str, type[Promises]] = {
+    "synchronous": SynchronousPromises,
+    "tail_batching": TailBatchingPromises,
+    "april": AprilPromises,
+    "adaptive_async": AdaptiveAsyncPromises,
 }
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from fluxjax.config import Config
+from fluxjax.config import AdaptiveAsyncConfig, Config
 from fluxjax.config.schedules import Pid
 from fluxjax.coordinator.ledger import PromptStage
 from fluxjax.coordinator.machine import Settings
@@ -18,6 +18,7 @@ from fluxjax.coordinator.messages import (
     Train,
     Trained,
 )
+from fluxjax.coordinator.policies.adaptive_async import SYNC_INTERVAL, TOLERANCE
 from fluxjax.coordinator.selection import compose
 
 from .base import Promises
@@ -30,8 +31,11 @@ class AdaptiveAsyncPromises(Promises):
 
     def __init__(self, config: Config, settings: Settings) -> None:
         super().__init__(config, settings)
-        self.options = options = config.adaptive_async
-        self.pid = Pid(options.ratio, options.min_ratio, options.max_ratio, kp=options.kp, ki=options.ki, kd=options.kd)
+        assert isinstance(config.policy, AdaptiveAsyncConfig)
+        self.options = options = config.policy
+        low, high = (options.ratio, options.ratio) if options.ratio in (0.0, 1.0) else (0.1, 0.9)
+        self.pid = Pid(options.ratio, min(low, options.ratio), max(high, options.ratio), kp=0.1, ki=0.01, kd=0.05)
+        self.sync_interval, self.tolerance = SYNC_INTERVAL, TOLERANCE
         self.staleness, self.barriers, self.barrier, self.since = 0.0, 0, False, 0
 
     @property
@@ -47,18 +51,16 @@ class AdaptiveAsyncPromises(Promises):
         if not isinstance(event, Trained):
             return
         options, metrics = self.options, event.metrics
-        kl = metrics.get("staleness/kl", 0.0) / options.kl_normalizer
-        variance = math.log(1 + max(metrics.get("staleness/variance", 0.0), 0.0)) / options.variance_normalizer
+        kl = metrics.get("staleness/kl", 0.0) / 0.1
+        variance = math.log(1 + max(metrics.get("staleness/variance", 0.0), 0.0)) / 2.0
         gap = metrics.get("staleness/lag_mean", 0.0) / max(options.max_staleness, 1)
-        now = options.kl_weight * kl + options.variance_weight * variance + options.gap_weight * gap
+        now = 0.4 * kl + 0.3 * variance + 0.3 * gap
         now = min(max(now, 0.0), 1.0)
-        self.staleness = options.ema * self.staleness + (1 - options.ema) * now
+        self.staleness = 0.9 * self.staleness + (1 - 0.9) * now
         target = self.scheduled("target_staleness", options.target_staleness)
         self.pid.update(target - self.staleness)
         self.since += 1
-        if not self.barrier and (
-            self.staleness > target + options.tolerance + 1e-12 or self.since > options.sync_interval
-        ):
+        if not self.barrier and (self.staleness > target + self.tolerance + 1e-12 or self.since > self.sync_interval):
             self.barrier, self.barriers = True, self.barriers + 1
 
     def usable(self) -> Sequence[int]:
@@ -101,7 +103,7 @@ class AdaptiveAsyncPromises(Promises):
         wanted = compose(
             scored,
             min(self.needed, len(scored)),
-            self.config.composer,
+            self.options.prefer,
             version=books.version,
             max_staleness=self.options.max_staleness,
             progress=books.step / settings.steps,

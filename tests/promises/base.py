@@ -42,9 +42,9 @@ class Promises:
 
     def __init__(self, config: Config, settings: Settings) -> None:
         self.config, self.settings = config, settings
-        self.dynamic, self.varied_by = config.policy.dynamic_sampling, config.policy.dynamic_sampling_by.value
+        self.dynamic, self.varied_by = bool(config.rollout.dynamic_sampling), settings.dynamic_sampling_by.value
         self.books = Books(settings.engines)
-        self.schedules = make_schedules(config.schedules)
+        self.schedules = make_schedules(config)
         self._scored: list[Group] = []  # since the temperature of a prompt was last asked for
         self.wrong: list[str] = []
         self.evaluated: list[tuple[int, bool]] = []

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from fluxjax.config import Config, StreamTrainerConfig
+from fluxjax.config import AprilConfig, Config, TailBatchingConfig
+from fluxjax.coordinator import StreamTrainer
 from fluxjax.coordinator.factory import make_parallelism
 from fluxjax.coordinator.ledger import PromptStage
 from fluxjax.coordinator.machine import Settings
@@ -39,7 +40,7 @@ class RoundPromises(Promises):
         self.open = False
         self.planner = make_parallelism(config)
         self.degree = settings.degree
-        self.stream = config.stream_trainer if config.stream_trainer.enabled else None
+        self.stream = StreamTrainer() if config.stream_trainer else None
         self.looked = 0.0  # progress of the round when it was last asked whether engines can be lent
         self.lends = 0  # in this round
         self.dropped = 0  # groups of equal rewards, since the last step
@@ -140,7 +141,7 @@ class RoundPromises(Promises):
     @property
     def chunk(self) -> int:
         """The number of groups that lent engines are given at once."""
-        return self.config.stream_trainer.chunk or math.ceil(self.needed / 8)
+        return (self.stream.chunk if self.stream else 0) or math.ceil(self.needed / 8)
 
     @property
     def progress(self) -> float:
@@ -150,7 +151,7 @@ class RoundPromises(Promises):
         launched = over + sum(seen.request.n for seen in running if seen.request)
         return (over + sum(len(seen.ended) for seen in running)) / max(launched, 1)
 
-    def _may_lend(self, stream: StreamTrainerConfig) -> None:
+    def _may_lend(self, stream: StreamTrainer) -> None:
         """Checks that engines are lent at the first milestone where no cache can be too small."""
         progress = self.progress
         due = stream.first <= progress <= stream.last and progress - self.looked >= stream.every
@@ -177,7 +178,7 @@ class RoundPromises(Promises):
         if order.engines:
             self.expect(set(order.engines) == books.lent, f"gradients on engines {order.engines}, lent: {books.lent}")
         else:
-            self.expect(self.config.speculative_sync.enabled, "gradients are computed early")
+            self.expect(self.config.speculative_sync > 0, "gradients are computed early")
             self.expect(books.step > 0, "training begins early before anything was measured")
 
 
@@ -212,7 +213,9 @@ class TailBatchingPromises(RoundPromises):
         super().__init__(config, settings)
         self.kinds: list[str] = []
         self.first: list[int] = []  # draws whose groups were complete (dynamic sampling: scored) first in this round
-        self.most = config.tail_batching.max_staleness
+        assert isinstance(config.policy, TailBatchingConfig)
+        self.policy = config.policy
+        self.most = self.policy.max_staleness
         self.held: dict[int, int] = {}  # by draw, the version that its group is of
         self.joining: set[int] = set()  # those of `held` that are trained on in this step
 
@@ -256,7 +259,7 @@ class TailBatchingPromises(RoundPromises):
         return self.books.version if self.books.lent else self.books.version + 1
 
     def eta(self, name: str) -> float:
-        return self.scheduled(f"tail_{name}", getattr(self.config.tail_batching, name))
+        return self.scheduled(f"tail_{name}", getattr(self.policy, name))
 
     def opens(self) -> None:
         """Checks that a long round comes as soon as a step's worth of deferred prompts waits, and when the data
@@ -367,14 +370,19 @@ class TailBatchingPromises(RoundPromises):
 class AprilPromises(RoundPromises):
     """Checks that more prompts are under way than a step needs, and that begun responses go on."""
 
+    def __init__(self, config: Config, settings: Settings) -> None:
+        super().__init__(config, settings)
+        assert isinstance(config.policy, AprilConfig)
+        self.policy = config.policy
+
     @property
     def oldest(self) -> int:
         """The oldest version that may be trained on now."""
-        return self.books.version - self.config.april.max_staleness
+        return self.books.version - self.policy.max_staleness
 
     @property
     def wanted(self) -> int:
-        return math.ceil(self.config.april.oversample * self.needed)
+        return math.ceil(self.policy.oversample * self.needed)
 
     def launches(self, requests: Sequence[Request]) -> None:
         """Checks that everything that waits is generated at once. The policy's order, by predicted lengths, is not

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import time
+from unittest import mock
 
 import pytest
 import user_rewards
@@ -15,16 +17,22 @@ from turns import third_of
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.rewards_shown import reward_words
-from fluxjax.rewards import Scorer
+from fluxjax.rewards import Scorer, callers, guarded
 
 
-def bounds(seconds=60.0, concurrency=2, **more):
+def bounds(seconds=60.0, concurrency=2):
     kinds = {
-        "function": RewardKindConfig(seconds=seconds, concurrency=concurrency, processes=True, memory_gib=0.25),
-        "batch": RewardKindConfig(seconds=seconds, concurrency=1, processes=True, memory_gib=0.25),
+        "function": RewardKindConfig(seconds=seconds, concurrency=concurrency),
+        "batch": RewardKindConfig(seconds=seconds, concurrency=1),
         "here": RewardKindConfig(seconds=seconds, concurrency=concurrency),
     }
-    return RewardsConfig(kinds=kinds, **more)
+    return RewardsConfig(kinds=kinds)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_memory():
+    with mock.patch.object(callers, "MEMORY_GIB", 0.25):
+        yield
 
 
 @contextlib.contextmanager
@@ -120,10 +128,11 @@ def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_thei
 
 
 @pytest.mark.parametrize("place", ["here", "in a process"])
-def test_batches_are_bounded_in_size_and_in_waiting(place):
+def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
     lengths = user_rewards.Lengths()
     given = {"s": lengths} if place == "here" else None
-    with scorer("user_rewards:Lengths", bounds(batch_size=4, batch_wait=0.02), given=given) as subject:
+    monkeypatch.setattr(guarded, "BATCH", 4)
+    with scorer("user_rewards:Lengths", given=given) as subject:
         assert [r.value for r in scored(subject, *("x" * n for n in range(10)))] == list(range(10))
     assert lengths.sizes == ([4, 4, 2] if place == "here" else [])
 
@@ -194,10 +203,10 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
         ({"rewards": {"exact": RewardTerm()}}, {"s": {"b": len}}, "has the rewards exact; give a dictionary"),
     ],
 )
-def test_wrong_settings_are_said_at_the_start(source, given, message):
+def test_wrong_settings_are_said_at_the_start(source, given, message, monkeypatch):
     source = SourceConfig(**source)
     limits = bounds()
-    limits.kinds["function"].processes = False  # else a class is made where it is called
+    monkeypatch.setattr(guarded, "_HERE", ("function",))  # else a class is made where it is called
     with pytest.raises(ConfigError, match=message):
         source.validate_rewards("data.sources.s")
         Scorer({"s": source}, str, limits, given=given)
@@ -263,7 +272,9 @@ def test_a_reward_that_fails_too_often_is_given_up_once():
         raise ConnectionError("no judge")
 
     fails.kind = "here"
-    with scorer("exact", bounds(max_failed=0.4), given={"s": fails}, give_up=lines.append) as subject:
+    with scorer(
+        "exact", dataclasses.replace(bounds(), max_failed=0.4), given={"s": fails}, give_up=lines.append
+    ) as subject:
         scored(subject, *["x"] * 99)
         assert not lines
         scored(subject, *["x"] * 20)

@@ -1,6 +1,7 @@
 """The real coordinator on a simulated cluster: agrees with a step worked out by hand, repeats itself, loses nothing."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from histories import History, scenario
 from fluxjax import simulate
 from fluxjax.base.types import Response
 from fluxjax.config import cli
-from fluxjax.coordinator import messages
+from fluxjax.coordinator import factory, messages
 from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
+from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
@@ -80,7 +82,7 @@ def test_when_rewards_begin(rewards):
 
 def test_the_scheduler_stops_sandboxes_sooner():
     def seconds(rewards: str) -> float:
-        options = ("simulation.tasks=('code',)", f"simulation.rewards={rewards}", "policy.name=tail_batching")
+        options = ("simulation.tasks=('code',)", f"simulation.rewards={rewards}", "policy=tail_batching")
         return Watched(configuration(*options)).cluster.records[-1].end
 
     assert seconds("scheduled") < seconds("asynchronous") - 30 < seconds("synchronous") - 30
@@ -91,7 +93,7 @@ def test_the_scheduler_stops_sandboxes_sooner():
     [("synchronous", 0), ("synchronous", 4), ("tail_batching", 0), ("april", 4), ("adaptive_async", 0)],
 )
 def test_every_policy_runs_and_loses_nothing(policy, train_gpus):
-    watched = Watched(configuration(f"policy.name={policy}", f"simulation.train_gpus={train_gpus}", "steps=6"))
+    watched = Watched(configuration(f"policy={policy}", f"simulation.train_gpus={train_gpus}", "steps=6"))
     ledger = watched.cluster.coordinator.ledger
     trained = [group.prompt.draw for train in watched.all(Train) for group in train.groups]
     assert Counter(trained + [s.draw for s in ledger.skipped] + list(ledger.entries)) == Counter(range(ledger.drawn))
@@ -104,7 +106,7 @@ def test_training_takes_the_gpus_away_unless_it_has_its_own():
     """While engines and trainer take turns, no response ends during training."""
 
     def during(train_gpus: int) -> int:
-        options = ("policy.name=adaptive_async", f"simulation.train_gpus={train_gpus}", "steps=6")
+        options = ("policy=adaptive_async", f"simulation.train_gpus={train_gpus}", "steps=6")
         watched = Watched(configuration(*options))
         spans = [(record.end - record.train, record.end) for record in watched.cluster.records]
         ends = watched.times(ResponseFinished)
@@ -115,7 +117,7 @@ def test_training_takes_the_gpus_away_unless_it_has_its_own():
 
 def test_responses_go_on_under_new_weights():
     """Partial responses keep their tokens with their versions, and have the length that they were begun with."""
-    watched = Watched(configuration("policy.name=april", "steps=8"))
+    watched = Watched(configuration("policy=april", "steps=8"))
     mixed = [one for one in watched.responses() if len(set(one.versions)) > 1]
     assert mixed and all(list(one.versions) == sorted(one.versions) for one in mixed)
     work = watched.cluster.work
@@ -124,8 +126,8 @@ def test_responses_go_on_under_new_weights():
 
 
 def test_lent_engines_train_and_wake():
-    options = ("policy.name=tail_batching", "simulation.rewards=scheduled", "steps=5")
-    watched, plain = Watched(configuration(*options, "stream_trainer.enabled=True")), Watched(configuration(*options))
+    options = ("policy=tail_batching", "policy.max_staleness=0", "simulation.rewards=scheduled", "steps=5")
+    watched, plain = Watched(configuration(*options, "stream_trainer=True")), Watched(configuration(*options))
     policy = watched.cluster.coordinator.policy
     assert isinstance(policy, Rounds) and policy.stream is not None and policy.stream.lent > 0
     assert watched.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
@@ -134,16 +136,17 @@ def test_lent_engines_train_and_wake():
 def test_training_begins_before_a_batch_is_complete():
     """With GPUs of its own the trainer begins when the rest is predicted to end in time: the run is shorter for it."""
     options = ("simulation.train_gpus=4", "steps=5")
-    early = Watched(configuration(*options, "speculative_sync.enabled=True"))
+    early = Watched(configuration(*options, "speculative_sync=0.5"))
     plain = Watched(configuration(*options))
     assert early.all(messages.Accumulate) and not plain.all(messages.Accumulate)
     assert early.cluster.coordinator.ledger.trained == plain.cluster.coordinator.ledger.trained == 80
     assert early.cluster.clock.now < plain.cluster.clock.now
 
 
-def test_engines_change_their_degree():
+def test_engines_change_their_degree(monkeypatch):
     """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
-    watched = Watched(configuration("parallelism.enabled=True", "parallelism.calm=2", "steps=4"))
+    monkeypatch.setattr(factory, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    watched = Watched(configuration("parallelism.enabled=True", "steps=4"))
     assert [(order.degree, order.engines) for order in watched.all(messages.ParallelismSet)] == [(1, 8)]
     assert watched.cluster.coordinator.ledger.trained == 64
     assert {r.engine for order in watched.all(messages.Generate)[-1:] for r in order.requests} == set(range(8))
@@ -151,9 +154,9 @@ def test_engines_change_their_degree():
 
 @pytest.mark.slow
 def test_same_seed_same_trace():
-    one, other = Watched(configuration("policy.name=april")), Watched(configuration("policy.name=april"))
+    one, other = Watched(configuration("policy=april")), Watched(configuration("policy=april"))
     assert one.log == other.log
-    assert Watched(configuration("policy.name=april", "seed=1")).log != one.log
+    assert Watched(configuration("policy=april", "seed=1")).log != one.log
 
 
 @pytest.mark.parametrize("crash_every", [0.0, 1e4])  # crashes alone would keep the clock going for ever
@@ -236,8 +239,8 @@ class TestCommand:
             ("--config.simulation.faults.down=-1.0", "simulation.faults.down is -1.0"),
             ("--config.rollout.max_new_tokens=1000000", "the cache of an engine of 2 GPUs holds"),
             ("--config.optim.lr=1", "optim was set, but nothing of a simulation depends on it"),
-            ("--config.policy.engines=3", "simulation.gpus and simulation.degree make 16"),
-            ("--config.schedules.tail_prompts=nonsense", "schedules.tail_prompts"),
+            ("--config.rollout.engines=3", "simulation.gpus and simulation.degree make 16"),
+            ("--config.rollout.temperature=nonsense", "rollout.temperature"),
             ("--config=configs/vlm.py", "must return a fluxjax.simulation.options.SimulateConfig"),
             ("--config=configs/simulation.py:8b", "not '8b'"),
         ],

@@ -3,7 +3,7 @@
 import pytest
 from histories import History, check, scenario
 
-from fluxjax.config import Policy
+from fluxjax.config import POLICIES
 from fluxjax.coordinator.messages import Skip
 
 
@@ -19,11 +19,12 @@ def test_histories_have_everything_in_them() -> None:
     made = [scenario(seed) for seed in range(200)]
     assert max(config.rollout.prompts_per_step for config in made) == 16
     assert any(config.simulation.prompts == 1 for config in made), "a source of one prompt"
-    early = [config for config in made if config.speculative_sync.enabled]
-    assert {config.policy.name for config in early} == set(Policy) - {Policy.ADAPTIVE_ASYNC}
-    for name in ("temperature", "target_staleness", "tail_prompts", "tail_responses"):
-        assert any(getattr(config.schedules, name) for config in made)
-    assert any(config.composer.stratify and config.composer.lengths for config in made)
+    early = [config for config in made if config.speculative_sync]
+    assert {config.policy.name for config in early} == POLICIES.keys() - {"adaptive_async"}
+    assert any(config.rollout.tempered for config in made)
+    for name in ("target_staleness", "prompts", "responses"):
+        assert any(isinstance(getattr(config.policy, name, None), str) for config in made)
+    assert any({"stratify", "lengths"} <= set(getattr(config.policy, "prefer", ())) for config in made)
 
 
 def test_a_broken_promise_is_a_finding() -> None:

@@ -6,7 +6,7 @@ One number, the async ratio, says how far: prompts are submitted as long as
 
 (AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At 0 this is the
 synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the staleness
-of the trained data stays at its target. If staleness is far above the target, or `sync_interval` steps have passed
+of the trained data stays at its target. If staleness is far above the target, or `SYNC_INTERVAL` steps have passed
 without a barrier, a barrier lets all running responses end and be trained on before new prompts begin.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for a group that would become too
@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from ...config import AdaptiveAsyncConfig, ComposerConfig
+from ...config import AdaptiveAsyncConfig
 from ...config.schedules import Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
@@ -26,6 +26,16 @@ from ..saved import SavedState, State
 from ..selection import compose, versions_behind
 from .rounds import Base, generate
 
+# Flux's constants.
+GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # of the controller of the ratio
+RATIOS = 0.1, 0.9  # between which the controller moves the ratio
+EMA = 0.9  # of the previous estimate of staleness, in the next one
+TOLERANCE = 0.05  # above the target and this, all engines are synchronised before anything new begins
+SYNC_INTERVAL = 10  # steps between two forced barriers at most
+KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
+KL_NORMALIZER = 0.1  # nats that count as staleness 1
+VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1
+
 
 @dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
@@ -33,13 +43,14 @@ class AdaptiveAsync(Base):
     `selection.compose`."""
 
     settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
-    composition: ComposerConfig = dataclasses.field(default_factory=ComposerConfig)
     seed: int = 0
+    sync_interval: int = SYNC_INTERVAL
+    tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        low, high = settings.min_ratio, settings.max_ratio
-        self._pid = Pid(settings.ratio, low, high, kp=settings.kp, ki=settings.ki, kd=settings.kd)
+        ratio = self.settings.ratio
+        low, high = (ratio, ratio) if ratio in (0.0, 1.0) else (min(ratio, RATIOS[0]), max(ratio, RATIOS[1]))
+        self._pid = Pid(ratio, low, high, **GAINS)
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
         self.barrier = False  # nothing new begins until all running responses are trained on
@@ -67,17 +78,16 @@ class AdaptiveAsync(Base):
 
     def _observe(self, coordinator: Coordinator) -> None:
         """Updates the ratio as Flux does, once after each step."""
-        settings = self.settings
         first, self.seen = self.seen < 0, coordinator.step
         if first:
             return
-        now = staleness(coordinator.metrics, settings)
-        self.staleness = settings.ema * self.staleness + (1 - settings.ema) * now
-        target = coordinator.scheduled("target_staleness", settings.target_staleness)
+        now = staleness(coordinator.metrics, self.settings.max_staleness)
+        self.staleness = EMA * self.staleness + (1 - EMA) * now
+        target = float(coordinator.scheduled("target_staleness", self.settings.target_staleness))
         self._pid.update(target - self.staleness)
         self.since_sync += 1
-        too_stale = self.staleness > target + settings.tolerance
-        if not self.barrier and (too_stale or self.since_sync > settings.sync_interval):
+        too_stale = self.staleness > target + self.tolerance
+        if not self.barrier and (too_stale or self.since_sync > self.sync_interval):
             self.barrier = True
             self.barriers += 1
 
@@ -125,7 +135,7 @@ class AdaptiveAsync(Base):
         chosen = compose(
             candidates,
             min(needed, len(candidates)),
-            self.composition,
+            self.settings.prefer,
             version=version,
             max_staleness=limit,
             progress=coordinator.step / coordinator.settings.steps,
@@ -178,7 +188,7 @@ class AdaptiveAsync(Base):
             setattr(self, name, state[name])
 
 
-def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> float:
+def staleness(metrics: Mapping[str, float], max_staleness: int) -> float:
     """Returns the distance between the policy and the one that generated its data, in [0, 1] (Flux, component 1).
 
     The weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour || policy) in
@@ -186,10 +196,10 @@ def staleness(metrics: Mapping[str, float], settings: AdaptiveAsyncConfig) -> fl
     versions between generation and training, `staleness/lag_mean`. A step without them (a batch that no engine
     generated) has staleness 0.
     """
-    kl = metrics.get("staleness/kl", 0.0) / settings.kl_normalizer
-    variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / settings.variance_normalizer
-    gap = metrics.get("staleness/lag_mean", 0.0) / max(settings.max_staleness, 1)
-    total = settings.kl_weight * kl + settings.variance_weight * variance + settings.gap_weight * gap
+    kl = metrics.get("staleness/kl", 0.0) / KL_NORMALIZER
+    variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / VARIANCE_NORMALIZER
+    gap = metrics.get("staleness/lag_mean", 0.0) / max(max_staleness, 1)
+    total = KL_WEIGHT * kl + VARIANCE_WEIGHT * variance + GAP_WEIGHT * gap
     return min(max(total, 0.0), 1.0) if math.isfinite(total) else 1.0
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ...config import SpeculativeSyncConfig
 from ..engine_states import trained_tokens
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
@@ -24,7 +23,7 @@ _LOOKS = 16  # predictions made in the time that the gradients take; each costs 
 class SpeculativeSync:
     """A helper that policies which train in rounds ask when they would wait."""
 
-    settings: SpeculativeSyncConfig = dataclasses.field(default_factory=SpeculativeSyncConfig)
+    confidence: float = 0.5  # that the rest ends while gradients of what is there are computed
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
     _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 
@@ -40,7 +39,7 @@ class SpeculativeSync:
         groups = tuple(entry.group() for entry in ready)
         seconds = trained_tokens(groups) / pace.training
         self._next = now + seconds / _LOOKS
-        if probability(coordinator, seconds) < self.settings.confidence:
+        if probability(coordinator, seconds) < self.confidence:
             return []
         self.begun += 1
         return [Accumulate(coordinator.step + 1, groups)]

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ...config import StreamTrainerConfig
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import Accumulate, Instruction, Lend
@@ -21,7 +20,10 @@ from ..messages import Accumulate, Instruction, Lend
 class StreamTrainer:
     """A helper that round policies consult when they would wait. `lent` and `refused` are for displays."""
 
-    settings: StreamTrainerConfig = dataclasses.field(default_factory=StreamTrainerConfig)
+    chunk: int = 0  # groups a portion; 0: an eighth of a step
+    first: float = 0.2  # share of a round's responses at which engines to lend are first looked for
+    last: float = 0.5  # share at which they are last looked for
+    every: float = 0.05  # share from one look to the next
     lent: int = dataclasses.field(default=0, init=False)  # rounds in which engines were lent
     refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection refused it
     _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
@@ -36,7 +38,7 @@ class StreamTrainer:
             return []
         if not coordinator.fleet.lent:
             return self._scale_down(coordinator)
-        chunk = self.settings.chunk or math.ceil(coordinator.settings.prompts_per_step / 8)
+        chunk = self.chunk or math.ceil(coordinator.settings.prompts_per_step / 8)
         if len(ready) < chunk:
             return []
         # Small portions: when the round ends, training on all devices waits for the portion under way.
@@ -45,8 +47,8 @@ class StreamTrainer:
 
     def _scale_down(self, coordinator: Coordinator) -> Sequence[Instruction]:
         """Decides whether half of the engines are lent to training: algorithm 1, lines 14 to 21."""
-        settings, progress = self.settings, _progress(coordinator)
-        if not settings.first <= progress <= settings.last or progress - self._looked < settings.every:
+        progress = _progress(coordinator)
+        if not self.first <= progress <= self.last or progress - self._looked < self.every:
             return []
         self._looked = progress
         fleet = coordinator.fleet

@@ -28,8 +28,8 @@ from .rounds import Rounds, generate
 class TailBatching(Rounds):
     """Launches `prompts` and `responses` for each needed one, in short rounds (the paper's eta)."""
 
-    prompts: float = 2.0
-    responses: float = 1.0
+    prompts: float | str = 2.0  # a text: a schedule of the coordinator's
+    responses: float | str = 1.0
     max_staleness: int = 1  # 0: the groups of a long round are a step by themselves
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" during a round
     rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # so far
@@ -141,11 +141,11 @@ class TailBatching(Rounds):
         needed = self._needed(coordinator)
         if self.round == "long":
             return needed
-        return math.ceil(coordinator.scheduled("tail_prompts", self.prompts) * needed)
+        return math.ceil(float(coordinator.scheduled("tail_prompts", self.prompts)) * needed)
 
     def _launch(self, coordinator: Coordinator, entries: Sequence[Entry]) -> Sequence[Instruction]:
         need = coordinator.settings.group_size
-        excess = coordinator.scheduled("tail_responses", self.responses) if self.round == "short" else 1.0
+        excess = float(coordinator.scheduled("tail_responses", self.responses)) if self.round == "short" else 1.0
         return generate(coordinator, entries, math.ceil(excess * need), need)
 
     def state_dict(self) -> State:
