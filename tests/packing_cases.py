@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch import pieces
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.config import Config
@@ -127,7 +126,7 @@ def make_config(tokens_per_row: int = 48, rows: int = 4, patches: int = 128, sha
     config.packing.tokens_per_row = tokens_per_row
     config.packing.rows_per_device = rows
     config.packing.patches_per_device = patches
-    pieces.SHARE_PROMPTS = share  # of composers that are made from now on
+    config.packing.share_prompts = share
     return config
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from packing_cases import MODEL, compose, make_config, make_groups
 from turns import third_of
 
-from fluxjax.batch import pieces
 from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import Item, PackedRows, Piece, check, tokens_of, unpack
 from fluxjax.batch.fitted import _placed
@@ -249,7 +248,7 @@ def test_every_response_is_there_once_behind_its_own_prompt(case):
         trained = batch.lags_BT >= 0
         np.testing.assert_array_equal(trained, batch.loss_weights_BT > 0)
         ends = trained & ~np.pad(trained, ((0, 0), (0, 1)))[:, 1:]
-        if pieces.SHARE_PROMPTS:
+        if config.packing.share_prompts:
             ends |= trained & (inputs.branches_BT != np.pad(inputs.branches_BT, ((0, 0), (0, 1)))[:, 1:])
         else:
             assert not inputs.branches_BT.any()

@@ -73,7 +73,7 @@ class Collective:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
         A group may be in both lists, with different responses.
 
-        With `share_prompts`, responses that one device could hold join the others of their group if further
+        With `packing.share_prompts`, responses that one device could hold join the others of their group if further
         copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches

@@ -59,7 +59,7 @@ class OwnPace:
         """Returns the microbatches: first those of all devices together, for sequences that no single device holds;
         then those of one device each, device after device, each device's heaviest first.
 
-        With `share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
         device may have no microbatch of its own.
 

@@ -26,7 +26,6 @@ from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
-from . import pieces as cutting
 from .composition import Filled, Piece, TrainGroup
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
@@ -52,7 +51,7 @@ class Room:
         """Returns the room that `config.packing` gives: one row with the tokens of all packed rows of a device."""
         packing = config.packing
         tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
-        return cls(tokens, patches, cutting.SHARE_PROMPTS, vision, degree)
+        return cls(tokens, patches, packing.share_prompts, vision, degree)
 
     @property
     def whole_patches(self) -> int:

@@ -13,8 +13,6 @@ import numpy as np
 
 from .composition import Item, Piece
 
-SHARE_PROMPTS = True  # a group's prompt is computed once for all its responses
-
 
 @dataclasses.dataclass(frozen=True)
 class SizedPieces:

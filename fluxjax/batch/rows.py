@@ -19,7 +19,6 @@ from sharding.spread.buffers import size_weight
 from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
-from . import pieces as cutting
 from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, tokens_of
 from .fill import SizedRows, lay_out_rows
 from .fitted import Fit, fit_rows, lengths_between
@@ -64,7 +63,7 @@ class RowPacking:
 
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
-        self._share, self._vision, self._shapes = cutting.SHARE_PROMPTS, vision, shapes
+        self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
         self._tempered = config.rollout.tempered
 
     def check(self) -> None:

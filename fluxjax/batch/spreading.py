@@ -71,7 +71,7 @@ class Spreading:
         before would need a new program; once new programs are rare, it gets one more microbatch instead, but not twice
         in a row.
 
-        With `share_prompts` a group is one sequence, and its responses are branches behind one copy of the
+        With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
         items, room = [group.item for group in groups], self.room

@@ -209,6 +209,7 @@ class PackingConfig:
     # Rows of one microbatch; fsdp: the most. Else a device has one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # of one microbatch
+    share_prompts: bool = True  # compute a group's prompt once for all its responses
 
 
 @dataclasses.dataclass(slots=True)

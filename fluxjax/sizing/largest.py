@@ -18,7 +18,6 @@ from models.processing.vision_input import common_bound, pack_patches
 from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
-from ..batch import pieces as cutting
 from ..batch.composer import Composer
 from ..batch.composition import PackedRows, Piece, TrainGroup
 from ..batch.fill import lay_out_parts, lay_out_rows
@@ -78,7 +77,7 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     row = (Piece(0, (0,)),)
     shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs])
     plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
-    composition = lay_out_rows([plan], [to_train], cutting.SHARE_PROMPTS, vision, temperature is not None)
+    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision, temperature is not None)
     return composition.microbatches[0].batch
 
 
@@ -114,7 +113,7 @@ def _made_up_step(
         size = max(int(scale * longest), min(longest, 4 * TEXT_TOKENS))
         inputs = prompt(config, model, size)
         lengths = np.maximum(rollout.max_new_tokens * scale * dice.uniform(0.5, 1.0, rollout.group_size), 1).astype(int)
-        copies = 1 if cutting.SHARE_PROMPTS else rollout.group_size
+        copies = 1 if config.packing.share_prompts else rollout.group_size
         patches = copies * inputs.vision.num_patches if inputs.vision is not None else 0
         if patches > patches_left:
             inputs, patches = prompt(config, model, size, image=False), 0
