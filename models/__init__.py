@@ -9,21 +9,33 @@ models.save(model, path)
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from sharding.door import door
 
 if TYPE_CHECKING:
     from .decoder import merge, split
     from .hf import load, save
+    from .lora import Lora, adapted, fresh_adapters, load_adapters, save_adapters
     from .registry import abstract, create
 
-__all__ = ["abstract", "create", "load", "merge", "save", "split"]
-_HOMES = {"registry": ("abstract", "create"), "hf": ("load", "save"), "decoder": ("merge", "split")}
-
-
-def __getattr__(name: str) -> object:
-    """Imports the module of a function above at its first use (PEP 562)."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "Lora",
+    "abstract",
+    "adapted",
+    "create",
+    "fresh_adapters",
+    "load",
+    "load_adapters",
+    "merge",
+    "save",
+    "save_adapters",
+    "split",
+]
+__getattr__ = door(
+    __name__,
+    decoder=("merge", "split"),
+    hf=("load", "save"),
+    lora=("Lora", "adapted", "fresh_adapters", "load_adapters", "save_adapters"),
+    registry=("abstract", "create"),
+)

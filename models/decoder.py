@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sharding.kernels.packed import packed_attention
-from sharding.spread.ulysses import spread_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import WeightSpec, weight
@@ -159,6 +158,8 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
     if inputs.spread is not None:  # devices share sequences
+        from sharding.spread.ulysses import spread_attention
+
         attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     else:
         attend = packed_attention(inputs.segments_BT, inputs.branches_BT)

@@ -29,7 +29,6 @@ from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
 from .decoder import Decoder
 from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf_config import read_config, write_config
-from .qwen2_5_vl import params as qwen2_5_vl
 from .tensor_names import TensorName, decoder_names
 from .weight_file import DTYPES, StoredTensor, write_weights
 
@@ -43,6 +42,8 @@ def tensor_names(config: AnyConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
     weights = dict(nnx.to_flat_state(nnx.state(registry.abstract(config))))
     if isinstance(config, Qwen25VLConfig):
+        from .qwen2_5_vl import params as qwen2_5_vl
+
         return qwen2_5_vl.tensor_names(config, weights)
     return decoder_names(weights, "model.")
 
@@ -191,7 +192,9 @@ def load(
         files = _Files(folder, stack, progress)
         files.check_dtypes()
         if isinstance(config, Qwen25VLConfig):
-            config = dataclasses.replace(config, names=qwen2_5_vl.name_layout(files.where))
+            from .qwen2_5_vl.params import name_layout
+
+            config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
         names = tensor_names(config)
         _check_names(files, names)

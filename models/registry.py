@@ -15,12 +15,13 @@ from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, 
 from .config import AnyConfig, Qwen25VLConfig
 from .decoder import Decoder
 from .layers import DrawnOnHost
-from .qwen2_5_vl.modeling import Qwen25VL
 
 
 def abstract(config: AnyConfig) -> Decoder:
     """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
     if isinstance(config, Qwen25VLConfig):
+        from .qwen2_5_vl.modeling import Qwen25VL
+
         return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
     return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a Qwen2 text model is the plain decoder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,13 @@ from .engine import EngineError
 from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
 from .fetched_pixels import FetchedPixels
 from .programs import KVCache, Rows, programs
-from .prompt_features import FeatureWork
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 from .weights.published import by_name, check_shapes, served
+
+if TYPE_CHECKING:
+    from .prompt_features import FeatureWork
 
 
 @dataclasses.dataclass(frozen=True)

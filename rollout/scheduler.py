@@ -21,15 +21,17 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
 from .pages import PAGE_TOKENS, PagePool
-from .prompt_features import PromptFeatures
 from .requests import EngineLimits, checked, ended_before
 from .slots import SlotTable
+
+if TYPE_CHECKING:
+    from .prompt_features import PromptFeatures
 
 PREFILL_TOKENS = 4096  # of one turn, so that rounds run in between; a prompt that can't be cut may have more
 CHUNK_TOKENS = 2048  # of one prompt, or of a sample's tokens, in one prefill; a multiple of a page

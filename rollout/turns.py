@@ -11,9 +11,11 @@ prompt is not cut before its last image or video. A prompt with more patches is 
 groups of frame pairs when chunks need them (`rollout.prompt_features`).
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from jax import Array
@@ -24,9 +26,11 @@ from models.shadow import ShadowTensor
 
 from .pages import PAGE_TOKENS, pages_for
 from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
-from .prompt_features import FeatureWork, PromptFeatures, padded_patches
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
+
+if TYPE_CHECKING:
+    from .prompt_features import FeatureWork
 
 SMALL_MODEL = 10**7  # weights; up to so many, few rows cost as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
@@ -205,6 +209,8 @@ def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> Fea
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
+    from .prompt_features import FeatureWork, PromptFeatures
+
     kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
     job.features = None if end > shown[-1] else kept
     return None if part.vision is None else FeatureWork(job.request.rid, kept, kept.plan(part.feature_index_T))
@@ -222,6 +228,8 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
             continue
         tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
         if by_groups(prompt.vision):
+            from .prompt_features import PromptFeatures
+
             kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
@@ -413,6 +421,8 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not read in a prefill
     vision = None
     if visions:
+        from .prompt_features import padded_patches
+
         joined = concatenate(visions)
         vision = pad(joined, padded_patches(joined.num_patches, merge_unit))
     inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)

@@ -89,7 +89,7 @@ def test_auto_is_the_first_rematerialisation_that_fits():
 
 
 def test_on_cpus_nothing_is_compiled_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(memory_check, "check", lambda *_, **__: pytest.fail("it was checked"))
+    monkeypatch.setattr("fluxjax.sizing.check.check", lambda *_, **__: pytest.fail("it was checked"))
     mesh = make_mesh(1)
     assert settled_remat(small(), MODEL, mesh, (), print) is Remat.NONE
     assert settled_remat(small(Remat.DOTS), MODEL, mesh, (), print) is Remat.DOTS

@@ -8,35 +8,30 @@ import inspect
 import pathlib
 from collections.abc import Mapping
 
+from sharding.door import ByName
+
 from ..base.import_path import imported
 from ..config import AlgorithmConfig, ConfigError
-from . import sft
-from .cispo import CISPO
-from .dapo import DAPO
-from .distillation import Distillation
-from .dpo import DPO
-from .dr_grpo import DrGRPO
-from .grpo import GRPO
-from .gspo import GSPO
-from .ppo import PPO
-from .reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from .rl_algorithm import RLAlgorithm, adapted
-from .rloo import RLOO
 
-ALGORITHMS: Mapping[str, RLAlgorithm] = {
-    "grpo": GRPO(),
-    "dr_grpo": DrGRPO(),
-    "dapo": DAPO(),
-    "gspo": GSPO(),
-    "cispo": CISPO(),
-    "rloo": RLOO(),
-    "reinforce_plus_plus": ReinforcePlusPlus(),
-    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline(),
-    "ppo": PPO(),
-    "distillation": Distillation(),
-    "dpo": DPO(),
-    "sft": adapted(sft, "sft"),
-}
+ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
+    __name__,
+    {
+        "grpo": "grpo:GRPO",
+        "dr_grpo": "dr_grpo:DrGRPO",
+        "dapo": "dapo:DAPO",
+        "gspo": "gspo:GSPO",
+        "cispo": "cispo:CISPO",
+        "rloo": "rloo:RLOO",
+        "reinforce_plus_plus": "reinforce_plus_plus:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": "reinforce_plus_plus:ReinforcePlusPlusBaseline",
+        "ppo": "ppo:PPO",
+        "distillation": "distillation:Distillation",
+        "dpo": "dpo:DPO",
+        "sft": "sft",
+    },
+    adapted,
+)
 
 
 def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:

@@ -19,12 +19,10 @@ from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
 from ..base.types import Columns, Group, PreparedPrompt, Response, Reward, Sample
-from ..config import FSDP, ODC, Config
+from ..config import FSDP, ODC, Config, Strategy
 from .composition import Composition, Outline, TrainGroup
-from .own_pace import OwnPace
 from .rows import RowPacking
 from .share import Share
-from .spreading import Spreading
 
 
 class _Dealer(Protocol):
@@ -60,12 +58,16 @@ class Composer:
     ) -> None:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
-        self._dealer: _Dealer
-        if isinstance(config.sharding.strategy, FSDP):
-            self._dealer = RowPacking(config, num_devices, vision, self.shapes)
+        self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
+
+    def _dealer_for(self, strategy: Strategy, num_devices: int) -> _Dealer:
+        if isinstance(strategy, FSDP):
+            return RowPacking(self._config, num_devices, self._vision, self.shapes)
+        if isinstance(strategy, ODC):
+            from .own_pace import OwnPace as Dealer
         else:
-            dealer = OwnPace if isinstance(config.sharding.strategy, ODC) else Spreading
-            self._dealer = dealer(config, num_devices, vision, text, self.shapes)
+            from .spreading import Spreading as Dealer
+        return Dealer(self._config, num_devices, self._vision, self._text, self.shapes)
 
     def on(self, num_devices: int) -> Composer:
         """Returns the same composer for another number of devices."""

@@ -4,8 +4,6 @@ import dataclasses
 import enum
 from urllib.parse import urlsplit
 
-from rollout.listening import is_loopback
-
 from ..base.errors import ConfigError
 from .bounds import positive
 
@@ -79,4 +77,6 @@ def check_address(address: str, where: str) -> None:
 
 def on_this_host(address: str) -> bool:
     """Says whether the address is one of this host that no other can mean."""
+    from rollout.listening import is_loopback
+
     return is_loopback(urlsplit(address).hostname or "")

@@ -1,25 +1,17 @@
 """Builds the coordinator, with its policy and its schedules, from the configuration."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
-
-from rollout.throughput import Profile, ProfileError
+from typing import TYPE_CHECKING, Any
 
 from ..config import AprilConfig, Config, ConfigError, SynchronousConfig, TailBatchingConfig
 from ..config.schedules import make_schedules
-from . import (
-    AdaptiveAsync,
-    April,
-    Coordinator,
-    SchedulingPolicy,
-    Settings,
-    SpeculativeSync,
-    StreamTrainer,
-    Synchronous,
-    TailBatching,
-)
-from .parallelism import ParallelismPlanner
+from .machine import Coordinator, SchedulingPolicy, Settings
+
+if TYPE_CHECKING:
+    from .parallelism import ParallelismPlanner
 
 
 def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | None = None) -> Coordinator:
@@ -43,6 +35,10 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
     settings, rollout = config.parallelism, config.rollout
     if not settings.enabled:
         return None
+    from rollout.throughput import Profile, ProfileError
+
+    from .parallelism import ParallelismPlanner
+
     devices, start = (config.rollout.engines or 1) * settings.degree, 0
     if settings.profile:
         samples = rollout.prompts_per_step * rollout.group_size
@@ -56,16 +52,28 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
 def make_policy(config: Config) -> SchedulingPolicy:
     """Builds the policy that `config.policy` chooses."""
     chosen, dynamic = config.policy, bool(config.rollout.dynamic_sampling)
-    rounds: dict[str, Any] = {
-        "stream": StreamTrainer() if config.stream_trainer else None,
-        "speculative": SpeculativeSync(config.speculative_sync) if config.speculative_sync else None,
-        "dynamic_sampling": dynamic,
-    }
+    rounds: dict[str, Any] = {"dynamic_sampling": dynamic}
+    if config.stream_trainer:
+        from .policies.stream_trainer import StreamTrainer
+
+        rounds["stream"] = StreamTrainer()
+    if config.speculative_sync:
+        from .policies.speculative_sync import SpeculativeSync
+
+        rounds["speculative"] = SpeculativeSync(config.speculative_sync)
     match chosen:
         case SynchronousConfig():
+            from .policies.synchronous import Synchronous
+
             return Synchronous(**rounds)
         case TailBatchingConfig():
+            from .policies.tail_batching import TailBatching
+
             return TailBatching(chosen.prompts, chosen.responses, chosen.max_staleness, **rounds)
         case AprilConfig():
+            from .policies.april import April
+
             return April(chosen.oversample, chosen.max_staleness, **rounds)
+    from .policies.adaptive_async import AdaptiveAsync
+
     return AdaptiveAsync(chosen, config.seed, dynamic_sampling=dynamic)

@@ -12,7 +12,7 @@ The runtime (asyncio, or a simulation on virtual time) carries the instructions 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
@@ -22,9 +22,11 @@ from .engine_states import EngineStates, Pace
 from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths import LengthPredictor
 from .messages import Handlers, MessageLog
-from .parallelism import ParallelismPlanner
 from .run_settings import Settings
 from .saved import SavedState, State
+
+if TYPE_CHECKING:
+    from .parallelism import ParallelismPlanner
 
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741

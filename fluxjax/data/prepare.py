@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -26,10 +26,11 @@ from ..base.errors import DataError
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
 from .loader import Drawn, PromptLoader, SkippedPrompt, at
-from .media_refs import source_of
 from .read_ahead import ReadAhead
-from .shadows import ProxyMedia, in_files, layout
 from .tickets import Ticket
+
+if TYPE_CHECKING:
+    from .shadows import ProxyMedia
 
 log = logging.getLogger("fluxjax.data")
 _LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
@@ -99,14 +100,14 @@ def prepare_prompt(
     if isinstance(prompt, SkippedPrompt):
         return prompt
     try:
-        if proxy is not None and in_files(prompt.media) and isinstance(processor, Processor):
+        if proxy is not None and proxy.can_name(prompt.media) and isinstance(processor, Processor):
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(proxy.outline, processor, token_ids, prompt)
             if refused := _refused_undecoded(outline, prompt, limits):
                 return refused
             inputs = proxy.inputs(processor, token_ids, prompt)
         else:
-            media = [(item.kind.value, source_of(item)) for item in prompt.media]
+            media = _sources(prompt)
             token_ids = tokenised(processor, prompt, chat_template)
             if refused := _refused_undecoded(functools.partial(processor.outline, token_ids, media), prompt, limits):
                 return refused
@@ -122,6 +123,14 @@ def prepare_prompt(
     frames = np.diff(inputs.frame_edges)
     refused = limits.refuse(prompt, len(inputs), int(np.sum(frames)), int(np.max(frames, initial=0)))
     return refused or PreparedPrompt(dataclasses.replace(prompt, tokens=len(inputs)), inputs)
+
+
+def _sources(prompt: Prompt) -> Media:
+    if not prompt.media:
+        return []
+    from .media_refs import source_of
+
+    return [(item.kind.value, source_of(item)) for item in prompt.media]
 
 
 def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> Sequence[int]:
@@ -233,6 +242,8 @@ class Preparer:
         return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
 
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
+        from .shadows import layout
+
         prompt = at(self.loader.order, draw)
         assert isinstance(self.processor, Processor)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from models.processing.outline import Medium, PromptOutline
 from models.shadow import Rows, ShadowTensor
 
 from ..base.types import Media, Prompt
-from .media_index import MediaIndex
 from .media_refs import read_ref, ref_of
-from .near_pixels import NearPixels
 from .tickets import MediaRef, MediaStore, StaleTicket, Ticket
+
+if TYPE_CHECKING:
+    from .media_index import MediaIndex
+    from .near_pixels import NearPixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,10 @@ class ProxyMedia:
     index: MediaIndex
     near: NearPixels | None = None
     among: int = 1
+
+    def can_name(self, media: Sequence[Media]) -> bool:
+        """Says whether all of these media are in files, so that tickets can name them."""
+        return all(medium.data is None for medium in media)
 
     def expect(self, draw: int, inputs: PromptInput) -> None:
         """Says that this prompt will be drawn next, behind those that were expected before. Does not block."""
@@ -83,11 +90,6 @@ class ProxyMedia:
             if facts.counted:
                 raise
         return self._glance(processor, ref, True)
-
-
-def in_files(media: Sequence[Media]) -> bool:
-    """Says whether all of these media are in files, so that tickets can name them."""
-    return all(medium.data is None for medium in media)
 
 
 def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:

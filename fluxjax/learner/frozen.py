@@ -10,16 +10,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from models.lora import Lora
+import models
 from sharding.walk import Params
 
 from ..config import Config
 
 
-def lora_of(config: Config) -> Lora | None:
+def lora_of(config: Config) -> models.Lora | None:
     """The adapters that are trained, if any."""
     settings = config.lora
-    return Lora(settings.rank, settings.alpha, settings.targets) if settings.rank else None
+    return models.Lora(settings.rank, settings.alpha, settings.targets) if settings.rank else None
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from sharding import low_rank
 from sharding.fsdp import Fsdp
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
-from sharding.odc import Odc
 from sharding.walk import Params, Tally, Walk
 from sharding.weights import by_path, with_shardings
 
@@ -30,7 +29,11 @@ from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, AlgorithmConfig, Config, ConfigError, Remat
-from ..data.materializer import Materializer
+
+if TYPE_CHECKING:
+    from sharding.odc import Odc
+
+    from ..data.materializer import Materializer
 
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
@@ -223,6 +226,8 @@ class Gradients:
     def odc(self) -> Odc:
         """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
         be cut into."""
+        from sharding.odc import Odc
+
         settings, chosen = self._config.sharding, self._config.sharding.strategy
         assert isinstance(chosen, ODC)
         strategy = self._strategy_of(abstract(self._model.config)) if self._config.lora.rank else self.strategy

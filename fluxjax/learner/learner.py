@@ -4,10 +4,12 @@ Two compiled programs make a step: `Gradients` adds a microbatch's gradients to 
 updates and reports. Nothing is fetched until the end of the step, and then one small array.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+import models
 from models.config import TextConfig
 from models.decoder import Decoder, is_abstract, shapes_only
 from models.inputs import PackedTokens
-from models.lora import adapted, fresh_adapters
 from sharding.links import Links
 from sharding.mesh import make_mesh
 from sharding.walk import Params, Tally
@@ -32,9 +34,11 @@ from ..algorithms import importance
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
-from ..data.materializer import Materializer
 from .frozen import fingerprint, lora_of
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
+
+if TYPE_CHECKING:
+    from ..data.materializer import Materializer
 
 
 class Learner:
@@ -73,7 +77,7 @@ class Learner:
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)
-        self._model = shapes_only(model) if self._lora is None else adapted(model, self._lora)
+        self._model = shapes_only(model) if self._lora is None else models.adapted(model, self._lora)
         self._decayed = decayed(self._model)
         self._links, self._materializer = links, materializer
         self._built_for: Any = None
@@ -133,7 +137,7 @@ class Learner:
             return with_shardings(strategy.abstract, strategy.shardings)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         if self._lora is not None:
-            adapters = fresh_adapters(self._model, self.config.seed, strategy.shardings)
+            adapters = models.fresh_adapters(self._model, self.config.seed, strategy.shardings)
             params = unflatten_dict(by_path(params) | adapters)
         return strategy.shard(params)
 

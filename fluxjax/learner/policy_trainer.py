@@ -35,7 +35,6 @@ from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ra
 from ..batch.share import Share
 from ..batch.team import ALONE, Arrays, Team, by_response
 from ..config import Config, ConfigError
-from .critic import critic_metrics
 from .gradients import Gradients, Outcome
 from .minibatches import minibatches, of_all_updates
 from .replay import ReplayBuffer, replay_metrics
@@ -234,7 +233,11 @@ class PolicyTrainer:
         if resting:
             learner.rest()
         of_policy = of_all_updates(metrics) if metrics else {}
-        return of_policy | (self._judged | critic_metrics(of_critic) if of_critic else {})
+        if of_critic:
+            from .critic import critic_metrics
+
+            of_policy |= self._judged | critic_metrics(of_critic)
+        return of_policy
 
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """The gradients of a portion, if there is anything to compute."""

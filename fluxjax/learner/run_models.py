@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from sharding.weights import like
 
 from ..algorithms import RLAlgorithm
 from ..config import Config, ConfigError
-from .critic import Critic
 from .learner import Learner
+
+if TYPE_CHECKING:
+    from .critic import Critic
 
 
 class RunModels:

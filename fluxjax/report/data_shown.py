@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..base.preprocessor_status import PreprocessorStatus
-from ..data.local_store import StoreStats
-from ..data.materializer import Materialized
+if TYPE_CHECKING:
+    from ..base.preprocessor_status import PreprocessorStatus
+    from ..data.local_store import StoreStats
+    from ..data.materializer import Materialized
+
 
 T = TypeVar("T")
 
@@ -23,7 +25,8 @@ class DataMetrics:
     def __init__(self) -> None:
         self._known = time.perf_counter()  # when the stats were those of the last step
         self._rate = 0.0  # of frames
-        self._moved, self._stats = Materialized(), StoreStats()  # at the last step
+        self._moved: Materialized | None = None  # at the last step
+        self._stats: StoreStats | None = None
         self._bytes: dict[str, int] = {}  # by preprocessor
 
     def since_last(
@@ -32,7 +35,7 @@ class DataMetrics:
         """Returns the metrics since the last step, by their names in `metrics.jsonl`. `moved` and `stats` are totals
         since the run was started; `known` is when `stats` were as given, by `time.perf_counter`: the rate of frames
         stays until newer stats are known."""
-        (moved_before, stats_before) = self._moved, self._stats
+        moved_before, stats_before = self._moved or type(moved)(), self._stats or type(stats)()
         self._moved, self._stats = moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames

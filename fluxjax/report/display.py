@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,14 +18,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rollout.fleet_job import ServerStatus
-
 from ..base.host_status import HostStatus
-from ..base.preprocessor_status import PreprocessorStatus
 from ..base.under_way import under_way, working_time
 from .data_shown import StatusTable, data_words, preprocessor_table, state_words
 from .hosts_shown import HostTable, host_lines
 from .rewards_shown import reward_words
+
+if TYPE_CHECKING:
+    from rollout.fleet_job import ServerStatus
+
+    from ..base.preprocessor_status import PreprocessorStatus
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0

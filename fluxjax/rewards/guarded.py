@@ -13,9 +13,9 @@ from ..base.scored import Completion, Prompt, Reward
 from ..config import RewardKindConfig, RewardsConfig
 from .answers import Failing, RewardFailure, as_reward
 from .call_slots import CallSlots
-from .callers import Batches, Caller, LocalCaller, ProcessCaller, answered
+from .callers import Batches, Caller, LocalCaller, answered
 from .failures import Failures
-from .named import REWARDS, Callee, FoundReward
+from .named import Callee, FoundReward
 from .rules import UNREADABLE
 from .users_loop import UsersLoop
 
@@ -84,7 +84,7 @@ class RewardGuard:
     def of_found(self, found: FoundReward, failures: Failures) -> GuardedReward:
         """Guards a reward that has a name: in processes, unless its kind is a built-in one or a part of it
         has to be here."""
-        if found.value in [rule for rule in REWARDS.values() if inspect.isfunction(rule)] and not found.arguments:
+        if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return GuardedReward(found.name, found.value, _at_once(found.value), failures)
         callee = Callee.of(found.value)
         kind, bounds = self._kind(found.value, callee)
@@ -92,6 +92,8 @@ class RewardGuard:
         stays = stays or found.name.startswith("__main__:")  # no other process can import it
         if stays or kind in _HERE:
             return self.of_object(found.name, found.build(), failures)
+        from .process_caller import ProcessCaller
+
         return self._guarded(found.name, None, callee.batched, kind, ProcessCaller(found, bounds), failures)
 
     def of_object(self, name: str, reward: Any, failures: Failures) -> GuardedReward:

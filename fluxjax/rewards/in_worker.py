@@ -1,4 +1,4 @@
-"""Scores in a process that can be killed: the function that `rewards/callers.py` has `base/worker_pool.py` call."""
+"""Scores in a process that can be killed: the function that a `ProcessCaller` has `base/worker_pool.py` call."""
 
 from __future__ import annotations
 

@@ -15,34 +15,31 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sharding.door import ByName
+
 from ..base.errors import ConfigError
 from ..base.import_path import imported
 from ..base.scored import Completion
-from . import rules
-from .boxes import BoxOverlap
-from .choice import Choice
-from .code import CodeReward
-from .judge import Judge
-from .math import MathAnswer
-from .shaping import Format, Overlong
-from .vision import EditDistance, NumericAnswer, OrderedList
 
-REWARDS: dict[str, Any] = {
-    "exact": rules.exact,
-    "positions": rules.positions,
-    "digits": rules.digits,
-    "number": rules.number,
-    "math": MathAnswer,
-    "code": CodeReward,
-    "judge": Judge,
-    "choice": Choice,
-    "numeric": NumericAnswer,
-    "edit_distance": EditDistance,
-    "boxes": BoxOverlap,
-    "ordered_list": OrderedList,
-    "format": Format,
-    "overlong": Overlong,
-}
+REWARDS: Mapping[str, Any] = ByName(
+    __name__,
+    {
+        "exact": "rules:exact",
+        "positions": "rules:positions",
+        "digits": "rules:digits",
+        "number": "rules:number",
+        "math": "math:MathAnswer",
+        "code": "code:CodeReward",
+        "judge": "judge:Judge",
+        "choice": "choice:Choice",
+        "numeric": "vision:NumericAnswer",
+        "edit_distance": "vision:EditDistance",
+        "boxes": "boxes:BoxOverlap",
+        "ordered_list": "vision:OrderedList",
+        "format": "shaping:Format",
+        "overlong": "shaping:Overlong",
+    },
+)
 SHAPES = "a function, or an object with score(completion) or compute(prompts, responses)"
 
 

@@ -1,11 +1,13 @@
 """The files that a run leaves in its folder: the trained model, pictures, and a checkpoint that rollout servers start
 from."""
 
+from __future__ import annotations
+
 import pathlib
+from typing import TYPE_CHECKING
 
 import models
 from models.decoder import Decoder
-from models.lora import save_adapters
 from models.processing import Processor
 
 from ..base.timeline import Timeline
@@ -16,8 +18,10 @@ from ..learner.learner import Learner
 from ..report import pictures
 from ..report.metrics import Summary, read
 from ..runtime.engine_pool import EnginePool
-from ..runtime.fleet_pool import FleetPool
-from .pixels import Pixels
+from .no_pixels import NoPixels
+
+if TYPE_CHECKING:
+    from ..runtime.fleet_pool import FleetPool
 
 
 def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
@@ -31,7 +35,7 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
     lora = lora_of(config)
     if lora is not None:
         adapters = gang.whole(lambda: learner.trained(learner.params), learner.mesh, adapters=True)
-        save_adapters(model.config, adapters, folder, lora, config.model.path)
+        models.save_adapters(model.config, adapters, folder, lora, config.model.path)
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
@@ -50,7 +54,7 @@ def write_pictures(
     summary: Summary,
     timeline: Timeline,
     pool: EnginePool | FleetPool,
-    pixels: Pixels,
+    pixels: NoPixels,
 ) -> None:
     """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
     medium when. `metrics` is the run's `metrics.jsonl`."""

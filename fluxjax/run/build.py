@@ -1,10 +1,12 @@
 """Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,6 @@ from models.config import (
 )
 from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
-from models.lora import load_adapters
 from models.processing import Processor
 from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
@@ -39,16 +40,19 @@ from ..base.under_way import activity
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
-from ..data.materializer import Materializer
 from ..data.prepare import Preparer
-from ..data.shadows import ProxyMedia
 from ..data.sources import Source, all_texts, common_words
-from ..learner.critic import Critic
+from ..hosts.gang import Gang
 from ..learner.frozen import lora_of
 from ..learner.gradients import TokenLoss
 from ..learner.learner import Learner
-from ..sizing.model_sizes import model_sizes
 from .memory_check import settled_remat
+from .no_pixels import NoPixels
+
+if TYPE_CHECKING:
+    from ..data.materializer import Materializer
+    from ..data.shadows import ProxyMedia
+    from ..learner.critic import Critic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,7 @@ def build_learning(
     )
     if (lora := lora_of(config)) is not None and config.lora.adapter:
         try:
-            learner.adopt(load_adapters(sizes, config.lora.adapter, lora))
+            learner.adopt(models.load_adapters(sizes, config.lora.adapter, lora))
         except (ValueError, OSError) as error:
             raise ConfigError(f"lora.adapter: {error}") from error
     vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
@@ -104,6 +108,8 @@ def build_learning(
 
 def build_critic(config: Config, learning: Learning, links: Links | None, materializer: Materializer | None) -> Critic:
     """Returns the critic of an algorithm that has one, on the learner's mesh; it has no weights until RL begins."""
+    from ..learner.critic import Critic
+
     return Critic(config, learning.model, mesh=learning.learner.mesh, links=links, materializer=materializer)
 
 
@@ -163,6 +169,8 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
             raise ConfigError(f"model.path: {path} names no end token (generation_config.json, eos_token_id)")
         if data.chat_template and not processor.chat_template:
             raise ConfigError(f"data.chat_template: {path} has no chat template, or none that is the default one")
+        from ..sizing.model_sizes import model_sizes
+
         return model_sizes(config), processor
     try:
         vision = tiny_vision(config.model) if config.model.tiny["vision"] else None
@@ -245,3 +253,19 @@ def training_prompts(
     """Returns the prompts of RL, in the order of their draws; `proxy` is that of `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)
+
+
+def open_pixels(
+    config: Config,
+    processor: Processor,
+    gang: Gang,
+    run_dir: pathlib.Path,
+    token: str,
+    note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+) -> NoPixels:
+    """Returns the pixels of this process. The parameters, and what is raised, are those of `Pixels`."""
+    if not processor.vision:
+        return NoPixels()
+    from .pixels import Pixels
+
+    return Pixels(config, processor, gang, run_dir, token, note)

@@ -1,14 +1,15 @@
 """Hooks into a run, for custom logging, early stopping and the like; the reporter tells them what happens."""
 
+from __future__ import annotations
+
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
-from rollout.fleet_job import ServerStatus
 
 from ..base.host_status import HostStatus
 from ..base.process import settle_heap
@@ -25,6 +26,9 @@ from ..report.hosts_shown import host_lanes, host_metrics
 from ..report.loggers import MetricsLog
 from ..report.metrics import Summary, TrainingResult, dump_samples
 from ..runtime.runtime import Observer, StepReport
+
+if TYPE_CHECKING:
+    from rollout.fleet_job import ServerStatus
 
 
 @runtime_checkable

@@ -21,7 +21,6 @@ from ..hosts.orders import OrderError
 from ..hosts.start import join
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
-from .follower import follow
 from .process_log import process_log
 from .trainer import FluxTrainer
 
@@ -58,6 +57,8 @@ def main(config: Config) -> int:
         take_signals()
         if gang.process:
             stops.append(lambda: None)  # clusters signal process 0, too, which ends this one
+            from .follower import follow
+
             follow(gang, config.algorithm.impl)
         else:
             with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -12,9 +13,9 @@ from sharding.target import Target
 from sharding.walk import HOST_MEMORY
 
 from ..config import ODC, Config, ConfigError, Remat
-from ..sizing.account import GIB
-from ..sizing.check import DeviceRoom, check
-from ..sizing.topology import MEMORY_FRACTION, memory_fraction
+
+if TYPE_CHECKING:
+    from ..sizing.check import DeviceRoom
 
 JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes by itself
 
@@ -40,6 +41,8 @@ def settled_remat(
         progress("memory is not checked before the start: odc's layers are programs of their own")
         return Remat.LAYER if settings.remat is Remat.AUTO else settings.remat
 
+    from ..sizing.check import check
+
     def said(text: str) -> None:
         progress(f"does it fit? {text}")
 
@@ -60,11 +63,15 @@ def _room(config: Config) -> DeviceRoom | None:
         return None
     device = jax.local_devices()[0]
     usable = (device.memory_stats() or {}).get("bytes_limit", 0) if Target.of(device).is_gpu else 0
+    if not usable and not config.sharding.device_memory_gib:
+        return None
+    from ..sizing.account import GIB
+    from ..sizing.check import DeviceRoom
+    from ..sizing.topology import MEMORY_FRACTION, memory_fraction
+
     given = config.sharding.device_memory_gib * GIB
     if given and not 0 < usable < given:
         return DeviceRoom(given, given, f"sharding.device_memory_gib={config.sharding.device_memory_gib:g}")
-    if not usable:
-        return None
     fraction = memory_fraction(JAX_FRACTION)
     return DeviceRoom(usable / fraction, usable, f"{MEMORY_FRACTION}={fraction:.2f}")
 

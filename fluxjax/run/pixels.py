@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from models.processing import Processor
-from models.shadow import Fetch
 
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.timeline import Span
@@ -27,12 +26,13 @@ from ..report.media_picture import media_picture
 from ..runtime.flight_store import FlightStore
 from ..runtime.preprocessor_watch import PreprocessorWatch
 from ..runtime.preprocessors import Preprocessors
+from .no_pixels import NoPixels
 
 AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
 INDEX = ""  # the folder for what was found out about media files; empty: in the user's cache folder
 
 
-class Pixels:
+class Pixels(NoPixels):
     """The media store and the materializer of one process. For text-only models it has neither.
 
     The processes of a run create it at the same time, because they tell each other the addresses of their
@@ -51,9 +51,6 @@ class Pixels:
         """`token` is that of the run; `note` is told the start, the end and the bytes of each fetch. Raises DataError
         if the preprocessors can't be started."""
         self.store: FlightStore | LocalStore | None = None
-        self.materializer: Materializer | None = None
-        self.proxy: ProxyMedia | None = None  # what prompts are prepared by
-        self.fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
         self._watch: PreprocessorWatch | None = None
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from models.decoder import Decoder
 from models.processing import Processor
@@ -13,8 +14,10 @@ from models.shadow import Fetch
 from ..config import Config, ConfigError, RolloutEngine
 from ..hosts.gang import Gang
 from ..runtime.engine_pool import EnginePool
-from ..runtime.engine_servers import EngineServers, SharedPool
-from ..runtime.fleet_pool import FleetPool
+
+if TYPE_CHECKING:
+    from ..runtime.engine_servers import EngineServers
+    from ..runtime.fleet_pool import FleetPool
 
 
 def make_pool(
@@ -35,9 +38,13 @@ def make_pool(
     Raises what the pools raise.
     """
     if config.rollout.engine is not RolloutEngine.JAX:
+        from ..runtime.fleet_pool import FleetPool
+
         return FleetPool(config, model, checkpoint(), logs, fetch=fetch)
     if gang.alone:
         return EnginePool(config, model, fetch=fetch)
+    from ..runtime.engine_servers import SharedPool
+
     servers = serve_engines(config, model, processor, gang, token, fetch)
     addresses = [*itertools.chain.from_iterable(gang.exchange(servers.addresses))]
     return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
@@ -47,6 +54,8 @@ def serve_engines(
     config: Config, model: Decoder, processor: Processor, gang: Gang, token: str, fetch: Fetch | None = None
 ) -> EngineServers:
     """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
+    from ..runtime.engine_servers import EngineServers
+
     links = gang.links
     assert links is not None
     try:

@@ -9,7 +9,7 @@ import pathlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -29,20 +29,18 @@ from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
 from ..data.prepare import Preparer
 from ..data.sources import given, open_held_out, open_sources, open_warm_start
-from ..hosts.coming import ToldPrompts
 from ..hosts.gang import Gang, check_across_processes
 from ..hosts.orders import Begin, End, Restore, Save, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..learner.replay import ReplayBuffer, draws_of
 from ..learner.run_models import RunModels
-from ..learner.warm_start import warm_start
 from ..report.display import Display
 from ..report.loggers import MetricsLog
 from ..report.metrics import Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
-from ..runtime.fleet_pool import FleetPool
 from ..runtime.held_out import EvaluationGivenUp, HeldOut
+from ..runtime.ports import PromptSource
 from ..runtime.runtime import Runtime
 from .artifacts import export, export_adapters, server_checkpoint, write_pictures
 from .build import (
@@ -50,6 +48,7 @@ from .build import (
     build_learning,
     check_reference,
     describe_model,
+    open_pixels,
     sampling_params,
     training_prompts,
 )
@@ -57,8 +56,10 @@ from .callbacks import GAP_ALARMS, Callback, Callbacks, Reporter, closing, openi
 from .checkpoint import Checkpoints, ResumeError
 from .evaluation import HeldOutEvaluator, held_out_prompts
 from .gang_snapshots import GangSnapshots
-from .pixels import Pixels
 from .pools import make_pool
+
+if TYPE_CHECKING:
+    from ..runtime.fleet_pool import FleetPool
 
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
 
@@ -136,7 +137,7 @@ class FluxTrainer:
             self.vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
             token = secrets.token_hex(16)  # of the engines of all processes
             self.gang.tell(Start(str(self.run_dir.absolute()), token, json.dumps(run_folder.to_json(config))))
-            self.pixels = Pixels(config, self.processor, self.gang, self.run_dir, token, self._fetched)
+            self.pixels = open_pixels(config, self.processor, self.gang, self.run_dir, token, self._fetched)
             learning = build_learning(
                 config,
                 sizes,
@@ -417,6 +418,8 @@ class FluxTrainer:
         config = self.config
         total = config.warm_start.steps
         if total:
+            from ..learner.warm_start import warm_start
+
             self.display.phase("warm start", total)
             self.gang.tell(Begin("warm_start"))
             with self.summary.stage("warm_start"):
@@ -474,7 +477,7 @@ class FluxTrainer:
             self.coordinator,
             engines=self.engines,
             prepared=self._held,
-            source=self.source if self.gang.alone else ToldPrompts(self.source, self.gang, self.pixels.place_of),
+            source=self._told_prompts(),
             scorer=self.rewards,
             trainer=trainer,
             evaluator=HeldOutEvaluator(config, self.held_out, self.engine, self.summary),
@@ -500,6 +503,14 @@ class FluxTrainer:
                     self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
 
     # --- parts ----------------------------------------------------------------------------------
+
+    def _told_prompts(self) -> PromptSource:
+        """Returns the training prompts; if there are other processes, these hear of them."""
+        if self.gang.alone:
+            return self.source
+        from ..hosts.coming import ToldPrompts
+
+        return ToldPrompts(self.source, self.gang, self.pixels.place_of)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint, for the runtime; see `runtime.ports.Checkpointer`."""

@@ -5,17 +5,17 @@ where `rollout.engines` is 0, all accelerators of the process that make whole en
 many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from models.config import Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
-from rollout.fleet_job import ServerStatus
 from rollout.jax_engine import JaxEngine
-from rollout.throughput import Profile, ProfileError, sizes
 
 from ..base.event_loop import run_async
 from ..base.timeline import Span
@@ -25,6 +25,9 @@ from ..config.scheduling import MAX_DEGREE
 
 KV_FRACTION = 0.5  # of a device's free memory, for caches: training needs the rest for its activations
 SERVER_MEMORY = 0.6  # of the memory that is free when it starts, for a colocated SGLang server
+
+if TYPE_CHECKING:
+    from rollout.fleet_job import ServerStatus
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
@@ -153,6 +156,8 @@ def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
 
 
 def _check_profile(file: str, model: Decoder) -> None:
+    from rollout.throughput import Profile, ProfileError, sizes
+
     try:
         profile = Profile.load(file)
     except ProfileError as error:

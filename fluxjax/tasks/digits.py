@@ -4,6 +4,8 @@ The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recogniti
 training strip uses a scan of the held-out strips.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import io
 import pathlib
@@ -32,6 +34,10 @@ class DigitsRecipe:
     shift: float = 1.0  # pixels either way
     brightness: tuple[float, float] = (0.85, 1.1)
     question: str = "<image>Digits?"
+
+    def enlarged(self, cell: int) -> DigitsRecipe:
+        """Returns the recipe whose pictures are so large that a digit is a square of `cell` pixels."""
+        return dataclasses.replace(self, cell=cell, shift=self.shift * cell / self.cell)
 
     def build(self, folder: pathlib.Path) -> None:
         """Writes `images/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`: 48 bytes to 1 kB a strip, `cell` x

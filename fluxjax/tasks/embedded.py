@@ -8,21 +8,33 @@ Each data set has a folder whose name contains a hash of its recipe: another rec
 folder is never rebuilt.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from sharding.door import ByName
 
 from ..base.errors import ConfigError
 from ..base.process import cache_folder
 from .building import build_once
-from .digits import DigitsRecipe
-from .pans import PansRecipe
-from .strings import StringsRecipe
 
-Recipe = DigitsRecipe | PansRecipe | StringsRecipe
+if TYPE_CHECKING:
+    from .digits import DigitsRecipe
+    from .pans import PansRecipe
+    from .strings import StringsRecipe
 
-RECIPES: dict[str, Recipe] = {"digits": DigitsRecipe(), "pans": PansRecipe(), "reverse": StringsRecipe()}
+    Recipe: TypeAlias = DigitsRecipe | PansRecipe | StringsRecipe
+
+RECIPES: Mapping[str, Recipe] = ByName(
+    __name__,
+    {"digits": "digits:DigitsRecipe", "pans": "pans:PansRecipe", "reverse": "strings:StringsRecipe"},
+    lambda recipe, name: recipe(),
+)
 
 
 def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None, cell: int = 0) -> pathlib.Path:
@@ -36,7 +48,7 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
             f"data.sources.{name} has no path and is no embedded data set; embedded are {', '.join(RECIPES)}"
         )
     chosen = recipe or RECIPES[name]
-    chosen = _enlarged(chosen, cell) if cell else chosen
+    chosen = chosen.enlarged(cell) if cell else chosen
     folder = (pathlib.Path(root).expanduser() if root else cache_folder()) / f"{name}-{digest(chosen)}"
 
     def write(temporary: pathlib.Path) -> None:
@@ -45,14 +57,6 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
 
     build_once(folder, write)
     return folder
-
-
-def _enlarged(recipe: Recipe, cell: int) -> Recipe:
-    if isinstance(recipe, DigitsRecipe):
-        return dataclasses.replace(recipe, cell=cell, shift=recipe.shift * cell / recipe.cell)
-    if isinstance(recipe, PansRecipe):
-        return dataclasses.replace(recipe, side=2 * cell)
-    return recipe
 
 
 def digest(recipe: Recipe) -> str:

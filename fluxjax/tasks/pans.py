@@ -3,6 +3,8 @@
 The photographs ship with scikit-image and scikit-learn. No training clip uses a photograph of the held-out clips.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import io
 import pathlib
@@ -47,6 +49,10 @@ class PansRecipe:
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20
     question: str = "<video>Direction?"
+
+    def enlarged(self, cell: int) -> PansRecipe:
+        """Returns the recipe whose pictures are so large that a digit is a square of `cell` pixels."""
+        return dataclasses.replace(self, side=2 * cell)
 
     def build(self, folder: pathlib.Path) -> None:
         """Writes `videos/`, `train.jsonl`, `warm_start.jsonl` and `eval.jsonl`; about 3 kB a clip.

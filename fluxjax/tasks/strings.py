@@ -1,5 +1,7 @@
 """A text-only task: write a string backwards."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import pathlib
@@ -18,6 +20,10 @@ class StringsRecipe:
     letters: str = "abcdef"
     max_length: int = 5
     question: str = "Reverse {}:"
+
+    def enlarged(self, cell: int) -> StringsRecipe:
+        """Returns the recipe as it is: there are no pictures."""
+        return self
 
     def build(self, folder: pathlib.Path) -> None:
         """Writes `train.jsonl` and `eval.jsonl`; no string is in both. All lengths are equally frequent until the short

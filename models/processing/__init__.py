@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from sharding.door import door
 
 from .media_file import MediaError, PromptError
 
@@ -11,10 +12,4 @@ if TYPE_CHECKING:
     from .processor import Processor
 
 __all__ = ["MediaError", "Processor", "PromptError"]
-
-
-def __getattr__(name: str) -> object:
-    """Imports `Processor` at its first use (PEP 562): processes that only decode media do not load it."""
-    if name == "Processor":
-        return importlib.import_module(".processor", __name__).Processor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = door(__name__, processor=("Processor",))  # processes that only decode media do not load it

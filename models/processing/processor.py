@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -20,8 +21,6 @@ from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
 from ..qwen2_5_vl.positions import rope_index
 from ..shadow import ShadowTensor
-from . import chat
-from .media import MediaSettings
 from .media_file import PromptError, Source
 from .outline import Medium, PromptOutline
 from .patches import arrange
@@ -39,6 +38,9 @@ from .settings import (
 )
 from .tokens import load_tokenizer, named_tokens, read_settings
 from .vision_input import arranged
+
+if TYPE_CHECKING:
+    from .media import MediaSettings
 
 MARKS = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("|".join(MARKS))
@@ -79,6 +81,8 @@ class Processor:
         image, video = read_configs(folder)
         if video.get("resample") not in (None, BICUBIC):
             raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
+        from .chat import find_template
+
         return cls(
             tokenizer=tokenizer,
             vision="vision_config" in config if config else bool(image),
@@ -87,7 +91,7 @@ class Processor:
             video=read_pixels(video, VIDEO_PIXELS),
             frames=read_frames(video),
             eos_ids=_eos_ids(folder, config, tokenizer_config, tokenizer),
-            chat_template=chat.find_template(folder),
+            chat_template=find_template(folder),
             tokenizer_config=json.dumps(tokenizer_config),
             generation_config=json.dumps(read_json(folder / "generation_config.json")),
         )
@@ -133,6 +137,9 @@ class Processor:
     @property
     def settings(self) -> MediaSettings:
         """The settings that pixels depend on, besides the files that they come from."""
+
+        from .media import MediaSettings
+
         return MediaSettings(self.layout, self.image, self.video, self.frames, self.limits)
 
     @property
@@ -198,7 +205,9 @@ class Processor:
         special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
-        rendered = chat.render(self.chat_template, messages, **special)
+        from .chat import render
+
+        rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
         # as in transformers: text tokenizers add no such tokens here; processors do, unless the template has added them
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from safetensors import safe_open
 
-from .gpu_hash import gpu_hash
-
 VOCABULARY_MULTIPLE = 64  # rows of embedding and head in SGLang; what is missing is zeros
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _JOINED = (
@@ -55,6 +53,8 @@ class Checksums:
         for rank, held in enumerate(ranks):
             options = [self._expected(as_served, len(ranks), rank, sha256)]
             if as_served and not any(held.get(name) == value for name, value in options[0].items()):
+                from .gpu_hash import gpu_hash
+
                 options.append(self._expected(True, len(ranks), rank, gpu_hash))
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
             wanted = min(options, key=lambda wanted: _differ(wanted, held))

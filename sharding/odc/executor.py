@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from ..fsdp import Fsdp
 from ..links import Device, LinkError, Links
 from ..walk import Forward, Loss, Params, Tally
+from . import OdcError
 from .flat import ParameterRows
 from .pushed_gradients import Key, PushedGradients, Turn
 from .stage_programs import StagedMicrobatch, StagePrograms
@@ -23,13 +24,6 @@ from .traffic import Itinerary, Traffic
 from .worker import Task, Worker
 
 _numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
-
-
-class OdcError(RuntimeError):
-    """A device failed within a minibatch, or a process was lost. The message names it, the stage and the reason.
-
-    Parameters are unchanged. A single process may try the next minibatch; of several processes, all have to end.
-    """
 
 
 class _Failure:

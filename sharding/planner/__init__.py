@@ -6,10 +6,15 @@
 All planners of sequences have one signature and return a `plan.ShardPlan`.
 """
 
-from .fixed_degree import ulysses
-from .flex import flex_ulysses
-from .limits import Limits
-from .vision_units import VisionPlan, spread_vision
+from typing import TYPE_CHECKING
+
+from ..door import door
+
+if TYPE_CHECKING:
+    from .fixed_degree import ulysses
+    from .flex import flex_ulysses
+    from .limits import Limits
+    from .vision_units import VisionPlan, spread_vision
 
 __all__ = [
     "Limits",
@@ -18,3 +23,10 @@ __all__ = [
     "spread_vision",
     "ulysses",
 ]
+__getattr__ = door(
+    __name__,
+    fixed_degree=("ulysses",),
+    flex=("flex_ulysses",),
+    limits=("Limits",),
+    vision_units=("VisionPlan", "spread_vision"),
+)

@@ -79,8 +79,8 @@ def test_held_out_digits_are_scans_that_training_never_uses(root):
 
 def test_pictures_grow_with_a_digit(tmp_path, monkeypatch):
     """So that a digit stays one merged feature of a model with larger patches."""
-    monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
-    monkeypatch.setitem(embedded.RECIPES, "pans", PANS)
+    monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "digits": DIGITS})
+    monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "pans": PANS})
     sources = {"digits": SourceConfig(), "pans": SourceConfig()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for cell, wide in ((16, 16), (28, 28)):
@@ -114,8 +114,8 @@ def test_the_warm_start_sees_a_few_of_the_training_clips(root):
 
 
 def test_sources_of_the_warm_start(root, tmp_path, monkeypatch):
-    monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
-    monkeypatch.setitem(embedded.RECIPES, "reverse", StringsRecipe(train=30, held_out=5))
+    monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "digits": DIGITS})
+    monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "reverse": StringsRecipe(train=30, held_out=5)})
     (tmp_path / "own.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n')
     (tmp_path / "warm.jsonl").write_text('{"prompt": "2 + 2", "answer": 4}\n')
     own, warm = str(tmp_path / "own.jsonl"), str(tmp_path / "warm.jsonl")
@@ -233,7 +233,7 @@ def test_a_source_without_a_path_is_an_embedded_one():
 
 
 def test_sources_open_by_name_and_by_path(root, monkeypatch, caplog):
-    monkeypatch.setitem(embedded.RECIPES, "digits", DIGITS)
+    monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "digits": DIGITS})
     folder = ensure("digits", root, DIGITS)
     mine = SourceConfig(path=str(folder / "train.jsonl"))
     config = Config(data=DataConfig(sources={"digits": SourceConfig(), "mine": mine}))

@@ -4,17 +4,22 @@ A round begins when nothing is generated, and ends with an optimizer step and th
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
 """
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ...base.types import Group
 from .. import messages
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
 from ..saved import SavedState, State
-from .speculative_sync import SpeculativeSync
-from .stream_trainer import StreamTrainer
+
+if TYPE_CHECKING:
+    from .speculative_sync import SpeculativeSync
+    from .stream_trainer import StreamTrainer
 
 _PATIENCE = 3  # prompts given up in a row, without a response in between, after which the engines count as lost
 NO_VARIANCE = "dynamic sampling finds no difference between its responses"

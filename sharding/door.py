@@ -1,0 +1,49 @@
+"""Doors of packages: names that a package offers, each in a module that is imported when the name is first used.
+
+A process imports the rooms that it enters, and no others.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def door(package: str, **modules: tuple[str, ...]) -> Callable[[str], object]:
+    """Returns the `__getattr__` (PEP 562) of a package; `modules` maps each of its modules to the names it offers."""
+    homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
+
+    def offered(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return offered
+
+
+class ByName(Mapping[str, T], Generic[T]):
+    """The choices of a setting: `paths` maps the name of each to a module that stands beside the module `beside`,
+    or to an attribute of one, `module:attribute`. `make(value, name)` turns what stands there into the choice, once."""
+
+    def __init__(
+        self, beside: str, paths: Mapping[str, str], make: Callable[[Any, str], T] = lambda value, name: value
+    ) -> None:
+        self._package, self._paths, self._make = beside.rpartition(".")[0], paths, make
+        self._choices: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._choices:
+            module, _, attribute = self._paths[name].partition(":")
+            value: Any = importlib.import_module(f"{self._package}.{module}")
+            self._choices[name] = self._make(getattr(value, attribute) if attribute else value, name)
+        return self._choices[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
