@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .rows import RowPacking
 from .share import Share
 
 
+@runtime_checkable
 class _Dealer(Protocol):
     """Decides which devices compute what, for one `sharding.strategy`."""
 
