@@ -15,6 +15,7 @@ from fluxjax.config import RewardKindConfig, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
+from fluxjax.rewards import process_caller
 from fluxjax.run.trainer import FluxTrainer
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def configuration(folder: pathlib.Path, policy: str, rewards: dict[str, str], **
     config = load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
     path, held_out = (str(data[f"data__sources__reverse__{name}"]) for name in ("path", "eval_path"))
     config.data.sources = {name: SourceConfig(path, held_out, reward=reward) for name, reward in rewards.items()}
-    kinds = {kind: RewardKindConfig(60.0, 1, True, 0.1) for kind in ("function", "batch")}
+    kinds = {kind: RewardKindConfig(60.0, 1) for kind in ("function", "batch")}
     config.rewards.kinds = kinds | {"hanging": RewardKindConfig(0.5)}  # eight at a time
     return config
 
@@ -78,8 +79,9 @@ def test_every_policy_and_every_failure_is_tested():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.long
-def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys) -> None:
+def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
     """The run is stopped after a step, and goes on from there."""
+    monkeypatch.setattr(process_caller, "MEMORY_GIB", 0.1)
     failing = {name: FAILURES[name] for name in TRIED[policy]}
     rewards = misbehaving(*failing, "forks") | {"good": "positions"}
     diaries = Diary(stop_after=1), Diary()

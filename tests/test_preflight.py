@@ -17,7 +17,7 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
-from fluxjax.config import FSDP, AlgorithmConfig, Config, ConfigError, FlexUlysses, RolloutEngine, cli
+from fluxjax.config import FSDP, AlgorithmConfig, Config, ConfigError, FlexUlysses, RolloutEngine, Strategy, cli
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
@@ -165,7 +165,7 @@ def test_no_batch_is_larger_than_the_largest(strategy, devices):
         assert microbatch.batch.inputs.vision.num_patches <= patches
 
 
-def _config(strategy: object) -> Config:
+def _config(strategy: Strategy) -> Config:
     config = make_config()
     config.sharding.strategy = strategy
     config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 10, 44

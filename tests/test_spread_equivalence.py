@@ -15,7 +15,7 @@ from benchmarks.cost_fit import published, save
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
-from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Ulysses, cli
+from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Strategy, Ulysses, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan, rounds
@@ -47,7 +47,7 @@ def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
     return plan
 
 
-def spread_config(strategy=FLEX, share=True, **sharding):
+def spread_config(strategy: type[Strategy] = FLEX, share=True, **sharding):
     config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
     choose(config, strategy, **sharding)
     return config
@@ -140,8 +140,7 @@ def test_one_short_text_on_all_devices():
 def test_a_calibration_decides_what_is_spread(tmp_path):
     """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
     groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
-    config = spread_config()
-    config.sharding.strategy.alpha = 8.0  # memory forces nothing
+    config = spread_config(alpha=8.0)  # memory forces nothing
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     cost = published()
     within = dataclasses.replace(cost.within, per_byte=1e9 * cost.within.per_byte)

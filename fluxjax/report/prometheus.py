@@ -28,7 +28,7 @@ class PrometheusPort:
     """Serves metrics from a thread until it is closed, with memory, CPU seconds and open files of this process
     (`process_*`); with FLUXJAX_TOKEN in the environment, only to clients that send it as `Authorization: Bearer`."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1", *collectors: Collector) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
         """Raises ConfigError for a port that is taken or none, and for an address that others reach without a token."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}

@@ -5,6 +5,7 @@ More seeds, in the root of the repository: `PYTHONPATH=.:tests python tests/coor
 
 import math
 import sys
+from typing import Any
 
 import pytest
 from promise_cases import SCHEDULES, PromisedWorld, configuration, history
@@ -24,7 +25,8 @@ SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 
 
-def config(policy: str, *, steps: int = 12, prompts: int = 8, size: int = 4, engines: int = 1) -> Config:
+def config(policy: str, *, steps: int = 12, prompts: int = 8, size: int = 4, engines: int = 1) -> Any:
+    """A `Config`; its policy has the settings of the class that the name stands for."""
     made = Config()
     made.policy = TailBatchingConfig(1.25, 1.25, 0) if policy == "tail_batching" else POLICIES[policy]()  # as in Flexes
     made.rollout.engines, made.steps = engines, steps

@@ -86,10 +86,10 @@ class Promises:
         if not holds:
             self.wrong.append(f"step {self.books.step + 1}: {promise}")
 
-    def scheduled(self, name: str, otherwise: float) -> float:
+    def scheduled(self, name: str, otherwise: float | str) -> float:
         """Returns the value of a schedule at this step; `otherwise` if there is no such schedule."""
         schedule = self.schedules.get(name)
-        return otherwise if schedule is None else schedule.value(self._progress)
+        return float(otherwise) if schedule is None else schedule.value(self._progress)
 
     def _learn(self) -> None:
         """Has schedules learn from scored groups by draw, whichever was scored first."""

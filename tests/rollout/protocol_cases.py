@@ -20,7 +20,7 @@ from PIL import Image
 from rollout_cases import build
 
 import models
-from fluxjax.config import ModelConfig
+from fluxjax.config import TINY, ModelConfig
 from fluxjax.run.build import tiny_model, tiny_vision
 from models.config import AnyConfig, PatchLayout, Qwen25VLConfig
 from models.decoder import Decoder
@@ -65,9 +65,10 @@ def processor(kind: str) -> Processor:
 
 def _settings(kind: str) -> ModelConfig:
     if kind == "text":
-        return ModelConfig(vision=False, tie_word_embeddings=True, intermediate_size=128)
+        return ModelConfig(tiny=TINY | {"vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
     # SGLang knows patches of 14 only.
-    return ModelConfig(patch_size=14, window_size=56, mrope_section=(2, 3, 3), intermediate_size=128)
+    own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
+    return ModelConfig(tiny=TINY | own)
 
 
 def model(kind: str, seed: int = 0) -> Decoder:
