@@ -18,7 +18,7 @@ from PIL import Image
 from run_cases import filmed, write_jsonl
 
 from fluxjax.config import Config
-from fluxjax.run import trainer
+from fluxjax.run import pixels
 from fluxjax.run.pixels import Pixels
 
 KILLS = 4  # in a run: one that dies six times in a row, with less than half a minute in between, ends it
@@ -72,7 +72,7 @@ class NoStore(Pixels):
 def without_store() -> Iterator[None]:
     """Runs in this process decode whole prompts where they are drawn, and these keep their pixels: what runs with a
     store are compared with."""
-    with mock.patch.object(trainer, "Pixels", NoStore):
+    with mock.patch.object(pixels, "Pixels", NoStore):
         yield
 
 

@@ -16,7 +16,8 @@ from scripted_engine import ScriptedEngine
 
 from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
-from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching, factory
+from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching, parallelism
+from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import read
@@ -82,7 +83,7 @@ def test_a_run_with_servers_that_sleep(
     own: dict[str, object] = {"steps": 3, "sharding__devices": 2, "servers__count": 2, "servers__colocated": True}
     own |= {"policy": "april", "algorithm__importance__kind": "truncate", "stream_trainer": True}
     helper = functools.partial(StreamTrainer, first=0.1, last=0.9, chunk=1)
-    monkeypatch.setattr(factory, "StreamTrainer", helper)
+    monkeypatch.setattr(stream_trainer, "StreamTrainer", helper)
     watch, score, accumulate, train = Watch(), Scorer.score, PolicyTrainer.accumulate, PolicyTrainer.train
     slept: list[list[bool]] = []
     streamed: list[Sequence[int]] = []
@@ -120,7 +121,7 @@ def test_the_degree_of_servers_changes_without_a_start(
 ) -> None:
     """Servers of each degree were started before the first step; those of one are awake, with the newest weights."""
     own: dict[str, object] = {"steps": 3, "parallelism__degree": 2, "parallelism__enabled": True}
-    monkeypatch.setattr(factory, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
     own |= {"servers__count": 1, "servers__flags": ("--tp", "{degree}")}
     own["servers__environment"] = ("XLA_FLAGS=--xla_force_host_platform_device_count=2",)
     watch = Watch()

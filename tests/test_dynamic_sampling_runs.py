@@ -6,6 +6,7 @@ import pytest
 from run_cases import checkpoint_steps, flags, letters, summary
 
 from fluxjax.config.cli import load
+from fluxjax.rewards import guarded
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer
@@ -65,12 +66,12 @@ class BreaksAfter(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tail_batching", "adaptive_async"])
-def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path) -> None:
+def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path, monkeypatch) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False
-    here: dict[str, object] = {"rewards__kinds__function__processes": False}  # the test watches it, and mends it
-    here["rollout__dynamic_sampling"] = "value"
-    config = configuration(tmp_path, policy, rollout__max_num_gen_batches=0, **here)
+    monkeypatch.setattr(guarded, "_HERE", ("function",))  # the test watches the rule, and mends it
+    own = {"rollout__dynamic_sampling": "value", "rollout__max_num_gen_batches": 0}
+    config = configuration(tmp_path, policy, **own)
     with FluxTrainer(config) as trainer:
         trainer.fit(callbacks=[BreaksAfter(rule)])
         drawn = trainer.coordinator.ledger.drawn

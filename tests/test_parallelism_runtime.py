@@ -16,7 +16,7 @@ from scripted_engine import ScriptedEngine
 import models
 from fluxjax.config import ConfigError, ParallelismConfig
 from fluxjax.config.cli import load
-from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching, factory
+from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching, parallelism
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import SetParallelism
 from fluxjax.coordinator.parallelism import ParallelismPlanner
@@ -128,7 +128,7 @@ def configuration(folder, **settings):
 
 @pytest.mark.long
 def test_training_goes_on_the_same_while_engines_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(factory, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
     told = {}
     changing = {"rollout__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True}
     for name, settings in (("plain", {}), ("changing", changing)):

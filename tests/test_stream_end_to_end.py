@@ -13,7 +13,8 @@ import pytest
 from run_cases import Diary, flags, letters
 
 from fluxjax.config.cli import load
-from fluxjax.coordinator import PromptStage, StreamTrainer, factory
+from fluxjax.coordinator import PromptStage, StreamTrainer
+from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
@@ -103,7 +104,7 @@ def check_same(plain, diary, params) -> None:
 
 def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
     """Responses that were moved in the middle are those never moved."""
-    monkeypatch.setattr(factory, "StreamTrainer", functools.partial(StreamTrainer, chunk=1, last=0.8))
+    monkeypatch.setattr(stream_trainer, "StreamTrainer", functools.partial(StreamTrainer, chunk=1, last=0.8))
     diary, params, coordinator, prefilled = run(tmp_path, hold=monkeypatch, stream_trainer=True)
     assert isinstance(coordinator.policy, Rounds) and coordinator.policy.stream is not None
     assert coordinator.policy.stream.lent == STEPS

@@ -17,7 +17,7 @@ from turns import third_of
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.rewards_shown import reward_words
-from fluxjax.rewards import Scorer, callers, guarded
+from fluxjax.rewards import Scorer, guarded, process_caller
 
 
 def bounds(seconds=60.0, concurrency=2):
@@ -31,7 +31,7 @@ def bounds(seconds=60.0, concurrency=2):
 
 @pytest.fixture(autouse=True, scope="module")
 def little_memory():
-    with mock.patch.object(callers, "MEMORY_GIB", 0.25):
+    with mock.patch.object(process_caller, "MEMORY_GIB", 0.25):
         yield
 
 

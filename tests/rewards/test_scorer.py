@@ -13,7 +13,7 @@ from reward_cases import PROMPT, response
 
 from fluxjax.base.types import Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, SourceConfig
-from fluxjax.rewards import Scorer
+from fluxjax.rewards import Scorer, guarded
 from fluxjax.runtime import ports as collaborators
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -28,8 +28,13 @@ def nothing_hangs_on():
     user_rewards.released.set()
 
 
+@pytest.fixture(autouse=True)
+def scored_here(monkeypatch):
+    """Functions are called in this process: `test_guarded.py` has others."""
+    monkeypatch.setattr(guarded, "_HERE", ("function",))
+
+
 def scorer(reward, timeout=10.0, concurrency=8, **more):
-    """In this process: `test_guarded.py` has others."""
     kinds = {"function": RewardKindConfig(seconds=timeout, concurrency=concurrency)}
     return Scorer(
         {"s": SourceConfig(reward=reward)}, lambda ids: "".join(map(str, ids)), RewardsConfig(kinds=kinds), **more
