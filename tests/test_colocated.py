@@ -17,8 +17,8 @@ from scripted_engine import ScriptedEngine
 from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
 from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching, parallelism
-from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer

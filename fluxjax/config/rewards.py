@@ -46,6 +46,8 @@ class RewardsConfig:
     )
     # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; then the run stops.
     max_failed: float = within(0.5, "(0, 1]")
+    # Share of a source's answers that its reward may be unable to grade, of up to 500; else the run does not begin.
+    max_unreadable: float = within(0.1, "[0, 1]")
 
     def kind(self, name: str) -> RewardKindConfig:
         """Returns the bounds of a kind; the default ones for a kind that is not named here."""

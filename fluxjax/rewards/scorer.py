@@ -23,7 +23,6 @@ log = logging.getLogger("fluxjax.rewards")
 RewardFunction = Callable[[Prompt, str], Reward | float | Awaitable[Reward | float]]
 
 _KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
-MAX_UNREADABLE = 0.1  # share of a source's answers that its reward may be unable to grade
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
 
@@ -70,7 +69,7 @@ class Scorer:
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
         """Takes in the prompts and answers of each source, by turns, and warns of those of the first 500 answers that a
-        reward can't grade. Raises `ConfigError` where their share is above `MAX_UNREADABLE`."""
+        reward can't grade. Raises `ConfigError` where their share is above `rewards.max_unreadable`."""
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
@@ -81,9 +80,9 @@ class Scorer:
                     f"the reward {reward.name!r} of data.sources.{name} can't grade {len(found)} of the first "
                     f"{len(prompts)} {'held-out ' * held_out}answers, such as {', '.join([*dict.fromkeys(found)][:3])}"
                 )
-                if len(found) > MAX_UNREADABLE * len(prompts):
+                if len(found) > self._settings.max_unreadable * len(prompts):
                     self.close()
-                    share = f"a share of more than {MAX_UNREADABLE:g}"
+                    share = f"a share of more than rewards.max_unreadable = {self._settings.max_unreadable:g}"
                     raise ConfigError(f"{line}: {share}; choose another reward ('math' reads formulas), or mend them")
                 if found:
                     log.warning("%s: responses to such prompts score 0", line)

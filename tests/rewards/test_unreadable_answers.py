@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import runpy
-from unittest import mock
 
 import pytest
 from conftest import ROOT
@@ -12,7 +11,6 @@ from reward_cases import scored
 
 from fluxjax.config import Config, ConfigError, RewardsConfig, SourceConfig
 from fluxjax.rewards import Prompt, Scorer, number
-from fluxjax.rewards import scorer as scorer_module
 from fluxjax.rewards.math import MathAnswer
 from fluxjax.rewards.named import find_reward
 from fluxjax.run.trainer import FluxTrainer
@@ -47,8 +45,8 @@ def test_each_rule_says_which_answers_it_can_grade(name):
 
 def checked(answers, reward="number", max_unreadable=0.1, **options):
     texts = itertools.chain.from_iterable((OPTIONS, answer) for answer in answers)
-    scorer = Scorer({"s": SourceConfig(reward=reward)}, lambda ids: "", RewardsConfig())
-    with contextlib.closing(scorer), mock.patch.object(scorer_module, "MAX_UNREADABLE", max_unreadable):
+    scorer = Scorer({"s": SourceConfig(reward=reward)}, lambda ids: "", RewardsConfig(max_unreadable=max_unreadable))
+    with contextlib.closing(scorer):
         scorer.check_answers({"s": texts}, **options)
 
 
@@ -59,7 +57,7 @@ def test_too_many_answers_that_cannot_be_graded_are_refused():
     assert str(error.value) == (
         "the reward 'number' of data.sources.s can't grade 3 of the first 10 answers, such as "
         r"'10 \\sqrt { 3 }' is more than a number, '\\frac{3}{5}' is more than a number: a share of more than "
-        "0.1; choose another reward ('math' reads formulas), or mend them"
+        "rewards.max_unreadable = 0.1; choose another reward ('math' reads formulas), or mend them"
     )
     with pytest.raises(ConfigError, match="of the first 10 held-out answers"):
         checked(answers, held_out=True)
