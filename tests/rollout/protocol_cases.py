@@ -65,10 +65,10 @@ def processor(kind: str) -> Processor:
 
 def _settings(kind: str) -> ModelConfig:
     if kind == "text":
-        return ModelConfig(tiny=TINY | {"vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
+        return ModelConfig(tiny={**TINY, "vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
-    return ModelConfig(tiny=TINY | own)
+    return ModelConfig(tiny={**TINY, **own})
 
 
 def model(kind: str, seed: int = 0) -> Decoder:
