@@ -8,18 +8,15 @@ import signal
 import subprocess
 import threading
 import time
-import types
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import numpy as np
 from PIL import Image
 from run_cases import filmed, write_jsonl
 
-from fluxjax.config import Config
 from fluxjax.run import pixels
-from fluxjax.run.pixels import Pixels
+from fluxjax.run.no_pixels import NoPixels
 
 KILLS = 4  # in a run: one that dies six times in a row, with less than half a minute in between, ends it
 
@@ -61,18 +58,11 @@ def media(folder: pathlib.Path, *, bad: bool = True) -> dict[str, object]:
     return made
 
 
-class NoStore(Pixels):
-    """Pixels of a process without a store, as for a model that reads text only."""
-
-    def __init__(self, config: Config, processor: Any, *rest: Any) -> None:
-        super().__init__(config, types.SimpleNamespace(vision=None), *rest)  # pyright: ignore[reportArgumentType]
-
-
 @contextlib.contextmanager
 def without_store() -> Iterator[None]:
     """Runs in this process decode whole prompts where they are drawn, and these keep their pixels: what runs with a
     store are compared with."""
-    with mock.patch.object(pixels, "Pixels", NoStore):
+    with mock.patch.object(pixels, "Pixels", lambda *_: NoPixels()):
         yield
 
 

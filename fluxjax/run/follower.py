@@ -38,9 +38,8 @@ from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..runtime.engine_servers import EngineServers
 from ..runtime.fleet_pool import check_allocator
 from . import snapshot_folder
-from .build import build_critic, build_learning, describe_model, training_prompts
+from .build import build_critic, build_learning, describe_model, open_pixels, training_prompts
 from .checkpoint import Checkpoints
-from .pixels import Pixels
 from .pools import serve_engines
 from .process_log import process_log
 from .snapshots import Snapshots
@@ -58,7 +57,7 @@ class Follower:
         self._algorithm = find_algorithm(config.algorithm)
         self._sources = open_sources(config)
         sizes, self._processor = describe_model(config, self._sources)
-        self._media = Pixels(config, self._processor, gang, run_dir, token)
+        self._media = open_pixels(config, self._processor, gang, run_dir, token)
         learning = build_learning(
             config,
             sizes,

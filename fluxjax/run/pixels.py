@@ -29,11 +29,10 @@ from ..runtime.preprocessors import Preprocessors
 from .no_pixels import NoPixels
 
 AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
-INDEX = ""  # the folder for what was found out about media files; empty: in the user's cache folder
 
 
 class Pixels(NoPixels):
-    """The media store and the materializer of one process. For text-only models it has neither.
+    """The media store and the materializer of one process, for a model that reads more than text.
 
     The processes of a run create it at the same time, because they tell each other the addresses of their
     preprocessors.
@@ -50,15 +49,13 @@ class Pixels(NoPixels):
     ) -> None:
         """`token` is that of the run; `note` is told the start, the end and the bytes of each fetch. Raises DataError
         if the preprocessors can't be started."""
-        self.store: FlightStore | LocalStore | None = None
         self._watch: PreprocessorWatch | None = None
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts
         self._first_batch: float | None = None  # seconds later its pixels were there, until somebody was told
         self._open = contextlib.ExitStack()
         data = config.data
-        if not processor.vision:
-            return
+        self.store: FlightStore | LocalStore
         if data.preprocessors:
             self.store = self._preprocessed(config, processor, gang, run_dir, token)
         else:
@@ -72,7 +69,8 @@ class Pixels(NoPixels):
             self.fetch = near.fetch
         # Process 0 draws for all, and engines of all of them take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
-        self.materializer = self._open.enter_context(contextlib.closing(Materializer(self.fetch, AHEAD, self._fetched)))
+        self._materializer = Materializer(self.fetch, AHEAD, self._fetched)
+        self.materializer = self._open.enter_context(contextlib.closing(self._materializer))
 
     def _preprocessed(
         self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
@@ -105,12 +103,11 @@ class Pixels(NoPixels):
 
     def expect(self, batches: Iterable[object]) -> None:
         """Begins to fetch the pixels of these batches, in this order."""
-        if self.materializer is not None:
-            self.materializer.expect(batches)
+        self._materializer.expect(batches)
 
     def read(self, tree: Tree) -> Tree:
         """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""
-        return tree if self.materializer is None else self.materializer.read(tree)
+        return self._materializer.read(tree)
 
     def place_of(self, ticket: str) -> str:
         """Returns the preprocessor that holds the medium of the ticket; empty if none is known."""
@@ -138,19 +135,17 @@ class Pixels(NoPixels):
         self._first_batch = first
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `data/...` of `metrics.jsonl` since the last call; none where there are no shadows.
+        """Returns the metrics `data/...` of `metrics.jsonl` since the last call.
 
         Counts of preprocessors are summed over all processes, and a few seconds old. Counts of what is fetched, waited
         for, or decoded without preprocessors are of this process alone.
         """
-        if self.store is None or self.materializer is None:
-            return {}
         stats, known = StoreStats(), time.perf_counter()
         if isinstance(self.store, LocalStore):
             stats = self.store.stats()
         elif self._watch is not None:
             stats, known = self._watch.stats()
-        metrics = self._metrics.since_last(self.materializer.totals, stats, known, self.preprocessors())
+        metrics = self._metrics.since_last(self._materializer.totals, stats, known, self.preprocessors())
         if self._first_batch is not None:
             metrics["data/first_batch"], self._first_batch = self._first_batch, None
         return metrics
