@@ -34,8 +34,6 @@ class OwnPace:
     can't be read.
     """
 
-    deal = staticmethod(lb_mini)
-
     def __init__(
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
