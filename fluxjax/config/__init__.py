@@ -159,8 +159,8 @@ class RolloutConfig:
     # as many as all slots may need, within half of the device memory that is free before the first request (on CPUs,
     # which don't tell: within 4 GiB).
     kv_tokens: int = not_negative(0)
-    # Embedded engines, each on devices of its own where there are so many. 0: as many as the accelerators of the host
-    # allow at parallelism.degree each; 1 on a CPU, whose devices share its cores.
+    # The number of embedded engines. Each has devices of its own if the host has enough. 0: an engine for every
+    # parallelism.degree accelerators of the host; on a CPU, whose devices share its cores, one engine.
     engines: int = not_negative(0)
     # The difference without which groups are not trained on, and others are drawn for them (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF

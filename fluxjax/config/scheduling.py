@@ -84,7 +84,8 @@ class AdaptiveAsyncConfig(Chosen):
     max_staleness: int = not_negative(4)  # versions; nothing older is ever trained on
     # In [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`. A number or a schedule.
     target_staleness: float | str = scheduled(0.15, "[0, 1]")
-    # Of max_staleness that generation runs ahead, at the start; 0: synchronous, and 1: all of it, throughout.
+    # The share of max_staleness by which generation runs ahead when the run begins. It adapts, unless it is 0 (always
+    # synchronous) or 1 (always all of max_staleness).
     ratio: float = within(0.5, "[0, 1]")
     interrupt: bool = True  # new weights reach engines at once, running responses go on under them; False: as they end
     # The choice among the scored groups that a step trains on (Flux, component 4), some of: stalest (oldest weights

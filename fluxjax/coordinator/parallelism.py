@@ -9,8 +9,8 @@ from ..config import ParallelismConfig
 from ..config.scheduling import MAX_DEGREE
 from .saved import SavedState, State
 
-RISE = 1.05  # the degree doubles above so many times the preemptions of the step before
-CALM = 4  # steps without preemption after which it halves
+RISE = 1.05  # the degree doubles if preemptions exceed this many times those of the step before
+CALM = 4  # the degree halves after this many steps without preemptions
 
 
 class ParallelismPlanner:

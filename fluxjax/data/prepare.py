@@ -170,9 +170,8 @@ class Preparer:
         proxy: ProxyMedia | None = None,
     ) -> None:
         """Keeps `ahead` prompts prepared beyond those that were drawn, by default a step's, or two steps' with
-        `data.near_gib`.
-        Media are decoded by the store of `proxy`, which hears which prompts come next; without it, whole prompts are
-        decoded here and keep their pixels."""
+        `data.near_gib`. Media are decoded by the store of `proxy`, which hears which prompts come next; without it,
+        whole prompts are decoded here and keep their pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws

@@ -12,7 +12,7 @@ from ..config import DistributedConfig
 from .cluster import found
 from .gang import Gang
 
-START_SECONDS = 300.0  # in which all processes must have come
+START_SECONDS = 300.0  # all processes must have connected by then
 SILENCE = 15.0  # seconds after which a process of which nothing is heard is taken for lost
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
 

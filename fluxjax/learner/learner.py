@@ -72,8 +72,9 @@ class Learner:
 
         `model`'s weights are spread over `mesh` (default: as `config.sharding.devices` says), without a copy where they
         lie so already; the learner does not hold on to the model. `never_sampled` are token ids that the engine is told
-        never to generate: the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are not
-        so many devices, and ConfigError for hosts (`sharding.strategy.hybrid`) that these can't be cut into."""
+        never to generate: the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are
+        fewer devices than `config.sharding.devices`, and ConfigError if `sharding.strategy.hybrid` needs the devices in
+        hosts of `sharding.devices_per_host`, and the mesh can't be cut so."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)

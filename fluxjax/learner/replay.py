@@ -21,7 +21,7 @@ from ..base.types import Group, PreparedPrompt, Reward, Sample
 from ..config import ReplayConfig
 from ..coordinator.saved import SavedState, State, responses_from_json, responses_to_json
 
-GROUPS = 256  # that are remembered at most; the oldest go first
+GROUPS = 256  # the most groups that are remembered; the oldest are forgotten first
 
 
 @dataclasses.dataclass

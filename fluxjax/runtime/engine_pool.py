@@ -23,8 +23,8 @@ from ..batch.composer import Composer
 from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
 from ..config.scheduling import MAX_DEGREE
 
-KV_FRACTION = 0.5  # of a device's free memory, for caches: training needs the rest for its activations
-SERVER_MEMORY = 0.6  # of the memory that is free when it starts, for a colocated SGLang server
+KV_FRACTION = 0.5  # the share of a device's free memory for caches: training needs the rest for its activations
+SERVER_MEMORY = 0.6  # the share that a colocated SGLang server takes of the memory that is free when it starts
 
 if TYPE_CHECKING:
     from rollout.fleet_job import ServerStatus

@@ -30,7 +30,7 @@ from .rounds import Base, generate
 GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # of the controller of the ratio
 RATIOS = 0.1, 0.9  # between which the controller moves the ratio
 EMA = 0.9  # of the previous estimate of staleness, in the next one
-TOLERANCE = 0.05  # above the target and this, all engines are synchronised before anything new begins
+TOLERANCE = 0.05  # engines are synchronised before anything new begins if staleness exceeds the target by more
 SYNC_INTERVAL = 10  # steps between two forced barriers at most
 KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
