@@ -6,7 +6,7 @@
 #   bash scripts/test.sh parity,aot         and with XLA's CUDA compiler and Triton, for what is compiled without a GPU
 #   bash scripts/test.sh --long ...         also a third of the tests marked `long`, by turns; as CI does, with parity,aot
 #   bash scripts/test.sh --all ...          everything: what CI leaves to its other two turns (tests/turns.py), and shapes are checked
-#   bash scripts/test.sh "" -m "not slow"   further words go to pytest
+#   bash scripts/test.sh "" -m "not medium" further words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lane=(-m "not long")

@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too: the quick loop leaves out both. `gpu` tests are run on request."""
+    """Takes every `long` test for a `slow` one, and every `slow` one for a `medium` one, which the quick loop leaves out. `gpu` tests are run on request."""
     items[:], later = turns.divided(items)
     if later:
         config.hook.pytest_deselected(items=later)
@@ -103,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+        if item.get_closest_marker("slow"):
+            item.add_marker("medium")
 
 
 @pytest.hookimpl(tryfirst=True)
