@@ -336,8 +336,9 @@ def test_help_and_errors_are_quick_lines():
     assert len(wrong.stderr.splitlines()) == 1
 
 
-def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention():
-    line = 'f32[8] custom-call(%y), custom_call_target="triton_kernel_call", metadata={{op_name="jit(f)/{}/triton"}}'
+@pytest.mark.parametrize("target", ["triton_kernel_call", "triton_kernel_call_ffi"])  # jax-triton 0.3, 0.4
+def test_the_kernels_of_the_head_are_not_taken_for_those_of_attention(target):
+    line = f'f32[8] custom-call(%y), custom_call_target="{target}", metadata={{{{op_name="jit(f)/{{}}/triton"}}}}'
     assert ATTENTION_CALL.search(line.format("flash_kernels_forward"))
     assert ATTENTION_CALL.search(line.format("transpose(jvp(flash_kernels_forward))"))
     assert not ATTENTION_CALL.search(line.format("head_kernels_softmax_sums"))

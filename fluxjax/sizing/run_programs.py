@@ -36,8 +36,8 @@ from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import CollectiveTraffic, traffic
 
-# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton and `launch` name it.
-ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call".*[/(]flash_kernels_\w+\)*/')
+# A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
+ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(]flash_kernels_\w+\)*/')
 Progress = Callable[[str], None]  # is told which program is compiled next
 
 

@@ -172,7 +172,7 @@ def compile_ahead(tokens, vocabulary, width):
             "temporaries": memory.temp_size_in_bytes,
             "results": memory.output_size_in_bytes,
             "largest": max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b\w+\[([\d,]+)\]", hlo)),
-            "calls": len(re.findall('custom_call_target="triton_kernel_call"', hlo)),
+            "calls": len(re.findall('custom_call_target="triton_kernel_call(?:_ffi)?"', hlo)),
         }
     return found
 
