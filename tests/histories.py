@@ -23,8 +23,9 @@ from itertools import pairwise
 from fluxjax.base.types import Group
 from fluxjax.config import POLICIES, DynamicSampling, SynchronousConfig
 from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
-from fluxjax.coordinator import AdaptiveAsync, EngineLost
+from fluxjax.coordinator import EngineLost
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
+from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync
 from fluxjax.simulation.options import Model, Rewards, SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
 

@@ -29,7 +29,6 @@ LEDGER = "fluxjax/coordinator/ledger.py"
 COMPOSER = "fluxjax/coordinator/selection.py"
 STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
 SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
-SYNCHRONOUS = "fluxjax/coordinator/policies/synchronous.py"
 PLANNER = "fluxjax/coordinator/parallelism.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 
@@ -134,10 +133,10 @@ MUTANTS = [
     Mutant("early gradients of what may be displaced", APRIL,
            "first = entries[: coordinator.settings.prompts_per_step]", "first = entries"),
     # --- rounds, synchronous -----------------------------------------------------------------------
-    Mutant("half of a step's prompts", SYNCHRONOUS,
+    Mutant("half of a step's prompts", ROUNDS,
            "missing = settings.prompts_per_step - ledger.live",
            "missing = max(settings.prompts_per_step // 2, 1) - ledger.live"),
-    Mutant("a deferred prompt begins anew on its new engine", SYNCHRONOUS,
+    Mutant("a deferred prompt begins anew on its new engine", ROUNDS,
            "if entry.need == size}", "if entry.need != size}"),
     Mutant("a stop waits for groups that may never come", ROUNDS,
            "if not self._in_round(coordinator) or self._given_up(coordinator):", "if not self._in_round(coordinator):"),

@@ -63,7 +63,7 @@ def make_policy(config: Config) -> SchedulingPolicy:
         rounds["speculative"] = SpeculativeSync(config.speculative_sync)
     match chosen:
         case SynchronousConfig():
-            from .policies.synchronous import Synchronous
+            from .policies.rounds import Synchronous
 
             return Synchronous(**rounds)
         case TailBatchingConfig():

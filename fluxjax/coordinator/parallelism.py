@@ -9,30 +9,20 @@ from ..config import ParallelismConfig
 from ..config.scheduling import MAX_DEGREE
 from .saved import SavedState, State
 
-RISE = 1.05  # the degree doubles if preemptions exceed this many times those of the step before
-CALM = 4  # the degree halves after this many steps without preemptions
-
 
 class ParallelismPlanner:
     """`degree` is the number of devices that an engine should have now: a power of two within `[least, most]`.
 
     `devices` is the number of devices of all engines together, 0 if unknown; `start` is the degree at the start, 0 for
-    the degree of the settings. Engines stay within a host: `max_degree` is the number of a host's devices.
+    the degree of the settings.
     """
 
-    def __init__(
-        self,
-        settings: ParallelismConfig,
-        devices: int = 0,
-        start: int = 0,
-        *,
-        max_degree: int = MAX_DEGREE,
-        rise: float = RISE,
-        calm: int = CALM,
-    ) -> None:
-        self.settings, self.max_degree, self.rise, self.calm = settings, max_degree, rise, calm
-        most = min(max_degree, devices or max_degree)
-        self.most = 1 << (max(most, 1).bit_length() - 1)
+    max_degree = MAX_DEGREE  # devices of a host, within which an engine stays
+    rise = 1.05  # the degree doubles if preemptions exceed this many times those of the step before
+    calm = 4  # the degree halves after this many steps without preemptions
+
+    def __init__(self, settings: ParallelismConfig, devices: int = 0, start: int = 0) -> None:
+        self.most = 1 << (min(self.max_degree, devices or self.max_degree).bit_length() - 1)
         self.least = min(settings.min_degree, self.most)
         self.degree = self._within(start or settings.degree)
         self._before: int | None = None  # preemptions of the last step

@@ -17,7 +17,7 @@ from models.processing import MediaError
 from models.processing.media import MediaSettings
 
 from ..base.errors import DataError
-from ..coordinator.places import Accept, Forget, GiveUp, Instruction, Lapsed, Look, Places
+from ..coordinator.places import Forget, GiveUp, Instruction, Lapsed, Look, Places
 from ..data.flight_client import FlightPlace, PlaceLost, PlaceRefuses
 from ..data.flight_wire import MOST_REFS, ref_words
 from ..data.tickets import MediaRef, Ticket
@@ -193,8 +193,6 @@ class Dispatcher:
                 case Lapsed(place):
                     self._unlink(self.seats[place], f"it did not answer for {self._lease:g} s")
                     self._start(self._silent, place, name="flight-silent")
-                case Accept():
-                    pass  # whoever told the books of the answer has it
 
     def _answer(self, seat: PlaceSeat, key: str, outcome: Outcome) -> None:
         now = time.monotonic()
@@ -202,10 +200,8 @@ class Dispatcher:
             self._carry_out(self.places.failed(key, seat.name, now, str(outcome)))
             return
         seat.counts["looks"] += 1
-        instructions = self.places.answered(key, seat.name, now, usable=isinstance(outcome, Ticket))
-        if Accept(key, seat.name) in instructions:
-            self._settle(key, outcome)
-        self._carry_out(instructions)
+        self._settle(key, outcome)
+        self._carry_out(self.places.answered(key, seat.name, now, usable=isinstance(outcome, Ticket)))
 
     def _unlink(self, seat: PlaceSeat, reason: str) -> None:
         if seat.link is not None:

@@ -16,19 +16,14 @@ from turns import third_of
 from fluxjax.base.types import Reward
 from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, DynamicSampling
 from fluxjax.config.schedules import parse
-from fluxjax.coordinator import (
-    AdaptiveAsync,
-    April,
-    SchedulingPolicy,
-    SpeculativeSync,
-    StreamTrainer,
-    Synchronous,
-    TailBatching,
-    messages,
-)
+from fluxjax.coordinator import SchedulingPolicy, Synchronous, messages
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
-from fluxjax.coordinator.policies.adaptive_async import GAINS
+from fluxjax.coordinator.policies.adaptive_async import GAINS, AdaptiveAsync
+from fluxjax.coordinator.policies.april import April
+from fluxjax.coordinator.policies.speculative_sync import SpeculativeSync
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)

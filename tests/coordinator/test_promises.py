@@ -15,10 +15,11 @@ from promises.rounds_promises import TailBatchingPromises
 from fluxjax.base.types import Prompt
 from fluxjax.config import POLICIES, AdaptiveAsyncConfig, Config, DynamicSampling, TailBatchingConfig
 from fluxjax.config.schedules import Pid
-from fluxjax.coordinator import AdaptiveAsync, TailBatching, messages
+from fluxjax.coordinator import messages
 from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, Skip, Train
-from fluxjax.coordinator.policies.adaptive_async import staleness
+from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync, staleness
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 FREE = {"sync_interval": 1000, "tolerance": 1.0}  # no forced barriers
 SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more

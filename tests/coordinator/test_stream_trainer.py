@@ -7,20 +7,12 @@ import pytest
 from policy_cases import PolicyWorld
 
 from fluxjax.config import Config
-from fluxjax.coordinator import (
-    April,
-    CoordinatorError,
-    PromptStage,
-    SchedulingPolicy,
-    Settings,
-    StreamTrainer,
-    Synchronous,
-    TailBatching,
-    messages,
-)
+from fluxjax.coordinator import CoordinatorError, PromptStage, SchedulingPolicy, Settings, Synchronous, messages
 from fluxjax.coordinator.messages import Accumulate, Generate, Instruction, Lend, Park, PublishWeights, Train
+from fluxjax.coordinator.policies.april import April
 from fluxjax.coordinator.policies.rounds import Rounds
-from fluxjax.coordinator.policies.stream_trainer import projected_tokens
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer, projected_tokens
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 SETTINGS = {"chunk": 1}
 

@@ -1,7 +1,6 @@
 """The real coordinator on a simulated cluster: agrees with a step worked out by hand, repeats itself, loses nothing."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from histories import History, scenario
 from fluxjax import simulate
 from fluxjax.base.types import Response
 from fluxjax.config import cli
-from fluxjax.coordinator import messages, parallelism
+from fluxjax.coordinator import messages
 from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
 from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.rounds import Rounds
@@ -145,7 +144,7 @@ def test_training_begins_before_a_batch_is_complete():
 
 def test_engines_change_their_degree(monkeypatch):
     """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
-    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     watched = Watched(configuration("parallelism.enabled=True", "steps=4"))
     assert [(order.degree, order.engines) for order in watched.all(messages.ParallelismSet)] == [(1, 8)]
     assert watched.cluster.coordinator.ledger.trained == 64
