@@ -19,7 +19,7 @@ from fluxjax.coordinator.ledger import Ledger
 from fluxjax.coordinator.messages import Accumulate, DrawPrompts, Finish, SaveCheckpoint, Skip, StopRequested, Train
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
-# One policy a way of drawing prompts; `test_policies.py` has random histories of every policy with dynamic sampling.
+# One policy a way of drawing prompts; `test_promises.py` has random histories of every policy with dynamic sampling.
 NAMES = ["synchronous", "tail_batching_spread", "tail_batching_stream", "april", "april_early", "adaptive_async"]
 every_way = pytest.mark.parametrize("name", NAMES)
 BOUNDS = [(1, 3), (4, 2), (10, 4), (4, 2), (1, 3), (10, 4)]  # batches, and groups in a batch

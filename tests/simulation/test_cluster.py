@@ -11,6 +11,7 @@ import pytest
 from by_hand import roll_out, setup_of, workload
 from conftest import ROOT
 from histories import History, scenario
+from promises import misplaced
 
 from fluxjax import simulate
 from fluxjax.base.types import Response
@@ -196,11 +197,15 @@ class TestFaultHistories:
     def test_a_wrong_version_is_noticed(self):
         history = History(scenario(0))
         assert history.run() == ""
-        version, group = history.groups[0]
-        history.groups.append((version, group))
-        assert "prompts that are not in one place" in next(history._wrong())
-        history.groups[-1] = (version + 9, group)
-        assert any("was trained on at version" in wrong for wrong in history._wrong_group(version + 9, group))
+        history.promises.books.version += 9
+        history.promises._learns(history.groups[:1])
+        assert "of versions [0] is trained on" in history.promises.wrong[0]
+
+    def test_a_group_trained_on_twice_is_noticed(self):
+        history = History(scenario(0))
+        assert history.run() == ""
+        draws = [group.prompt.draw for group in history.groups]
+        assert misplaced(history.cluster.coordinator, [*draws, draws[0]]) == {draws[0]: 1}
 
     def test_versions_are_served_in_order(self):
         history = History(scenario(2))
