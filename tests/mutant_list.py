@@ -29,7 +29,6 @@ LEDGER = "fluxjax/coordinator/ledger.py"
 COMPOSER = "fluxjax/coordinator/selection.py"
 STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
 SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
-PLANNER = "fluxjax/coordinator/parallelism.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 
 # fmt: off
@@ -193,8 +192,8 @@ MUTANTS = [
     Mutant("pace of the first response for ever", FLEET,
            "if now > began and tokens > before:", "if now > began and tokens > before and not self.growth:"),
     Mutant("prompts are no work for the trainer", FLEET, "sum(g.prompt.tokens + sum(", "sum(sum("),
-    Mutant("the planner never doubles", PLANNER, "wanted *= 2", "wanted *= 1"),
-    Mutant("calm is never over", PLANNER, "self._calm = 0 if preemptions else", "self._calm = 0 if False else"),
+    Mutant("the planner never doubles", FLEET, "wanted *= 2", "wanted *= 1"),
+    Mutant("calm is never over", FLEET, "self._calm = 0 if preemptions else", "self._calm = 0 if False else"),
     # --- schedules ---------------------------------------------------------------------------------
     Mutant("phases begin late", SCHEDULES,
            "bisect.bisect_right(self.starts, progress)", "bisect.bisect_left(self.starts, progress)"),

@@ -17,7 +17,7 @@ from scripted_engine import ScriptedEngine
 from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
 from fluxjax.coordinator import Synchronous
-from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.coordinator.policies.april import April
 from fluxjax.coordinator.policies.stream_trainer import StreamTrainer

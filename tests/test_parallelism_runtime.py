@@ -16,9 +16,9 @@ import models
 from fluxjax.config import ConfigError, ParallelismConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator import CoordinatorError, Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import SetParallelism
-from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
 from . import messages
-from .engine_states import EngineStates, Pace
+from .engine_states import EngineStates, Pace, ParallelismPlanner
 from .ledger import NOTHING_DROPPED, CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths import LengthPredictor
 from .messages import Handlers
 from .run_settings import Settings
 from .saved import SavedState, State
-
-if TYPE_CHECKING:
-    from .parallelism import ParallelismPlanner
 
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741

@@ -10,8 +10,8 @@ from policy_cases import PolicyWorld
 
 from fluxjax.config import ParallelismConfig
 from fluxjax.coordinator import Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import ParallelismSet, SetParallelism, Trained
-from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.april import April
 from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
 from fluxjax.coordinator.policies.tail_batching import TailBatching

@@ -17,8 +17,8 @@ from fluxjax import simulate
 from fluxjax.base.types import Response
 from fluxjax.config import cli
 from fluxjax.coordinator import messages
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
-from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
