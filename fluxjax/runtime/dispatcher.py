@@ -1,7 +1,8 @@
 """Keeps connections with preprocessors, and has them look at media: the threads and the clock of `coordinator.places`.
 
-It is the part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a thread that keeps a connection
-with it, and some threads that ask it to look at media; callers that want the answers wait.
+It is the base of `FlightStore`: the part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a
+thread that keeps a connection with it, and some threads that ask it to look at media; callers that want the answers
+wait.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Dispatcher:
         patience: float,
         silent: Callable[[str], object],
     ) -> None:
-        self._settings, self._token = settings, token
+        self.settings, self._token = settings, token
         self._lease, self._patience, self._silent = lease_seconds, patience, silent
         self.lock = threading.RLock()
         self.places = Places(lease_seconds)
@@ -86,7 +87,7 @@ class Dispatcher:
         self._closed = False
         self._start(self._watch, name="flight-watch")
 
-    def look(self, refs: Sequence[MediaRef]) -> list[Outcome]:
+    def outcomes(self, refs: Sequence[MediaRef]) -> list[Outcome]:
         """Returns the outcome of looking at each of these media, in this order. Raises DataError where there are no
         places."""
         keys = [medium_key(ref) for ref in refs]
@@ -261,7 +262,7 @@ class Dispatcher:
         """Returns (a greeted connection or None, a reason that may pass, a reason that is final)."""
         link: FlightPlace | None = None
         try:
-            link = FlightPlace(address, self._settings, self._token)
+            link = FlightPlace(address, self.settings, self._token)
             link.register(min(self._lease, _GREETING))
             return link, "", ""
         except (PlaceLost, DataError) as error:
