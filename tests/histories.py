@@ -17,21 +17,20 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from itertools import pairwise
 
 from fluxjax.base.types import Group
 from fluxjax.config import POLICIES, DynamicSampling, SynchronousConfig
 from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
-from fluxjax.coordinator import AdaptiveAsync, EngineLost
+from fluxjax.coordinator import EngineLost
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
+from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync
 from fluxjax.simulation.options import Model, Rewards, SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
 
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent))  # pytest does the same for tests
 
-from promises import make_promises
+from promises import make_promises, misplaced
 from promises.adaptive_async_promises import AdaptiveAsyncPromises
 
 CHUNK = 50  # histories that a process is given at once
@@ -135,14 +134,14 @@ class History:
                 planner.calm = calm
         self.trace = 0
         self.lost = False
-        self.groups: list[tuple[int, Group]] = []  # with the version of the trainer when they were trained on
+        self.groups: list[Group] = []  # that were trained on
 
     def _watch(self, now: float, what: Event | Instruction) -> None:
         self.promises.see(what)
         name = what.response.rid if isinstance(what, ResponseFinished) else getattr(what, "rid", "")
         self.trace = zlib.crc32(f"{now!r} {type(what).__name__} {name}".encode(), self.trace)
         if isinstance(what, Train | Accumulate):
-            self.groups += [(self.cluster.coordinator.version, group) for group in what.groups]
+            self.groups += what.groups
 
     def run(self) -> str:
         """Runs to the end and returns the first thing that does not hold; empty if all does."""
@@ -152,34 +151,8 @@ class History:
             self.lost = True
         except Exception as error:  # whatever it is, it is a finding
             return f"{type(error).__name__}: {error}"
-        return next(iter(self.promises.wrong), "") or next(self._wrong(), "")
-
-    def _wrong(self) -> Iterator[str]:
-        ledger = self.cluster.coordinator.ledger
-        draws = [group.prompt.draw for _, group in self.groups]
-        training = 0 if self.cluster.coordinator.finished else len(draws) - ledger.trained
-        places = Counter(draws) + Counter(skipped.draw for skipped in ledger.skipped)
-        places += Counter(draw for draw in ledger.entries if not training or draw not in places)
-        if places != Counter(range(ledger.drawn)):
-            yield f"prompts that are not in one place: {dict(places - Counter(range(ledger.drawn)))}"
-        for version, group in self.groups:
-            yield from self._wrong_group(version, group)
-
-    def _wrong_group(self, version: int, group: Group) -> Iterator[str]:
-        samples = [sample.response.sample for sample in group.samples]
-        if len(set(samples)) != len(samples) or len(samples) != self.config.rollout.group_size:
-            yield f"draw {group.prompt.draw} was trained on with samples {samples}"
-        for response in (sample.response for sample in group.samples):
-            versions = response.versions
-            if not versions or any(after < before for before, after in pairwise(versions)):
-                yield f"response {response.rid} has {len(versions)} tokens of versions {sorted(set(versions))}"
-            elif not version - max_staleness(self.config) <= versions[0] <= versions[-1] <= version:
-                yield f"response {response.rid} of versions {sorted(set(versions))} was trained on at version {version}"
-
-
-def max_staleness(config: SimulateConfig) -> int:
-    """Returns how many versions old a token may be that is trained on."""
-    return config.policy.staleness_limit or 0
+        lost = misplaced(self.cluster.coordinator, [group.prompt.draw for group in self.groups])
+        return next(iter(self.promises.wrong), f"prompts that are not in one place: {dict(lost)}" if lost else "")
 
 
 def check(seed: int) -> Report:

@@ -29,8 +29,6 @@ LEDGER = "fluxjax/coordinator/ledger.py"
 COMPOSER = "fluxjax/coordinator/selection.py"
 STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
 SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
-SYNCHRONOUS = "fluxjax/coordinator/policies/synchronous.py"
-PLANNER = "fluxjax/coordinator/parallelism.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 
 # fmt: off
@@ -134,10 +132,10 @@ MUTANTS = [
     Mutant("early gradients of what may be displaced", APRIL,
            "first = entries[: coordinator.settings.prompts_per_step]", "first = entries"),
     # --- rounds, synchronous -----------------------------------------------------------------------
-    Mutant("half of a step's prompts", SYNCHRONOUS,
+    Mutant("half of a step's prompts", ROUNDS,
            "missing = settings.prompts_per_step - ledger.live",
            "missing = max(settings.prompts_per_step // 2, 1) - ledger.live"),
-    Mutant("a deferred prompt begins anew on its new engine", SYNCHRONOUS,
+    Mutant("a deferred prompt begins anew on its new engine", ROUNDS,
            "if entry.need == size}", "if entry.need != size}"),
     Mutant("a stop waits for groups that may never come", ROUNDS,
            "if not self._in_round(coordinator) or self._given_up(coordinator):", "if not self._in_round(coordinator):"),
@@ -194,8 +192,8 @@ MUTANTS = [
     Mutant("pace of the first response for ever", FLEET,
            "if now > began and tokens > before:", "if now > began and tokens > before and not self.growth:"),
     Mutant("prompts are no work for the trainer", FLEET, "sum(g.prompt.tokens + sum(", "sum(sum("),
-    Mutant("the planner never doubles", PLANNER, "wanted *= 2", "wanted *= 1"),
-    Mutant("calm is never over", PLANNER, "self._calm = 0 if preemptions else", "self._calm = 0 if False else"),
+    Mutant("the planner never doubles", FLEET, "wanted *= 2", "wanted *= 1"),
+    Mutant("calm is never over", FLEET, "self._calm = 0 if preemptions else", "self._calm = 0 if False else"),
     # --- schedules ---------------------------------------------------------------------------------
     Mutant("phases begin late", SCHEDULES,
            "bisect.bisect_right(self.starts, progress)", "bisect.bisect_left(self.starts, progress)"),

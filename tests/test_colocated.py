@@ -16,9 +16,12 @@ from scripted_engine import ScriptedEngine
 
 from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
-from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching, parallelism
-from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator import Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.policies import stream_trainer
+from fluxjax.coordinator.policies.april import April
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import read
 from fluxjax.rewards import Scorer
@@ -121,7 +124,7 @@ def test_the_degree_of_servers_changes_without_a_start(
 ) -> None:
     """Servers of each degree were started before the first step; those of one are awake, with the newest weights."""
     own: dict[str, object] = {"steps": 3, "parallelism__degree": 2, "parallelism__enabled": True}
-    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     own |= {"servers__count": 1, "servers__flags": ("--tp", "{degree}")}
     own["servers__environment"] = ("XLA_FLAGS=--xla_force_host_platform_device_count=2",)
     watch = Watch()

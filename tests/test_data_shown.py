@@ -27,16 +27,14 @@ from fluxjax.coordinator.places import Look, MediumStage, Places, Transition
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.local_store import LocalStore, StoreStats
 from fluxjax.data.materializer import Materialized
-from fluxjax.report.data_shown import DataMetrics, data_words
 from fluxjax.report.display import Display
-from fluxjax.report.media_history import MediumBar, bars_of, look_lanes
-from fluxjax.report.media_picture import MOST_NAMED, media_picture
 from fluxjax.report.metrics import read
-from fluxjax.report.pictures import of_steps
+from fluxjax.report.pictures import MOST_NAMED, MediumBar, bars_of, look_lanes, media_picture, of_steps
 from fluxjax.report.prometheus import PreprocessorCollector
+from fluxjax.report.shown import DataMetrics, data_words
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.flight_store import FlightStore
-from fluxjax.runtime.preprocessor_watch import PlaceCounts, PreprocessorWatch
+from fluxjax.runtime.preprocessors import PlaceCounts, PreprocessorWatch
 
 LOOKED_AT, HELD, LOST, JOINED = MediumStage.LOOKED_AT, MediumStage.HELD, MediumStage.LOST, MediumStage.JOINED
 

@@ -82,8 +82,8 @@ def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path, mon
     rule.broken = False
     with FluxTrainer(config) as trainer:
         trainer.load_checkpoint()
-        dropped = trainer.coordinator.ledger.dropped
-        assert 0 < dropped.count <= dropped.in_a_row < 40
+        ledger = trainer.coordinator.ledger
+        assert 0 < ledger.dropped.total() <= ledger.dropped_in_a_row < 40
         assert trainer.fit().summary.complete
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["groups/zero_variance"] for one in metrics if "groups/zero_variance" in one] == [0.0] * 8

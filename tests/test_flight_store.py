@@ -135,7 +135,7 @@ def test_a_place_that_comes_back_at_its_address_is_used_again(tmp_path):
     refs = pictures(tmp_path, 4)
     with stores(1) as (store, started):
         tickets: list[Any] = store.look(refs[:2])
-        seat = store._dispatcher.seats["place 0"]
+        seat = store.seats["place 0"]
         earlier = seat.link
         assert earlier is not None
         started[0].end()
@@ -146,8 +146,8 @@ def test_a_place_that_comes_back_at_its_address_is_used_again(tmp_path):
         started[0] = Process("--listen", started[0].address)
         check(store, refs, looked.result(30))
         assert len(fetched.result(30)) == 2
-        with store._dispatcher.lock:
-            store._dispatcher.lose(seat, earlier, "somebody notices late")
+        with store.lock:
+            store.lose(seat, earlier, "somebody notices late")
         assert store.stats()["place 0"]["up"], "the connection that was lost is another one"
         asking.shutdown()
 
@@ -210,7 +210,7 @@ def test_a_hung_place_is_lost_after_the_lease_and_its_late_answers_count(tmp_pat
         assert time.monotonic() - begin > 1.5 and silent == ["place 1"]
         lost = store.stats()["place 1"]
         assert not lost["up"] and lost["queued"] == 0
-        assert "did not answer for 1.5 s" in store._dispatcher.seats["place 1"].reason
+        assert "did not answer for 1.5 s" in store.seats["place 1"].reason
         started[1].send(signal.SIGCONT)
         until(lambda: store.stats()["place 1"]["up"])
         started[0].send(signal.SIGSTOP)  # a fetch, too, loses it

@@ -18,14 +18,12 @@ from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.base.process import resident_bytes
 from fluxjax.base.timeline import Span
 from fluxjax.config import Config, ConfigError, ReportConfig
-from fluxjax.hosts.gang import Gang
+from fluxjax.hosts.gang import Gang, heard_status, shifted, told_status
 from fluxjax.hosts.orders import decode_value, encode_value, is_value
-from fluxjax.hosts.statuses import heard_status, shifted, told_status
 from fluxjax.report.display import Display
-from fluxjax.report.hosts_shown import MOST, host_lanes, host_lines, host_metrics, slowest
-from fluxjax.report.loggers import MetricsLog
-from fluxjax.report.metrics import read
+from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
+from fluxjax.report.shown import MOST, host_lanes, host_lines, host_metrics, slowest
 from fluxjax.run.follower import prometheus_port
 from fluxjax.run.process_log import process_log
 from sharding.links import Links
@@ -40,9 +38,9 @@ def test_a_status_travels_whole():
     sent = status(3, idle=0.75)
     data = encode_value(told_status(sent))
     assert is_value(data) and len(data) < 300
-    assert heard_status(decode_value(data), 3) == sent
+    assert heard_status(decode_value(data)) == sent
     assert not is_value(b"0123456789abcdef"), "a fingerprint"
-    assert heard_status({"keys": 1}, 3) is None and heard_status(4, 3) is None
+    assert heard_status({"keys": 1}) is None and heard_status(4) is None
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():

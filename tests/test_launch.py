@@ -23,8 +23,8 @@ from safetensors.numpy import load_file
 from fluxjax import launch
 from fluxjax.base.errors import LOST
 from fluxjax.config import Config, ConfigError, DistributedConfig, cli
-from fluxjax.hosts.cluster import found
 from fluxjax.hosts.gang import ALONE_ONLY, check_across_processes
+from fluxjax.hosts.start import found
 from fluxjax.report.metrics import read
 from fluxjax.run import snapshot_folder
 

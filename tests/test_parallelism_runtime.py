@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,11 @@ from scripted_engine import ScriptedEngine
 import models
 from fluxjax.config import ConfigError, ParallelismConfig
 from fluxjax.config.cli import load
-from fluxjax.coordinator import CoordinatorError, Synchronous, TailBatching, parallelism
+from fluxjax.coordinator import CoordinatorError, Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import SetParallelism
-from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.engine_pool import EnginePool, deal, engine_count
@@ -42,7 +42,8 @@ class Changing(Run):
 
     def __init__(self, *counts: int, calm: int = 4, changeable: bool = True, **options) -> None:
         super().__init__(*(Preempting() for _ in range(4)), steps=len(counts), **options)
-        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4, calm=calm)
+        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
+        planner.calm = calm
         self.coordinator.parallelism = planner
         self.pool = self if changeable else None
         self.asked: list[tuple[int, int]] = []  # steps done, degree
@@ -128,7 +129,7 @@ def configuration(folder, **settings):
 
 @pytest.mark.long
 def test_training_goes_on_the_same_while_engines_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     told = {}
     changing = {"rollout__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True}
     for name, settings in (("plain", {}), ("changing", changing)):

@@ -9,7 +9,7 @@ from run_cases import POLICIES, Diary, flags, letters
 from turns import by_turns
 
 from fluxjax.config.cli import load
-from fluxjax.coordinator import TailBatching
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
 

@@ -30,8 +30,7 @@ from fluxjax.base.under_way import activity
 from fluxjax.config import ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
-from fluxjax.report.loggers import MetricsLog
-from fluxjax.report.metrics import Summary, dump_samples, read
+from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
 from fluxjax.report.prometheus import PrometheusPort, ServerCollector
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Callbacks, Reporter

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from fluxjax.base.errors import ConfigError
-from fluxjax.runtime.server_file import HEADER, ServerFile
+from fluxjax.runtime.server_watch import HEADER, ServerFile
 from rollout.engine import EngineError
 from rollout.fleet import Fleet
 from rollout.fleet_job import ServerStatus

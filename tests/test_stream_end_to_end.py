@@ -13,9 +13,10 @@ import pytest
 from run_cases import Diary, flags, letters
 
 from fluxjax.config.cli import load
-from fluxjax.coordinator import PromptStage, StreamTrainer
+from fluxjax.coordinator import PromptStage
 from fluxjax.coordinator.policies import stream_trainer
 from fluxjax.coordinator.policies.rounds import Rounds
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
 from rollout.engine import FinishReason, GenerateRequest, TokenChunk

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import AprilConfig, Config, ConfigError, SynchronousConfig, TailBatchingConfig
 from ..config.schedules import make_schedules
+from .engine_states import ParallelismPlanner
 from .machine import Coordinator, SchedulingPolicy, Settings
-
-if TYPE_CHECKING:
-    from .parallelism import ParallelismPlanner
+from .policies.rounds import Synchronous
 
 
 def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | None = None) -> Coordinator:
@@ -37,8 +36,6 @@ def make_parallelism(config: Config) -> ParallelismPlanner | None:
         return None
     from rollout.throughput import Profile, ProfileError
 
-    from .parallelism import ParallelismPlanner
-
     devices, start = (config.rollout.engines or 1) * settings.degree, 0
     if settings.profile:
         samples = rollout.prompts_per_step * rollout.group_size
@@ -63,8 +60,6 @@ def make_policy(config: Config) -> SchedulingPolicy:
         rounds["speculative"] = SpeculativeSync(config.speculative_sync)
     match chosen:
         case SynchronousConfig():
-            from .policies.synchronous import Synchronous
-
             return Synchronous(**rounds)
         case TailBatchingConfig():
             from .policies.tail_batching import TailBatching

@@ -12,7 +12,6 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
-from .dropped import Dropped
 from .messages import ABORTED, Park, Request, response_id
 from .saved import SavedState, State, responses_from_json, responses_to_json
 
@@ -116,7 +115,9 @@ class Ledger:
         self.trained_responses = 0
         self.skipped: list[Skipped] = []
         self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
-        self.dropped = Dropped()  # scored groups that were skipped
+        # scored groups that were skipped since the last step, by source and reward: their responses have one reward
+        self.dropped: collections.Counter[tuple[str, float]] = collections.Counter()
+        self.dropped_in_a_row = 0  # since the last group whose rewards differ
         self.accepted = 0  # complete responses that were accepted
         self.epochs: dict[int, int] = {}  # number of prompts trained on, by epoch
         self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
@@ -272,7 +273,8 @@ class Ledger:
     def skip(self, prompt: Prompt, reason: str) -> None:
         entry = self._at(prompt, PromptStage.WAITING, PromptStage.DEFERRED, PromptStage.LOST, PromptStage.SCORED)
         if entry.stage is PromptStage.SCORED:
-            self.dropped.add(entry.group())
+            self.dropped[prompt.source, entry.group().samples[0].reward.value] += 1
+            self.dropped_in_a_row += 1
         self._remove(entry)
         self.skipped.append(Skipped(prompt.draw, prompt.id, prompt.source, reason))
 
@@ -319,7 +321,7 @@ class Ledger:
         self._move(entry, PromptStage.SCORED)
         entry.complete(self._varied_in)
         if entry.varied:
-            self.dropped.in_a_row = 0
+            self.dropped_in_a_row = 0
 
     def _stopped(self, entry: Entry) -> None:
         """Defers a parked prompt as soon as all of its started responses have arrived."""
@@ -351,8 +353,9 @@ class Ledger:
     def state_dict(self) -> State:
         """Saves a prompt that is being generated as deferred, with the responses that have arrived. Gradients computed
         early are not saved: their groups are saved as scored, and trained on again."""
+        dropped = [[source, value, count] for (source, value), count in self.dropped.items()]
         return {name: getattr(self, name) for name in _COUNTS} | {
-            "dropped": self.dropped.state_dict(),
+            "dropped": {"groups": dropped, "in_a_row": self.dropped_in_a_row},
             "skipped": [dataclasses.asdict(s) for s in self.skipped],
             "epochs": {str(epoch): count for epoch, count in self.epochs.items()},
             "ignored": dict(self.ignored),
@@ -364,7 +367,9 @@ class Ledger:
         there can't be prepared any more and is skipped."""
         for name in _COUNTS:
             setattr(self, name, state[name])
-        self.dropped.load_state_dict(state["dropped"])
+        dropped = state["dropped"]
+        self.dropped = collections.Counter({(source, value): count for source, value, count in dropped["groups"]})
+        self.dropped_in_a_row = dropped["in_a_row"]
         self.skipped = [Skipped(**s) for s in state["skipped"]]
         self.epochs = {int(epoch): count for epoch, count in state["epochs"].items()}
         self.ignored = collections.Counter(state["ignored"])
@@ -382,6 +387,7 @@ class Ledger:
                     self.unscored[response.rid] = response
 
 
+NOTHING_DROPPED = {"groups": [], "in_a_row": 0}  # as the state of a new ledger has it
 # numbers of the ledger that are saved unchanged
 _COUNTS = ("last_draw", "drawn", "trained", "trained_responses", "accepted")
 _OF_PROMPT = ("draw", "id", "source", "row", "epoch")

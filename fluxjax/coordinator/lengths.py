@@ -7,7 +7,7 @@ section 4.4, which projects KV-cache use by the prediction. The model of ln(toke
 
 with weights by ridge regression (`Level`), each source's shrunk towards those of all sources. The prompt's effect is
 shrunk the less, the more of its responses have been observed; both variances are estimated for each source.
-`given_survival` conditions the prediction on the tokens that a running response already has.
+`expected_tokens` conditions the prediction on the tokens that a running response already has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import zlib
 
 import numpy as np
-from scipy.special import erfcx, log_ndtr, ndtri_exp
+from scipy.special import erfcx, log_ndtr
 
 from ..base.types import MediaKind, Prompt
 from .saved import SavedState, State
@@ -168,40 +168,22 @@ _COUNTS = ("fresh", "responses", "version")
 _VARIANCES = ("within", "between", "shift", "sums")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prediction:
-    """The length of an entire response in tokens, including those that it already has.
-
-    `confidence` is the predicted probability that the length lies within a factor of two of `mean`.
-    """
-
-    mean: float
-    p90: float
-    confidence: float
-
-
 def log_tail(z: float) -> float:
     """Returns ln P(Z > z) for a standard normal Z."""
     return float(log_ndtr(-z))
 
 
-def given_survival(mu: float, sigma: float, running: int = 0, limit: int = 0) -> Prediction:
-    """Predicts the length min(L, limit) given L > running; `limit` 0: no limit."""
+def expected_tokens(mu: float, sigma: float, running: int = 0, limit: int = 0) -> float:
+    """Returns the expectation of the length min(L, limit) given L > running; `limit` 0: no limit."""
     if limit and running >= limit:
-        return Prediction(float(running), float(running), 1.0)
+        return float(running)
     start, end = _standard(mu, sigma, running), _standard(mu, sigma, limit) if limit else math.inf
     alive = log_tail(start)  # all probabilities below are conditional on this one
     # E[L; L > x] is exp(mu + sigma^2 / 2) P(Z > z - sigma)
     beyond = log_tail(start - sigma)
     before_limit = math.exp(mu + 0.5 * sigma * sigma + beyond - alive) * -math.expm1(log_tail(end - sigma) - beyond)
     mean = before_limit + limit * math.exp(log_tail(end) - alive)
-    p90 = math.exp(mu - sigma * float(ndtri_exp(alive + math.log(0.1))))
-    if limit:
-        mean, p90 = min(mean, float(limit)), min(p90, float(limit))
-    mean, p90 = max(mean, float(running)), max(p90, float(running))
-    low = max(_standard(mu, sigma, 0.5 * mean), start)
-    high = math.inf if 0 < limit <= 2 * mean else _standard(mu, sigma, 2 * mean)
-    return Prediction(mean, p90, min(1.0, math.exp(log_tail(low) - alive) - math.exp(log_tail(high) - alive)))
+    return max(min(mean, float(limit)) if limit else mean, float(running))
 
 
 def ends_by(mu: float, sigma: float, tokens: int, running: int = 0) -> float:
@@ -297,9 +279,10 @@ class LengthPredictor:
         self._known: dict[tuple[str, str], _SeenResponses] = {}
         self._cache: dict[tuple[str, str], tuple[np.ndarray, Level, int, float, float]] = {}
 
-    def predict(self, prompt: Prompt, running: int = 0) -> Prediction:
-        """Predicts the length in tokens of a response to `prompt` that has `running` tokens already and goes on."""
-        return given_survival(*self._expected(prompt), running, self.limit)
+    def predict(self, prompt: Prompt, running: int = 0) -> float:
+        """Predicts the length in tokens of a response to `prompt` that has `running` tokens already and goes on: the
+        expectation for the entire response."""
+        return expected_tokens(*self._expected(prompt), running, self.limit)
 
     def ends_by(self, prompt: Prompt, tokens: int, running: int = 0) -> float:
         """Returns the probability that a running response with `running` tokens ends with at most `tokens`."""

@@ -11,22 +11,19 @@ The runtime (asyncio, or a simulation on virtual time) carries the instructions 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
 from . import messages
-from .dropped import Dropped
-from .engine_states import EngineStates, Pace
-from .ledger import CoordinatorError, Ledger, PromptStage, RunGivenUp
+from .engine_states import EngineStates, Pace, ParallelismPlanner
+from .ledger import NOTHING_DROPPED, CoordinatorError, Ledger, PromptStage, RunGivenUp
 from .lengths import LengthPredictor
-from .messages import Handlers, MessageLog
+from .messages import Handlers
 from .run_settings import Settings
 from .saved import SavedState, State
-
-if TYPE_CHECKING:
-    from .parallelism import ParallelismPlanner
 
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741
@@ -82,7 +79,8 @@ class Coordinator:
         self.failure = ""  # why the run can't go on: the run stops, and raises this error instead of finishing
         self.finished: messages.Finish | None = None
         self.now = 0.0  # seconds, as of the last tick
-        self.log = MessageLog()
+        # The last messages, each with the step under way and the time, for the text of an error.
+        self._log: deque[tuple[int, float, messages.Message]] = deque(maxlen=_LINES)
         self._last_evaluation = (-1, False)  # the step, and whether it was a full evaluation
         self._saved = -1  # step of the last checkpoint
         self._snapshot = -1  # step of the last snapshot
@@ -159,21 +157,21 @@ class Coordinator:
         if self.finished:
             return []
         try:
-            self.log.add(self.step + 1, self.now, event)
+            self._note(event)
             self._hear[type(event)](self, event)
             if self.served < 0:
                 return []  # not started yet
             said: list[messages.Instruction] = []
             while not self.finished and (decided := self.policy.decide(self)):
                 for instruction in decided:
-                    self.log.add(self.step + 1, self.now, instruction)
+                    self._note(instruction)
                     self._commit(instruction)
                 said += decided
             if not (self.finished or self.awaiting or self.ledger.awaits_something):
                 policy = type(self.policy).__name__
                 raise CoordinatorError(f"after {type(event).__name__}, {policy} waits although nothing is under way")
         except CoordinatorError as error:
-            error.before = self.log.last(_LINES)
+            error.before = [messages.message_line(*noted) for noted in self._log]
             raise
         return said
 
@@ -186,9 +184,9 @@ class Coordinator:
                 raise CoordinatorError(f"{kind.__name__} while another one is under way")
             self.awaiting[kind] = instruction
 
-    def story(self, draw: int) -> list[str]:
-        """Returns the log's lines about one prompt, oldest first: one line for each event or instruction."""
-        return self.log.story(draw)
+    def _note(self, message: messages.Message) -> None:
+        if type(message) is not messages.Tick:  # every line shows its time
+            self._log.append((self.step + 1, self.now, message))
 
     _hear: Final = Handlers(messages.Event)
     _say: Final = Handlers(messages.Instruction)
@@ -311,7 +309,7 @@ class Coordinator:
     def _generate(self, order: messages.Generate) -> None:
         for request in order.requests:
             self.ledger.generate(request, self.fleet.served[request.engine])
-            self.fleet.begin(request, self.lengths.predict(request.prompt).mean)
+            self.fleet.begin(request, self.lengths.predict(request.prompt))
             self.pace.begin(request, self.now)
 
     @_say.of(messages.Park)
@@ -334,7 +332,7 @@ class Coordinator:
         ledger = self.ledger
         ledger.skip(order.prompt, order.reason)
         kept = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
-        complaint = ledger.dropped.complaint(self.step + 1, kept, self.settings)
+        complaint = self.settings.complaint(self.step + 1, kept, ledger.dropped, ledger.dropped_in_a_row)
         if complaint and not self.stop_reason:
             self.stop_reason = self.failure = complaint
 
@@ -369,7 +367,7 @@ class Coordinator:
         if messages.Accumulate in self.awaiting:
             raise CoordinatorError("Train before the gradients asked for earlier are there")
         ledger.train(order.groups)
-        ledger.dropped.groups.clear()
+        ledger.dropped.clear()
         if not ledger.count(PromptStage.TRAINING):
             raise CoordinatorError(f"step {order.step} has nothing to train on")
         self.pace.train(order.groups, self.now)
@@ -403,16 +401,14 @@ class Coordinator:
         if messages.Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
         self._learn_scored()
-        ledger = self.ledger.state_dict()
-        if self.failure:  # a run whose reward was mended counts from zero
-            ledger["dropped"] = Dropped().state_dict()
         return {
             "step": self.step,
             "version": self.version,
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
             "snapshot": self._snapshot,
-            "ledger": ledger,
+            # a run whose reward was mended counts from zero
+            "ledger": self.ledger.state_dict() | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             "parallelism": self.parallelism.state_dict() if self.parallelism is not None else {},

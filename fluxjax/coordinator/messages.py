@@ -2,12 +2,8 @@
 
 To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
 `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
-`MessageLog` holds the last messages for people who look for an error; checkpoints omit it. Its lines are written when
-they are read: storing a message costs about a microsecond. A step of 8,192 responses has some 25,000 messages, so in
-runs of that size the log reaches back less than a step.
 """
 
-import collections
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -328,74 +324,46 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
             raise TypeError(f"{owner.__name__}.{name} has no handler of {', '.join(missing)}")
 
 
-KEPT = 20_000  # messages, of some hundred bytes each
 _SHOWN = 4  # ids of a message that concerns many prompts
 
 
-class MessageLog:
-    """The last messages, for `Coordinator.story` and `CoordinatorError`."""
-
-    def __init__(self) -> None:
-        # The step under way, seconds, the message's type, the prompts that it concerns, and its %-format with the
-        # values.
-        self._kept: collections.deque[tuple[int, float, type[Message], Sequence[str | int], str, object]]
-        self._kept = collections.deque(maxlen=KEPT)
-
-    def add(self, step: int, now: float, message: Message) -> None:
-        """Adds a message. Ticks are left out: every line shows its time."""
-        kind = type(message)
-        if kind is not Tick:
-            self._kept.append((step, now, kind, *_told(message)))
-
-    def last(self, count: int) -> list[str]:
-        """Returns the lines of the last messages, oldest first."""
-        return [_line(*kept) for kept in list(self._kept)[-count:]]
-
-    def story(self, draw: int) -> list[str]:
-        """Returns the lines that concern one prompt, oldest first."""
-        prefix = request_id(draw, 0).partition(".")[0] + "."
-        lines = []
-        for step, now, kind, ids, form, values in list(self._kept):  # a copy: another thread may add messages meanwhile
-            if hit := [i for i in ids if i == draw or (isinstance(i, str) and i.startswith(prefix))]:
-                lines.append(_line(step, now, kind, hit, form, values))
-        return lines
+def message_line(step: int, now: float, message: Message) -> str:
+    """Returns a line for people about a message: the step under way, the time in seconds (0: unknown), the prompts that
+    the message concerns, and its most important values, without tokens and texts."""
+    says = "says" if isinstance(message, Instruction) else "hears"
+    ids, words = _told(message)
+    shown = ", ".join(map(str, ids[:_SHOWN])) + (f", ... ({len(ids)})" if len(ids) > _SHOWN else "")
+    begin = f"step {step}" + (f", {now:.1f} s" if now else "")
+    return " ".join(part for part in (begin, says, type(message).__name__, shown, words) if part)
 
 
-def _told(message: Message) -> tuple[Sequence[str | int], str, object]:
-    """Returns a message's entry in the log: the prompts that it concerns (draws, or ids of requests or responses), and
-    a %-format with its values. The entry holds no tokens and no prompts: they would live as long as the log."""
+def _told(message: Message) -> tuple[Sequence[str | int], str]:
+    """Returns the prompts that a message concerns (draws, or ids of requests or responses), and its other values."""
     match message:
         case ResponseFinished(response):
-            return (response.rid,), "%d tokens, %s", (response.num_tokens, response.finish)
+            return (response.rid,), f"{response.num_tokens} tokens, {response.finish}"
         case RewardReady(rid, reward):
-            return (rid,), "%g", reward.value
+            return (rid,), f"{reward.value:g}"
         case Score(response):
-            return (response.rid,), "", ()
+            return (response.rid,), ""
         case Generate(requests):
-            return [r.rid for r in requests], "on engines %s", sorted({r.engine for r in requests})
+            return [r.rid for r in requests], f"on engines {sorted({r.engine for r in requests})}"
         case Abort(rid):
-            return (rid,), "", ()
+            return (rid,), ""
         case Park():
-            return (message.request,), "keep=%s", message.keep
+            return (message.request,), f"keep={message.keep}"
         case Skip(prompt, reason):
-            return (prompt.draw,), "%s", reason
+            return (prompt.draw,), reason
         case EngineFailed(request_ids, reason):
-            return request_ids, "%s", reason
+            return request_ids, reason
         case PromptsDrawn(prompts, skipped):
             draws = [prompt.draw for prompt in (*prompts, *(prompt for prompt, _ in skipped))]
-            return draws, "%d of them skipped", len(skipped)
+            return draws, f"{len(skipped)} of them skipped"
         case Accumulate(step, groups, engines):
-            return [group.prompt.draw for group in groups], "for step %d, on engines %s", (step, engines)
+            return [group.prompt.draw for group in groups], f"for step {step}, on engines {engines}"
         case Train(step, groups):
-            return [group.prompt.draw for group in groups], "step %d", step
+            return [group.prompt.draw for group in groups], f"step {step}"
         case Trained(version):
-            return (), "version %d", version
+            return (), f"version {version}"
         case _:
-            return (), "%s", vars(message)
-
-
-def _line(step: int, now: float, kind: type[Message], ids: Sequence[str | int], form: str, values: object) -> str:
-    begin = f"step {step}" + (f", {now:.1f} s" if now else "")
-    says = "says" if issubclass(kind, Instruction) else "hears"
-    shown = ", ".join(map(str, ids[:_SHOWN])) + (f", ... ({len(ids)})" if len(ids) > _SHOWN else "")
-    return " ".join(part for part in (begin, says, kind.__name__, shown, form % values) if part)
+            return (), str(vars(message))

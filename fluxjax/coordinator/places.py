@@ -31,14 +31,6 @@ class Forget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Accept:
-    """This preprocessor's answer is the one that counts."""
-
-    key: str
-    place: str
-
-
-@dataclasses.dataclass(frozen=True)
 class GiveUp:
     """No preprocessor can look at the medium; its request is dropped. `reason` is that of the last preprocessor."""
 
@@ -53,7 +45,7 @@ class Lapsed:
     place: str
 
 
-Instruction: TypeAlias = Look | Forget | Accept | GiveUp | Lapsed
+Instruction: TypeAlias = Look | Forget | GiveUp | Lapsed
 
 
 class MediumStage(enum.Enum):
@@ -157,14 +149,14 @@ class Places:
         return self._dispatch(key, now)
 
     def answered(self, key: str, place: str, now: float, *, usable: bool = True) -> list[Instruction]:
-        """Enters that a preprocessor has looked at a medium. The answer may be late or repeated; if the medium is
-        `usable`, the preprocessor holds it."""
+        """Enters that a preprocessor has looked at a medium. The first answer to a request counts, even a late one; if
+        the medium is `usable`, the preprocessor holds it."""
         if (living := self._living.get(place)) is not None:
             living.heard = now
         wanted = self._wanted.pop(key, None)
         if wanted is None:
             return []
-        instructions: list[Instruction] = [Accept(key, place)]
+        instructions: list[Instruction] = []
         if wanted.place:
             self._living[wanted.place].keys.pop(key)
             if wanted.place != place:

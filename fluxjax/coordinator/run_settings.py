@@ -1,11 +1,14 @@
-"""The part of the configuration that the coordinator needs."""
+"""The part of the configuration that the coordinator needs, and the bound on dynamic sampling that follows from it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from ..config import Config, DynamicSampling
+
+_NAMED = 3  # the number of a source's most frequent rewards that a complaint names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,4 +58,33 @@ class Settings:
             max_num_gen_batches=config.rollout.max_num_gen_batches,
             dynamic_sampling_by=config.rollout.dynamic_sampling or DynamicSampling.CORRECT,
             rewards={name: source.reward_names for name, source in config.data.sources.items()},
+        )
+
+    def complaint(self, step: int, kept: int, dropped: Counter[tuple[str, float]], in_a_row: int) -> str:
+        """Returns why `step` will never be complete with its `kept` groups; empty while it may become complete.
+        `dropped` counts the step's dropped groups by source and reward.
+
+        If all responses of every group have equal rewards, because the verifier is broken or the prompts are far too
+        easy or too hard, dynamic sampling would draw prompts for ever. verl's bound: the kept and dropped groups of a
+        step come from at most `max_num_gen_batches` batches of `prompts_per_step` prompts.
+        """
+        most, size, count = self.max_num_gen_batches, self.prompts_per_step, dropped.total()
+        too_many = most and count > (most - 1) * size and kept < size
+        if not too_many and in_a_row < self.max_skipped_in_a_row:
+            return ""
+        sources: dict[str, list[str]] = {}
+        for (source, value), times in dropped.most_common():
+            sources.setdefault(source, []).append(f"{value:g} ({times})")
+        parts = []
+        for source, values in sources.items():
+            rule = f", reward {self.rewards[source]}," if source in self.rewards else ""
+            more = ", ..." if len(values) > _NAMED else ""
+            parts.append(f"source {source!r}{rule} has {', '.join(values[:_NAMED])}{more}")
+        by = f"rollout.dynamic_sampling is {self.dynamic_sampling_by.value}"
+        bound = f"rollout.max_num_gen_batches is {most}" if too_many else f"{in_a_row} of them in a row"
+        return (
+            f"dynamic sampling dropped {count} groups of equal rewards ({by}) for step {step}, which needs {size} "
+            f"others ({bound}): {'; '.join(parts)}; mend that reward, take prompts of another difficulty"
+            + (", raise the bound (0: none)" if too_many else "")
+            + ", or choose another rollout.dynamic_sampling (correct, value, off)"
         )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
 import pathlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -23,8 +25,10 @@ from sharding.links import Links
 from sharding.walk import Params
 
 from ..algorithms import own_code
-from ..base.host_status import HostStatus
+from ..base.host_status import HostStage, HostStatus
+from ..base.process import resident_bytes
 from ..base.types import TrainBatch
+from ..base.under_way import activity
 from ..batch.composition import Composition
 from ..batch.share import Share
 from ..batch.team import Team
@@ -45,12 +49,57 @@ from .orders import (
     told,
 )
 from .progress import Progress
-from .statuses import StepWatch, heard_status, shifted, step_line, told_status
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class StepWatch:
+    """Times the stages of this process's steps."""
+
+    def __init__(self) -> None:
+        self._stages: list[HostStage] = []
+        self._agreed = 0.0  # when
+        self.at = "its programs"  # what this process does: a stage, or, between stages, this
+        self._waited = 0.0
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start, before, self.at = time.perf_counter(), self.at, name
+        yield
+        self.at = before
+        self._stages.append(HostStage(name, start, time.perf_counter()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        with activity(lambda: "waiting for the other processes"):
+            yield
+        self._waited += time.perf_counter() - start
+
+    def agreed(self) -> None:
+        """Notes that all processes are about to run the step's programs."""
+        self._agreed = time.perf_counter()
+
+    def status(self, process: int, step: int, idle: float | None) -> HostStatus:
+        """Returns the measurements of the step, which is done; the next step's begin."""
+        now = time.perf_counter()
+        waited, stages, self._waited, self._stages = self._waited, self._stages, 0.0, []
+        devices = jax.local_devices()
+        stats = [device.memory_stats() or {} for device in devices]
+        return HostStatus(
+            process=process,
+            host=socket.gethostname(),
+            devices=len(devices),
+            memory=resident_bytes(),
+            device_memory=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
+            step=step,
+            stages=(*stages, HostStage("train", self._agreed, now)),
+            waited=waited,
+            idle=idle,
+        )
 
 
 class Gang(Team):
@@ -87,6 +136,8 @@ class Gang(Team):
 
     def tell(self, order: Order) -> None:
         """Sends all other processes the same order. Raises LinkError if a process has failed."""
+        if self.alone:
+            return
         data = encode(order)
         for process in range(1, self.processes):
             self._send(process, data)
@@ -96,8 +147,8 @@ class Gang(Team):
         medium of a ticket; `expect`, which is called with the batches that this process will read."""
         self._config, self._place_of, self._expect = config, place_of, expect
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.alone else self.watch.stage(name)
+    def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.alone else self.watch.stage(name)
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
         """Sends every other process an order to learn from its shares: those of a whole training step, or, without
@@ -191,13 +242,13 @@ class Gang(Team):
             data = self.links.receive(process)
             if not is_value(data):
                 self._heard.append(data)
-            elif not self._noted(process, value := decode_value(data)):
+            elif not self._noted(value := decode_value(data)):
                 return value
 
     def _fingerprint_of(self, process: int) -> str:
         assert self.links is not None
         while is_value(data := self.links.receive(process)):
-            self._noted(process, decode_value(data))
+            self._noted(decode_value(data))
         return data.decode()
 
     def stepped(self, idle: float | None = None) -> None:
@@ -219,9 +270,9 @@ class Gang(Team):
         others."""
         return [status for _, status in sorted(self._statuses.items())]
 
-    def _noted(self, process: int, value: Any) -> bool:
+    def _noted(self, value: Any) -> bool:
         """Takes note of a status; says whether the value is one."""
-        status = heard_status(value, process)
+        status = heard_status(value)
         if status is not None:
             self._know(shifted(status, self._stepped_at))
         return status is not None
@@ -236,7 +287,7 @@ class Gang(Team):
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
-                self._noted(process, decode_value(self.links.receive(process)))
+                self._noted(decode_value(self.links.receive(process)))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
@@ -250,6 +301,31 @@ class Gang(Team):
             weights = brought(make(), mesh, keep=True)
             self._hear_statuses()
         return weights
+
+
+def shifted(status: HostStatus, seconds: float) -> HostStatus:
+    """Returns the status on a clock that is ahead by so many seconds."""
+    stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
+    return dataclasses.replace(status, stages=stages)
+
+
+def step_line(status: HostStatus) -> str:
+    """Returns the line that the log of the process has of a step."""
+    stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
+    return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
+
+
+def told_status(status: HostStatus) -> dict[str, Any]:
+    """Returns the status as it is sent, a value for `encode_value`."""
+    return {"status": dataclasses.asdict(status)}
+
+
+def heard_status(value: Any) -> HostStatus | None:
+    """Returns the status that `told_status` made a value of; None where it is another value."""
+    if not isinstance(value, dict) or value.keys() != {"status"}:
+        return None
+    stages = tuple(HostStage(**stage) for stage in value["status"].pop("stages"))
+    return HostStatus(stages=stages, **value["status"])
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:

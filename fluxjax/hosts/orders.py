@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgpack
 import numpy as np
@@ -35,41 +36,44 @@ class OrderError(ValueError):
     """The bytes are not an order of this protocol. The message says what they are."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
+@typing.dataclass_transform(frozen_default=True)
+class Order:
+    """The base of orders. Every order is a frozen dataclass; its `name` is that of its class."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__.lower()
+        dataclasses.dataclass(frozen=True)(cls)
+
+
+class Start(Order):
     """A run begins. Its folder is on a file system that all hosts share. The `token` gives access to the engines of its
     processes; `config` is its configuration, as JSON."""
 
-    name: ClassVar[str] = "start"
     run_dir: str
     token: str
     config: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Begin:
+class Begin(Order):
     """A phase of training begins: `warm_start` or `rl`."""
 
-    name: ClassVar[str] = "begin"
     phase: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Coming:
+class Coming(Order):
     """Prompts were drawn: `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels are elsewhere. Some
     of these prompts will be in rows to learn from."""
 
-    name: ClassVar[str] = "coming"
     media: Sequence[Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Learn:
+class Learn(Order):
     """Lay out `minibatches` of the `number`-th training step of the run, and make its optimizer steps; without
     `update`, keep the gradients for them. `size`: see `PolicyTrainer.follow`. `minibatches` and `responses` are of
     `told`; in a decoded order, `responses` is one run of bytes."""
 
-    name: ClassVar[str] = "learn"
     number: int
     minibatches: Sequence[Mapping[str, Any]]
     responses: Sequence[bytes] | bytes
@@ -77,53 +81,41 @@ class Learn:
     update: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather:
+class Gather(Order):
     """Take part in bringing the weights together in process 0: the model's, or its adapters."""
 
-    name: ClassVar[str] = "gather"
     adapters: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Save:
+class Save(Order):
     """Take part in the checkpoint of `step`. With `folder`, write your part of the step's snapshot there instead."""
 
-    name: ClassVar[str] = "save"
     step: int
     folder: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+class Offer(Order):
     """Report the steps whose part of the snapshot is in the `folder` of your host."""
 
-    name: ClassVar[str] = "offer"
     folder: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Restore:
+class Restore(Order):
     """Take part in restoring the checkpoint of `step`, and go on from there. With `folder`, restore your part of the
     snapshot in it instead; `source` is the state of the data source, which only process 0 has in its part."""
 
-    name: ClassVar[str] = "restore"
     step: int
     folder: str = ""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
+class End(Order):
     """The run is over: wait for what is being written, and end."""
 
-    name: ClassVar[str] = "end"
 
-
-Order: TypeAlias = Start | Begin | Coming | Learn | Gather | Save | Offer | Restore | End
 _BYTES = struct.Struct(">BI")  # how msgpack begins so many bytes ("bin 32")
 _HEAD = 1 << 12  # bytes that an order mostly has without its responses
-_ORDERS: dict[str, type] = {order.name: order for order in get_args(Order)}
+_ORDERS = {kind.name: kind for kind in Order.__subclasses__()}
 
 
 def encode(order: Order) -> list[bytes]:

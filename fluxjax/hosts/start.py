@@ -1,17 +1,22 @@
-"""Joins the other processes of a run."""
+"""Joins the other processes of a run: those that the settings name, or the environment variables by which Open MPI and
+Slurm tell a process which processes there are, and which of them it is."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import threading
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from sharding.links import LinkError, Links, initialize, leave
 
 from ..base.errors import LOST
-from ..config import DistributedConfig
-from .cluster import found
+from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
+FIRST_PORT, PORTS = 61440, 4096  # where JAX's own coordinator would be: above those that systems give away
 START_SECONDS = 300.0  # all processes must have connected by then
 SILENCE = 15.0  # seconds after which a process of which nothing is heard is taken for lost
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
@@ -50,3 +55,61 @@ def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
     finally:
         limit.cancel()
     return Gang(links, settings.progress_timeout), links
+
+
+def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:
+    """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
+    is a process of the run. Without either, the run has one process.
+
+    Kubernetes and SkyPilot substitute their values in the command line (deploy/): for them nothing is read here. Raises
+    ConfigError for an Open MPI that does not say where it was started.
+    """
+    if settings.processes:
+        return settings
+    for look in (_open_mpi, _slurm):  # `mpirun` in an allocation of Slurm starts its daemons as tasks
+        if (place := look(environment)) is not None:
+            coordinator, processes, process = place
+            return dataclasses.replace(settings, coordinator=coordinator, processes=processes, process=process)
+    return dataclasses.replace(settings, processes=1)
+
+
+Place: TypeAlias = tuple[str, int, int]  # coordinator, processes, this process
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks < 2 or "SLURM_PROCID" not in environment:
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    step = int(environment["SLURM_JOB_ID"]) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
+    return f"{first_host(nodes)}:{_port(step)}", tasks, int(environment["SLURM_PROCID"])
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+    """Returns the place of this process under Open MPI. The coordinator is on the host where `mpirun` was started: rank
+    0 must run there, as it does by default."""
+    ranks = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if ranks < 2:
+        return None
+    uri, job = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
+    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # to version 4: its job, its addresses
+        number, host = int(match[1]) >> 16, match[2] or f"[{match[3]}]"
+    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: a host's name, a process id
+        number, host = int(match[2]), match[1]
+    else:
+        raise ConfigError(
+            f"Open MPI started {ranks} processes, but not by mpirun: set distributed.coordinator, .processes, .process"
+        )
+    return f"{host}:{_port(number)}", ranks, int(environment["OMPI_COMM_WORLD_RANK"])
+
+
+def _port(number: int) -> int:
+    """Returns a port for the job of this number, such that two jobs of a host rarely get the same one."""
+    return FIRST_PORT + number % PORTS
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of a list as Slurm writes it: `a`, `a,b`, `node[001-004,007]`, `rack[2-3]node1`."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
+    assert match is not None  # all of it may be empty
+    return "".join(part or "" for part in match.groups())

@@ -20,9 +20,7 @@ from rich.text import Text
 
 from ..base.host_status import HostStatus
 from ..base.under_way import under_way, working_time
-from .data_shown import StatusTable, data_words, preprocessor_table, state_words
-from .hosts_shown import HostTable, host_lines
-from .rewards_shown import reward_words
+from .shown import data_words, host_lines, host_table, preprocessor_table, reward_words, server_table
 
 if TYPE_CHECKING:
     from rollout.fleet_job import ServerStatus
@@ -99,7 +97,7 @@ class Display:
             self._live.update(self._drawn())
 
     def _drawn(self, *more: Table) -> Group:
-        tables = HostTable(self._hosts), preprocessor_table(self._preprocessors), _server_table(self._servers)
+        tables = host_table(self._hosts), preprocessor_table(self._preprocessors), server_table(self._servers)
         return Group(self._progress, *more, *tables)
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
@@ -179,14 +177,3 @@ class Display:
         low, high = min(self._rewards), max(self._rewards)
         scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
-
-
-def _server_table(servers: Callable[[], Sequence[ServerStatus]]) -> StatusTable[ServerStatus]:
-    def row(server: ServerStatus) -> list[str]:
-        version = "-" if server.version < 0 else str(server.version)
-        numbers = [str(server.running), str(server.waiting), f"{server.tokens_per_second:,.0f}", str(server.restarts)]
-        asleep = server.up and server.asleep
-        state = "asleep" if asleep else state_words(server.up, server.restarts, server.reason)
-        return [server.name, version, *numbers, state]
-
-    return StatusTable("server version running queued tok/s restarts", servers, row)

@@ -1,16 +1,28 @@
-"""The two pictures of a run: how it learned, and where the time of its last steps went."""
+"""The pictures of a run: how it learned, where the time of its last steps went, and which preprocessor looked at and
+held which medium when."""
 
+import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ..base.timeline import Span
+from ..coordinator.places import MediumStage, Transition
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+MOST_ROWS = 240  # media; of more, one in two, three, ... is drawn
+MOST_NAMED = 12  # places in the legend
+_PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
+_SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {
     "rollout": "#1f77b4",
     "reward": "#2ca02c",
@@ -42,7 +54,7 @@ def learning_curve(
     training = [r for r in records if r["phase"] == "rl"]
     held_out = [r for r in records if r["phase"] == "eval"]
     sources = sorted({k.removeprefix("accuracy/") for r in held_out for k in r if k.startswith("accuracy/")})
-    for source, colour in zip(sources, _COLOURS * len(sources), strict=False):
+    for source, colour in zip(sources, _SOURCE_COLOURS * len(sources), strict=False):
         key = f"accuracy/{source}"
         points = [(r["step"], 100 * r[key]) for r in held_out if key in r]
         line = [(r["step"], 100 * r[key]) for r in training if key in r]
@@ -101,3 +113,148 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
         axes.legend(handles=handles, fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes.set(xlabel="seconds", title="The last steps, stage by stage")
     FigureCanvasAgg(figure).print_png(str(file))
+
+
+# --- media on preprocessors -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class MediumBar:
+    """A time in which a preprocessor (`place`) looked at a medium, or (`held`) had it decoded. `row` counts media in
+    the order in which they were first wanted; `start` and `end` are on the clock of the history."""
+
+    row: int
+    place: str
+    held: bool
+    start: float
+    end: float
+
+
+def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
+    """The bars of a history up to `end`, with those that are still open. A bar that began before the history is left
+    out.
+
+    A place counts as holding a medium that it has looked at until the place is lost or nobody asks for the medium any
+    more: media that it has no room for it decodes again, of which the books know nothing.
+    """
+    rows: dict[str, int] = {}
+    looks: dict[str, tuple[str, float]] = {}  # by key: the place, and since when
+    holds: dict[str, tuple[str, float]] = {}
+    bars: list[MediumBar] = []
+
+    def close(begun: dict[str, tuple[str, float]], key: str, now: float) -> None:
+        if (since := begun.pop(key, None)) is not None:
+            bars.append(MediumBar(rows[key], since[0], begun is holds, since[1], now))
+
+    for key, place, stage, now in history:
+        if not key:
+            for begun in (looks, holds) if stage is MediumStage.LOST else ():
+                for lost in [medium for medium, (holder, _) in begun.items() if holder == place]:
+                    close(begun, lost, now)
+            continue
+        rows.setdefault(key, len(rows))
+        close(looks, key, now)
+        if stage is MediumStage.LOOKED_AT:
+            looks[key] = place, now
+        elif stage is MediumStage.HELD and holds.get(key, ("",))[0] != place:
+            close(holds, key, now)
+            holds[key] = place, now
+        elif stage in (MediumStage.RELEASED, MediumStage.UNUSABLE):
+            close(holds, key, now)
+    for begun in (looks, holds):
+        for key in list(begun):
+            close(begun, key, end)
+    return sorted(bars, key=lambda bar: (bar.row, bar.start, bar.held))
+
+
+def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
+    """Returns a lane for each place: the times in which it had media to look at, within the time of `spans`. The clock
+    of `spans` is `later` seconds ahead of that of the history, which ends at `end`."""
+    if not spans:
+        return []
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    steps = sorted({step: min(s.start for s in spans if s.step == step) for step in {s.step for s in spans}}.items())
+    busy: dict[str, list[tuple[float, float]]] = {}  # disjoint times, ascending
+    looks = (bar for bar in bars_of(history, end) if not bar.held)
+    for bar in sorted(looks, key=lambda bar: bar.start):
+        start, stop = max(bar.start + later, first), min(bar.end + later, last)
+        times = busy.setdefault(bar.place, [])
+        if times and start <= times[-1][1]:
+            times[-1] = times[-1][0], max(times[-1][1], stop)
+        elif start < stop:
+            times.append((start, stop))
+    return [
+        Span("decode", place, start, stop, max(step for step, begin in steps if begin <= start))
+        for place, times in busy.items()
+        for start, stop in times
+    ]
+
+
+def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
+    """Draws a row for each medium, from the first that was wanted down to the last: light while a place looks at it,
+    dark while one holds it. `history` is that of a `FlightStore` up to `end`, on its clock."""
+    bars = bars_of(history, end)
+    rows = 1 + max((bar.row for bar in bars), default=0)
+    every = -(-rows // MOST_ROWS)
+    # Chance decides which of some neighbours is drawn: places take turns, and a fixed one may be always theirs.
+    chance = random.Random(0)
+    chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
+    places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))
+    colours = dict(zip(places, _PLACE_COLOURS * len(places), strict=False))
+    origin = history[0].time if history else end
+    figure = Figure(figsize=(10, 5.5), dpi=140, layout="constrained")
+    axes = figure.add_subplot()
+    for held in (True, False):  # a look at what is held lies upon it
+        drawn = [bar for bar in bars if bar.held is held and bar.row in chosen]
+        tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
+        corners = _corners(drawn, every, origin)
+        # Edges keep in sight what takes less time than a pixel is wide.
+        axes.add_collection(PolyCollection(list(corners), facecolors=tones, edgecolors=tones, linewidths=0.4))
+    lost = [(place, time - origin) for _, place, stage, time in history if stage is MediumStage.LOST]
+    for place, time in lost:
+        axes.axvline(time, color=colours[place], linewidth=1.2, linestyle="--")
+        axes.plot(time, 0, "X", color=colours[place], markeredgecolor="black", clip_on=False, markersize=9, zorder=3)
+    title = f"one in {every} of {rows:,} media" if every > 1 else f"{rows:,} media"
+    axes.set_title(f"Who held what when ({title})", pad=12)
+    axes.set(
+        xlabel="seconds",
+        ylabel="media in the order in which they were first wanted",
+        xlim=(0, max(end - origin, 1e-3)),
+        ylim=(rows, 0),
+    )
+    axes.legend(
+        handles=_legend(bars, colours, Counter(place for place, _ in lost)),
+        fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
+def _corners(bars: Sequence[MediumBar], height: int, origin: float) -> np.ndarray:
+    """The rectangles of bars, as high as so many rows: their corners, `[bars, 4, 2]`."""
+    sizes = np.array([(bar.start - origin, bar.end - origin, bar.row // height * height) for bar in bars]).reshape(
+        -1, 3
+    )
+    left, right, top = sizes.T
+    bottom = top + height
+    return np.stack([left, top, left, bottom, right, bottom, right, top], axis=1).reshape(-1, 4, 2)
+
+
+def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter[str]) -> list[Patch | Line2D]:
+    held = Counter(bar.place for bar in bars if bar.held)
+    handles: list[Patch | Line2D] = []
+    for place, colour in list(colours.items())[:MOST_NAMED]:
+        losses = f", lost {lost[place]}x" if lost[place] else ""
+        handles.append(Patch(color=colour, label=f"{place}: {held[place]:,} held{losses}"))
+    if len(colours) > MOST_NAMED:
+        handles.append(Patch(facecolor="none", label=f"and {len(colours) - MOST_NAMED} more"))
+    handles.append(Patch(color="#bbbbbb", label="light: being looked at"))
+    if lost:
+        handles.append(Line2D([], [], color="black", marker="X", linestyle="--", label="lost, with all it held"))
+    return handles
+
+
+def _light(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (0.4 * part + 0.6 for part in to_rgb(colour))
+    return red, green, blue

@@ -20,8 +20,7 @@ from rollout.listening import TOKEN, http_server, is_loopback
 from rollout.serve_guard import Guarded, health_route
 
 from ..config import ConfigError
-from .hosts_shown import slowest
-from .metrics import tag
+from .shown import slowest, tag
 
 
 class PrometheusPort:

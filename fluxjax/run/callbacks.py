@@ -22,9 +22,8 @@ from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report.display import Display
-from ..report.hosts_shown import host_lanes, host_metrics
-from ..report.loggers import MetricsLog
-from ..report.metrics import Summary, TrainingResult, dump_samples
+from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
+from ..report.shown import host_lanes, host_metrics
 from ..runtime.runtime import Observer, StepReport
 
 if TYPE_CHECKING:

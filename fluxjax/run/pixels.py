@@ -20,12 +20,10 @@ from ..data.near_pixels import NearPixels
 from ..data.shadows import ProxyMedia
 from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
-from ..report.data_shown import DataMetrics
-from ..report.media_history import look_lanes
-from ..report.media_picture import media_picture
+from ..report.pictures import look_lanes, media_picture
+from ..report.shown import DataMetrics
 from ..runtime.flight_store import FlightStore
-from ..runtime.preprocessor_watch import PreprocessorWatch
-from ..runtime.preprocessors import Preprocessors
+from ..runtime.preprocessors import Preprocessors, PreprocessorWatch
 from .no_pixels import NoPixels
 
 AHEAD = 2  # microbatches whose pixels are fetched before it is their turn

@@ -35,8 +35,7 @@ from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..learner.replay import ReplayBuffer, draws_of
 from ..learner.run_models import RunModels
 from ..report.display import Display
-from ..report.loggers import MetricsLog
-from ..report.metrics import Summary, TrainingResult
+from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool, engine_count
 from ..runtime.held_out import EvaluationGivenUp, HeldOut

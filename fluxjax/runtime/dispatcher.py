@@ -1,7 +1,8 @@
 """Keeps connections with preprocessors, and has them look at media: the threads and the clock of `coordinator.places`.
 
-It is the part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a thread that keeps a connection
-with it, and some threads that ask it to look at media; callers that want the answers wait.
+It is the base of `FlightStore`: the part of FlexRL's Proxy Dataloader that dispatches (section 4). Each place has a
+thread that keeps a connection with it, and some threads that ask it to look at media; callers that want the answers
+wait.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from models.processing import MediaError
 from models.processing.media import MediaSettings
 
 from ..base.errors import DataError
-from ..coordinator.places import Accept, Forget, GiveUp, Instruction, Lapsed, Look, Places
+from ..coordinator.places import Forget, GiveUp, Instruction, Lapsed, Look, Places
 from ..data.flight_client import FlightPlace, PlaceLost, PlaceRefuses
 from ..data.flight_wire import MOST_REFS, ref_words
 from ..data.tickets import MediaRef, Ticket
@@ -74,7 +75,7 @@ class Dispatcher:
         patience: float,
         silent: Callable[[str], object],
     ) -> None:
-        self._settings, self._token = settings, token
+        self.settings, self._token = settings, token
         self._lease, self._patience, self._silent = lease_seconds, patience, silent
         self.lock = threading.RLock()
         self.places = Places(lease_seconds)
@@ -86,7 +87,7 @@ class Dispatcher:
         self._closed = False
         self._start(self._watch, name="flight-watch")
 
-    def look(self, refs: Sequence[MediaRef]) -> list[Outcome]:
+    def outcomes(self, refs: Sequence[MediaRef]) -> list[Outcome]:
         """Returns the outcome of looking at each of these media, in this order. Raises DataError where there are no
         places."""
         keys = [medium_key(ref) for ref in refs]
@@ -193,8 +194,6 @@ class Dispatcher:
                 case Lapsed(place):
                     self._unlink(self.seats[place], f"it did not answer for {self._lease:g} s")
                     self._start(self._silent, place, name="flight-silent")
-                case Accept():
-                    pass  # whoever told the books of the answer has it
 
     def _answer(self, seat: PlaceSeat, key: str, outcome: Outcome) -> None:
         now = time.monotonic()
@@ -202,10 +201,8 @@ class Dispatcher:
             self._carry_out(self.places.failed(key, seat.name, now, str(outcome)))
             return
         seat.counts["looks"] += 1
-        instructions = self.places.answered(key, seat.name, now, usable=isinstance(outcome, Ticket))
-        if Accept(key, seat.name) in instructions:
-            self._settle(key, outcome)
-        self._carry_out(instructions)
+        self._settle(key, outcome)
+        self._carry_out(self.places.answered(key, seat.name, now, usable=isinstance(outcome, Ticket)))
 
     def _unlink(self, seat: PlaceSeat, reason: str) -> None:
         if seat.link is not None:
@@ -265,7 +262,7 @@ class Dispatcher:
         """Returns (a greeted connection or None, a reason that may pass, a reason that is final)."""
         link: FlightPlace | None = None
         try:
-            link = FlightPlace(address, self._settings, self._token)
+            link = FlightPlace(address, self.settings, self._token)
             link.register(min(self._lease, _GREETING))
             return link, "", ""
         except (PlaceLost, DataError) as error:

@@ -37,8 +37,7 @@ from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
 from ..config.weight_sync import on_this_host
 from .engine_pool import SERVER_MEMORY, check_lent, degrees
-from .server_file import ServerFile
-from .server_watch import ServerWatch, server_lanes
+from .server_watch import ServerFile, ServerWatch, server_lanes
 
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
 BUCKET_BYTES = 256 << 20  # of weights that are sent at once

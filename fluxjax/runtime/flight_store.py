@@ -45,7 +45,7 @@ class _Question(NamedTuple):
     numbers: list[int]  # of the parts that are asked for
 
 
-class FlightStore:
+class FlightStore(Dispatcher):
     """A `MediaStore` over the preprocessors at these addresses, HOST:PORT, by the names of their places (where there
     are no names, the address is the name).
 
@@ -64,9 +64,7 @@ class FlightStore:
         patience: float = 120.0,
         silent: Callable[[str], object] = lambda place: None,
     ) -> None:
-        self.settings, self._lease = settings, lease_seconds
-        self._dispatcher = Dispatcher(settings, token, lease_seconds, patience, silent)
-        self._lock, self._places = self._dispatcher.lock, self._dispatcher.places
+        super().__init__(settings, token, lease_seconds, patience, silent)
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "flight-fetch")
         for place, address in named(addresses).items():
             self.moved(place, address)
@@ -74,14 +72,14 @@ class FlightStore:
     @property
     def concurrency(self) -> int:
         """See `MediaStore`. Places have workers of their own; a thread that waits costs little."""
-        with self._lock:
-            return _LOOKS * max(len(self._dispatcher.seats), 1)
+        with self.lock:
+            return _LOOKS * max(len(self.seats), 1)
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
         """Returns a ticket or an error for each of these media, in this order. Raises DataError if no place can look at
         them."""
         outcomes: list[Ticket | MediaError] = []
-        for outcome in self._dispatcher.look(refs):
+        for outcome in self.outcomes(refs):
             if isinstance(outcome, DataError):
                 raise outcome
             outcomes.append(outcome)
@@ -117,41 +115,34 @@ class FlightStore:
 
     def hint(self, ticket: str, place: str) -> None:
         """Notes that this place holds the medium of this ticket, as another process says."""
-        with self._lock:
-            self._places.hold(medium_key(Ticket.parse(ticket).ref), place)
+        with self.lock:
+            self.places.hold(medium_key(Ticket.parse(ticket).ref), place)
 
     def holder(self, ticket: str) -> str:
         """Returns the place that holds the medium of this ticket, for a `hint` elsewhere; empty if none is known."""
-        with self._lock:
-            return self._places.holder(medium_key(Ticket.parse(ticket).ref))
-
-    def moved(self, place: str, address: str) -> None:
-        self._dispatcher.moved(place, address)
-
-    def fail(self, reason: str) -> None:
-        """Ends all work for this reason: every caller gets a DataError."""
-        self._dispatcher.fail(reason)
+        with self.lock:
+            return self.places.holder(medium_key(Ticket.parse(ticket).ref))
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Returns the statistics of each place, by name: `up`, the number of `looks` that it answered, `fetches`
         (ranges), their `bytes` and `seconds`, how often it was `lost`, the `reason` why it is not connected, and how
         many media are `queued` for it here."""
-        with self._lock:
-            return {name: seat.stats() for name, seat in self._dispatcher.seats.items()}
+        with self.lock:
+            return {name: seat.stats() for name, seat in self.seats.items()}
 
     def links(self) -> dict[str, FlightPlace | None]:
         """Returns the connection with each place, by name; None if there is none. A connection may end at any time."""
-        with self._lock:
-            return {name: seat.link for name, seat in self._dispatcher.seats.items()}
+        with self.lock:
+            return {name: seat.link for name, seat in self.seats.items()}
 
     def history(self) -> list[Transition]:
         """Returns the last transitions of media and places, with times by `time.monotonic`."""
-        with self._lock:
-            return self._places.history()
+        with self.lock:
+            return self.places.history()
 
     def close(self) -> None:
         """Ends threads and connections; the preprocessors stay. Callers that still wait get a DataError."""
-        self._dispatcher.close()
+        super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self, parts: Sequence[_Part], become: Become) -> dict[int, np.ndarray]:
@@ -175,17 +166,17 @@ class FlightStore:
 
     def _questions(self, parts: Sequence[_Part], numbers: Sequence[int]) -> list[_Question]:
         """Returns questions that together ask for these parts. Waits until there is a place."""
-        with self._lock:
-            self._dispatcher.check()
-            while not self._places.living:
-                self._dispatcher.wait()
-            seats = self._dispatcher.seats
+        with self.lock:
+            self.check()
+            while not self.places.living:
+                self.wait()
+            seats = self.seats
             questions: list[_Question] = []
             newest: dict[str, tuple[_Question, int]] = {}  # the last question to each place, and its bytes
             for number in numbers:
                 part, busy = parts[number], {name: seat.fetching for name, seat in seats.items()}
-                place, size = self._places.nearest(part.key, busy), len(part.rows) * self.settings.patch_bytes
-                self._places.hold(part.key, place)  # it will
+                place, size = self.places.nearest(part.key, busy), len(part.rows) * self.settings.patch_bytes
+                self.places.hold(part.key, place)  # it will
                 question, asked = newest.get(place, (None, 0))
                 if question is None or len(question.numbers) == MOST_REFS or asked + size > _MOST_FETCHED:
                     link = seats[place].link
@@ -204,8 +195,8 @@ class FlightStore:
             futures = [self._pool.submit(self._ask, parts, question, become) for question in questions[1:]]
             return [self._ask(parts, questions[0], become), *(future.result() for future in futures)]
         except (RuntimeError, concurrent.futures.CancelledError):  # of a pool that is shut down
-            with self._lock:
-                self._dispatcher.check()
+            with self.lock:
+                self.check()
             raise
 
     def _ask(self, parts: Sequence[_Part], question: _Question, become: Become) -> list[np.ndarray] | Exception:
@@ -216,13 +207,13 @@ class FlightStore:
         try:
             slices = question.link.fetch([part.rows for part in asked], self._lease)
         except PlaceLost as error:
-            with self._lock:
-                self._dispatcher.lose(seat, question.link, str(error))
+            with self.lock:
+                self.lose(seat, question.link, str(error))
             return error
         except (MediaError, DataError) as error:
             return error
         finally:
-            with self._lock:
+            with self.lock:
                 seat.fetching -= len(asked)
                 seat.counts.update(fetches=len(slices), bytes=sum(patches.nbytes for patches in slices))
                 seat.seconds += time.perf_counter() - begin

@@ -1,17 +1,46 @@
-"""Faults by seed: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+"""Random numbers as functions of names (seed, kind, draw, attempt, sample), so that order changes nothing. Then faults
+by such numbers: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
 A plan is asked, it does nothing itself. Its answers are functions of seed and names, so a run that goes another way
 meets the same faults where it does the same things.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
+
+import numpy as np
 
 from ..config import ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
-from .draws import exponential, uniform
 
 _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
+_MASK = (1 << 64) - 1
+
+
+def key(*names: int) -> int:
+    """Mixes whole numbers, each of which matters, into 64 bits (the finaliser of splitmix64, chained)."""
+    mixed = 0
+    for name in names:
+        mixed = (mixed + name + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def uniform(*names: int) -> float:
+    """Returns a uniform number in (0, 1)."""
+    return ((key(*names) >> 12) + 0.5) * 2.0**-52
+
+
+def exponential(mean: float, *names: int) -> float:
+    return -mean * math.log(uniform(*names))
+
+
+def generator(*names: int) -> np.random.Generator:
+    """Returns a stream of random numbers for these names alone."""
+    return np.random.Generator(np.random.Philox(key=key(*names)))
 
 
 @dataclasses.dataclass(slots=True)

@@ -44,7 +44,6 @@ JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the respo
 QWEN2_5_7B = ModelSizes("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064)
 QWEN2_5_14B = ModelSizes("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, 152064)
 QWEN2_5_32B = ModelSizes("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064)
-QWEN3_8B = ModelSizes("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936)
 
 
 def parameters(model: ModelSizes) -> float:

@@ -299,19 +299,20 @@ class SimulatedFleet:
     host's."""
 
     def __init__(
-        self, clock: Clock, cost: Hardware, gpus: int, degree: int, on_finish: OnFinish, max_running: int = 256
+        self, clock: Clock, hardware: Hardware, gpus: int, degree: int, on_finish: OnFinish, max_running: int = 256
     ) -> None:
-        self.clock, self.cost, self.gpus, self.on_finish, self.max_running = clock, cost, gpus, on_finish, max_running
+        self.clock, self.hardware, self.gpus = clock, hardware, gpus
+        self.on_finish, self.max_running = on_finish, max_running
         self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
         self._build(degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
-        hosts = self.cost.gpus_per_host
+        hosts = self.hardware.gpus_per_host
         if degree < 1 or self.gpus % degree or hosts % degree:
             raise ValueError(f"{self.gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
         self.degree, self._since = degree, self.clock.now
         self.engines = [
-            SimulatedEngine(self.clock, self.cost, degree, self.on_finish, self.max_running, version)
+            SimulatedEngine(self.clock, self.hardware, degree, self.on_finish, self.max_running, version)
             for _ in range(self.gpus // degree)
         ]
 

@@ -35,7 +35,7 @@ class Generation:
     left: int = 0  # samples on the engine
 
 
-class Rollout:
+class Rollout(SimulatedFleet):
     """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw."""
 
     def __init__(
@@ -47,24 +47,22 @@ class Rollout:
         post: Callable[[Event], None],
         timeline: Timeline,
     ) -> None:
-        self.clock, self.settings, self.work, self.faults = clock, settings, work, faults
-        self.post, self.timeline = post, timeline
-        self.hardware = settings.hardware()
         gpus, degree = settings.rollout_gpus, settings.degree
-        self.fleet = SimulatedFleet(clock, self.hardware, gpus, degree, self._ended, settings.max_running)
-        self.engines = self.fleet.engines
+        super().__init__(clock, settings.hardware(), gpus, degree, self._ended, settings.max_running)
+        self.settings, self.work, self.faults = settings, work, faults
+        self.post, self.timeline = post, timeline
         self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
         self._loading: set[int] = set()
         self._lent: set[int] = set()  # engines that sleep until they get new weights
-        self._seconds, self._since = 0.0, -1.0  # with a request open, and since when; -1: none is
+        self._seconds, self._busy_since = 0.0, -1.0  # with a request open, and since when; -1: none is
 
     @property
     def seconds(self) -> float:
         """The seconds so far in which a request was on an engine."""
-        return self._seconds + (self.clock.now - self._since if self._open else 0.0)
+        return self._seconds + (self.clock.now - self._busy_since if self._open else 0.0)
 
     @property
     def idle(self) -> bool:
@@ -75,7 +73,7 @@ class Rollout:
     def generate(self, order: Generate, step: int) -> None:
         """Begins requests; responses that ended before (`begun`) do not run again."""
         if not self._open:
-            self._since = self.clock.now
+            self._busy_since = self.clock.now
         for request in order.requests:
             rid, draw, engine = request.rid, request.prompt.draw, self.engines[request.engine]
             if request.begun:
@@ -125,7 +123,7 @@ class Rollout:
         if request.engine < SHOWN:
             self.timeline.add(Span("rollout", f"engine {request.engine}", opened.began, now, opened.step))
         if not self._open:
-            self._seconds += now - self._since
+            self._seconds += now - self._busy_since
 
     def abort(self, name: str) -> None:
         """Ends a request or one of its samples; what it has is reported as aborted."""
@@ -187,13 +185,9 @@ class Rollout:
             if self.engines[index].paused:
                 self.engines[index].resume()
 
-    def set_parallelism(self, degree: int) -> int:
-        """Makes other engines on the same GPUs, with the oldest weights that any had, and returns their number. Nothing
-        may be generated meanwhile."""
-        self.fleet.set_parallelism(degree)
-        self.engines = self.fleet.engines
+    def set_parallelism(self, degree: int) -> None:
+        super().set_parallelism(degree)
         self._loading, self._lent = set(), set()
-        return len(self.engines)
 
     # --- crashes ------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
         "simulated_step_seconds": _step_times(records),
         "simulated_utilisation": {name: round(value, 4) for name, value in used.items()},
         "simulated_bubbles": round(1 - used["busy"], 4),
-        "preemptions": rollout.fleet.preemptions,
+        "preemptions": rollout.preemptions,
         "staleness": {
             "mean": round(statistics.fmean(r.lag_mean for r in records), 4) if records else 0.0,
             "max": max((r.lag_max for r in records), default=0),

@@ -160,7 +160,7 @@ class Cluster:
 
     @_carry_out.of(messages.Accumulate)
     def _accumulate(self, order: messages.Accumulate) -> None:
-        gpus = len(order.engines) * self.rollout.fleet.degree
+        gpus = len(order.engines) * self.rollout.degree
         lanes = [f"engine {index}" for index in order.engines if index < SHOWN] or ["trainer"]
         self._compute(
             order.step, order.groups, gpus, lanes, False, partial(self.post, messages.Accumulated(order.step))
@@ -200,7 +200,7 @@ class Cluster:
     def _trained(self, step: int) -> None:
         now, rollout, last = self.clock.now, self.rollout, self.records[-1].end if self.records else 0.0
         metrics = _staleness_metrics(self._lags, self.settings.drift)
-        preemptions = rollout.fleet.preemptions
+        preemptions = rollout.preemptions
         metrics["rollout/preemptions"] = float(preemptions - self._preemptions)
         self.records.append(
             StepRecord(
@@ -234,9 +234,9 @@ class Cluster:
 
     @_carry_out.of(messages.SetParallelism)
     def _set_parallelism(self, order: messages.SetParallelism) -> None:
-        engines = self.rollout.set_parallelism(order.degree)
-        seconds = self.rollout.hardware.sync_seconds()
-        self._later("sync", seconds, self.coordinator.step, messages.ParallelismSet(order.degree, engines))
+        self.rollout.set_parallelism(order.degree)
+        changed = messages.ParallelismSet(order.degree, len(self.rollout.engines))
+        self._later("sync", self.rollout.hardware.sync_seconds(), self.coordinator.step, changed)
 
     @_carry_out.of(messages.Evaluate)
     def _evaluate(self, order: messages.Evaluate) -> None:
@@ -262,7 +262,7 @@ class Cluster:
         """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer that has the GPU works.
         `throughput`: the same, but an engine counts by the tokens that it decodes, over the most that it could."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
-        worked, decoded = self.rollout.fleet.utilisation()
+        worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)
         return {
             "busy": engines * worked + trainer,

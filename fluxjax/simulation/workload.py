@@ -18,7 +18,7 @@ import numpy as np
 
 from ..base.types import Prompt, Response, Reward
 from .continuous_batch import Segments
-from .draws import generator
+from .faults import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 from .options import SimulationConfig
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from policy_cases import PolicyWorld
-from promises import Promises, make_promises
+from promises import Promises, make_promises, misplaced
 
 from fluxjax.config import POLICIES, Config, DynamicSampling
 from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
@@ -53,6 +53,8 @@ class PromisedWorld(PolicyWorld):
         """Runs to the end. Raises AssertionError for the first promise that was broken."""
         self.go()
         assert not self.promises.wrong, self.promises.wrong[0]
+        steps = [groups for step, groups in self.steps.items() if step <= self.coordinator.step]
+        assert not misplaced(self.coordinator, [group.prompt.draw for groups in steps for group in groups])
         return self
 
 

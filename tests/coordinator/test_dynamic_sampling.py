@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 
-import coordinator_cases
 import policy_cases
 import pytest
 from hypothesis import example, given, settings
@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from policy_cases import PolicyWorld
 from test_policies import POLICIES
 
-from fluxjax.base.types import Group, Reward, Sample
+from fluxjax.base.types import Reward
 from fluxjax.config import DynamicSampling
 from fluxjax.coordinator import CoordinatorError, PromptStage, Settings
-from fluxjax.coordinator.dropped import Dropped
 from fluxjax.coordinator.ledger import Ledger
 from fluxjax.coordinator.messages import Accumulate, DrawPrompts, Finish, SaveCheckpoint, Skip, StopRequested, Train
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
-# One policy a way of drawing prompts; `test_policies.py` has random histories of every policy with dynamic sampling.
+# One policy a way of drawing prompts; `test_promises.py` has random histories of every policy with dynamic sampling.
 NAMES = ["synchronous", "tail_batching_spread", "tail_batching_stream", "april", "april_early", "adaptive_async"]
 every_way = pytest.mark.parametrize("name", NAMES)
 BOUNDS = [(1, 3), (4, 2), (10, 4), (4, 2), (1, 3), (10, 4)]  # batches, and groups in a batch
@@ -203,10 +202,10 @@ def test_whoever_mends_the_reward_begins_to_count_anew() -> None:
     world = world_of("synchronous", 1, max_num_gen_batches=9)
     with pytest.raises(CoordinatorError, match="max_num_gen_batches"):
         world.go()
-    assert world.coordinator.ledger.dropped.count > 0
+    assert world.coordinator.ledger.dropped
     resumed, prompts = Ledger(), {d: e.prompt for d, e in world.coordinator.ledger.entries.items()}
     resumed.load_state_dict(world.coordinator.state_dict()["ledger"], prompts)
-    assert resumed.dropped.count == resumed.dropped.in_a_row == 0, "else the next group that is dropped would end it"
+    assert resumed.dropped.total() == resumed.dropped_in_a_row == 0, "else the next group that is dropped would end it"
 
 
 def test_a_trained_step_begins_the_count_anew() -> None:
@@ -214,24 +213,21 @@ def test_a_trained_step_begins_the_count_anew() -> None:
     world.start()
     before = 0
     while not world.all(Train):
-        before = world.coordinator.ledger.dropped.count
+        before = world.coordinator.ledger.dropped.total()
         world.step()
     assert before == len(world.all(Skip)) > 0
     assert all(i.reason == NO_VARIANCE for i in world.all(Skip))
-    assert world.coordinator.ledger.dropped.count == 0
+    assert not world.coordinator.ledger.dropped
 
 
 def test_a_step_that_has_its_groups_is_not_given_up() -> None:
     """However many were dropped for it: neither by the bound, nor by a stop."""
-    some, options = Dropped(), Settings(1, 2, 2, max_num_gen_batches=2)
-    sample = Sample(coordinator_cases.response(0, 0), Reward(0.0, correct=False))
-    for draw in range(5):
-        some.add(Group(policy_cases.prompt(draw), (sample,)))
-    assert some.complaint(1, 1, options) and not some.complaint(1, 2, options)
+    bound, five = Settings(1, 2, 2, max_num_gen_batches=2), Counter({("scripted", 0.0): 5})
+    assert bound.complaint(1, 1, five, 5) and not bound.complaint(1, 2, five, 5)
 
     for world in (world_of("tail_batching", seed) for seed in range(300)):
         ledger = world.coordinator.ledger
-        world.until(lambda: world.all(Train) or (ledger.count(PromptStage.SCORED) >= 3 and ledger.dropped.count))  # noqa: B023
+        world.until(lambda: world.all(Train) or (ledger.count(PromptStage.SCORED) >= 3 and ledger.dropped))  # noqa: B023
         if not world.all(Train):
             break
     else:

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from coordinator_cases import changed, prompt, response
 
-import fluxjax.coordinator
 from fluxjax.base.types import Media, MediaKind, Prompt, Reward
 from fluxjax.config import AprilConfig, Config, DynamicSampling, SynchronousConfig, TailBatchingConfig
-from fluxjax.coordinator import April, CoordinatorError, Ledger, PromptStage, TailBatching
+from fluxjax.coordinator import CoordinatorError, Ledger, PromptStage
 from fluxjax.coordinator.factory import make_policy
 from fluxjax.coordinator.lengths import FEATURES, ends_by, features
 from fluxjax.coordinator.messages import Park, Request
+from fluxjax.coordinator.policies.april import April
 from fluxjax.coordinator.policies.rounds import Rounds
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 
 def running(n: int = 2, need: int = 2, **options: Any) -> Ledger:
@@ -74,10 +75,6 @@ def test_whether_rewards_differ_is_known_after_a_resume_too(rewards, differ_in: 
     resumed = Ledger(field)
     resumed.load_state_dict(ledger.state_dict(), {0: prompt(0)})
     assert [books.at(PromptStage.SCORED)[0].varied for books in (ledger, resumed)] == [field in differ_in] * 2
-
-
-def test_exported_names_exist() -> None:
-    assert all(hasattr(fluxjax.coordinator, name) for name in fluxjax.coordinator.__all__)
 
 
 def test_defaults_are_those_of_the_configuration() -> None:

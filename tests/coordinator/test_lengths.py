@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from length_cases import LIMIT, questions, rank_correlation, source_means, synthetic, taught
 
 from fluxjax.base.types import Prompt
-from fluxjax.coordinator.lengths import FEATURES, LengthPredictor, Level, censored, given_survival
+from fluxjax.coordinator.lengths import FEATURES, LengthPredictor, Level, censored, ends_by, expected_tokens
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,14 @@ def _flat(workload) -> list[int]:
 
 def correlations(predictor: LengthPredictor, train, held_out) -> tuple[float, ...]:
     """Correlations with the true lengths of held-out responses: of the predictions, and of the means of each source."""
-    predicted = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths]
+    predicted = [predictor.predict(p) for p, lengths in held_out for _ in lengths]
     return tuple(rank_correlation(said, _flat(held_out)) for said in (predicted, source_means(train, held_out)))
+
+
+def confidence(predictor: LengthPredictor, prompt: Prompt) -> float:
+    """The predicted probability that a length lies within a factor of two of the predicted one."""
+    mean = predictor.predict(prompt)
+    return predictor.ends_by(prompt, round(2 * mean)) - predictor.ends_by(prompt, round(mean / 2))
 
 
 class TestSynthetic:
@@ -49,15 +55,15 @@ class TestSynthetic:
     def test_group_mates(self, workload, predictor) -> None:
         held_out = [(p, lengths[:8]) for p, lengths in workload[1000:]]
         rest = [length for _, lengths in held_out for length in lengths[4:]]
-        alone = [predictor.predict(p).mean for p, lengths in held_out for _ in lengths[4:]]
+        alone = [predictor.predict(p) for p, lengths in held_out for _ in lengths[4:]]
         told = copy.deepcopy(predictor)
         for prompt, lengths in held_out:
             for length in lengths[:4]:
                 told.observe(prompt, length)
         mates = [told.predict(p) for p, lengths in held_out for _ in lengths[4:]]
-        found, without = rank_correlation([m.mean for m in mates], rest), rank_correlation(alone, rest)
+        found, without = rank_correlation(mates, rest), rank_correlation(alone, rest)
         assert found > without + 0.1
-        assert np.mean([m.confidence for m in mates]) > 0.55
+        assert np.mean([confidence(told, p) for p, _ in held_out]) > 0.55
 
     @pytest.mark.slow
     def test_history(self, workload, predictor) -> None:
@@ -68,20 +74,18 @@ class TestSynthetic:
     def test_calibration(self, workload, predictor) -> None:
         held_out = workload[1000:]
         lengths = np.array(_flat(held_out))
-        said = [predictor.predict(p) for p, each in held_out for _ in each]
-        mean, p90 = np.array([s.mean for s in said]), np.array([s.p90 for s in said])
+        mean = np.array([predictor.predict(p) for p, each in held_out for _ in each])
         assert 0.85 < lengths.mean() / mean.mean() < 1.15
-        assert 0.87 < np.mean(lengths <= p90) < 0.94
+        assert 0.87 < np.mean([predictor.ends_by(p, n) <= 0.9 for p, each in held_out for n in each]) < 0.94
         within = np.mean((lengths >= mean / 2) & (lengths <= 2 * mean))
-        assert abs(within - np.mean([s.confidence for s in said])) < 0.05
+        assert abs(within - np.mean([confidence(predictor, p) for p, _ in held_out])) < 0.05
 
     def test_survival(self, workload, predictor) -> None:
         for running in (500, 2000):
             long = [(p, n) for p, lengths in workload[1000:] for n in lengths if n > running]
             said = [predictor.predict(p, running=running) for p, _ in long]
-            lengths = np.array([n for _, n in long])
-            assert 0.85 < lengths.mean() / np.mean([s.mean for s in said]) < 1.15
-            assert 0.86 < np.mean(lengths <= np.array([s.p90 for s in said])) < 0.94
+            assert 0.85 < np.mean([n for _, n in long]) / np.mean(said) < 1.15
+            assert 0.86 < np.mean([predictor.ends_by(p, n, running) <= 0.9 for p, n in long]) < 0.94
 
     def test_aborted_responses_do_not_bias(self, workload) -> None:
         fair, naive = LengthPredictor(LIMIT), LengthPredictor(LIMIT)
@@ -92,7 +96,7 @@ class TestSynthetic:
                 naive.observe(prompt, min(length, cut))
         held_out = workload[1000:]
         true = np.mean(_flat(held_out))
-        ratio, wrong = (true / np.mean([p.predict(x).mean for x, _ in held_out]) for p in (fair, naive))
+        ratio, wrong = (true / np.mean([p.predict(x) for x, _ in held_out]) for p in (fair, naive))
         assert abs(ratio - 1) < 0.15 and wrong > 1.2
 
     def test_follows_the_policy(self, workload) -> None:
@@ -100,7 +104,7 @@ class TestSynthetic:
         late = []
         for i, (prompt, lengths) in enumerate(workload):
             factor = np.exp(i / len(workload))
-            late.append((predictor.predict(prompt).mean, factor * np.mean(lengths)))
+            late.append((predictor.predict(prompt), factor * np.mean(lengths)))
             for length in lengths[:8]:
                 predictor.observe(prompt, int(length * factor))
         said, true = np.mean(late[-300:], axis=0)
@@ -146,18 +150,18 @@ class TestRules:
     PROMPT = Prompt("a", "math", "How many?", "")
 
     def test_before_anything_was_seen(self) -> None:
-        said = LengthPredictor(1000).predict(self.PROMPT)
-        assert 0 < said.mean < said.p90 <= 1000 and said.confidence < 0.5
+        predictor = LengthPredictor(1000)
+        assert 0 < predictor.predict(self.PROMPT) < 1000 and confidence(predictor, self.PROMPT) < 0.5
 
     def test_responses_of_a_draw_make_its_next_one_more_certain(self) -> None:
         told = LengthPredictor()
         for length in (100, 150, 125):
             told.observe(dataclasses.replace(self.PROMPT, id="b"), length)
         other = dataclasses.replace(self.PROMPT, draw=1)
-        before = told.predict(other).confidence
+        before = confidence(told, other)
         for length in (100, 150, 125):
             told.observe(other, length)
-        assert told.predict(other).confidence > before
+        assert confidence(told, other) > before
 
     def test_full_responses_count_as_unfinished(self) -> None:
         full, cut = LengthPredictor(512), LengthPredictor(512)
@@ -167,9 +171,9 @@ class TestRules:
 
     def test_few_tokens_of_an_unfinished_response_tell_nothing(self) -> None:
         predictor = taught([(self.PROMPT, [500, 600, 700, 800])], limit=0)
-        before = predictor.predict(self.PROMPT).mean
+        before = predictor.predict(self.PROMPT)
         predictor.observe(self.PROMPT, 3, finished=False)
-        assert predictor.predict(self.PROMPT).mean == pytest.approx(before, rel=0.02)
+        assert predictor.predict(self.PROMPT) == pytest.approx(before, rel=0.02)
 
     def test_refusals(self) -> None:
         with pytest.raises(ValueError, match="math/a: a response of -1 tokens"):
@@ -184,10 +188,9 @@ class TestRules:
         limit=st.sampled_from([0, 64, 16_384, 131_072]),
     )
     def test_survival_is_finite_and_in_range(self, mu: float, sigma: float, running: int, limit: int) -> None:
-        said = given_survival(mu, sigma, running, limit)
-        assert running <= said.mean < np.inf and running <= said.p90 < np.inf
-        assert 0 <= said.confidence <= 1
-        assert not limit or max(said.mean, said.p90) <= max(limit, running)
+        mean = expected_tokens(mu, sigma, running, limit)
+        assert running <= mean < np.inf and (not limit or mean <= max(limit, running))
+        assert 0 <= ends_by(mu, sigma, round(mean), running) <= 1
         told = censored(mu, sigma, running)
         assert 0 <= told.information <= 1 and told.variance >= 0 and told.mean >= mu and told.working >= mu
 
@@ -197,7 +200,7 @@ class TestRules:
         for tokens in (1000, 999, 10):
             predictor = LengthPredictor(limit=1000)
             predictor.observe(self.PROMPT, tokens)
-            means.append(predictor.predict(self.PROMPT).mean)
+            means.append(predictor.predict(self.PROMPT))
         cut, ended, short = means
         assert short < ended < cut <= 1000
 
@@ -213,16 +216,13 @@ class TestRules:
         assert level.within == pytest.approx(assumed / 4, rel=0.02)
 
     def test_a_limit_of_one_token_is_certain(self) -> None:
-        said = given_survival(6.0, 1.0, limit=1)
-        assert said.mean == pytest.approx(1.0, abs=1e-6) and said.confidence == pytest.approx(1.0)
+        assert expected_tokens(6.0, 1.0, limit=1) == pytest.approx(1.0, abs=1e-6)
 
     def test_survival_against_drawn_lengths(self) -> None:
         drawn = np.exp(np.random.default_rng(0).normal(6.0, 1.0, 400_000))
         for running, limit in ((0, 0), (0, 600), (0, 1000), (700, 0), (700, 3000), (3000, 0)):
             rest = drawn[drawn > running]
             rest = np.minimum(rest, limit) if limit else rest
-            said = given_survival(6.0, 1.0, running, limit)
-            assert said.mean == pytest.approx(rest.mean(), rel=0.02)
-            assert said.p90 == pytest.approx(np.quantile(rest, 0.9), rel=0.02)
-            within = np.mean((rest >= said.mean / 2) & (rest <= 2 * said.mean))
-            assert said.confidence == pytest.approx(within, abs=0.01)
+            assert expected_tokens(6.0, 1.0, running, limit) == pytest.approx(rest.mean(), rel=0.02)
+            for tokens in (800, 4000):
+                assert limit or ends_by(6.0, 1.0, tokens, running) == pytest.approx(np.mean(rest <= tokens), abs=0.01)

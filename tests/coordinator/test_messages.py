@@ -1,14 +1,24 @@
-"""Every message has one handler wherever messages are handled, and the coordinator remembers the last of them."""
+"""Every message has one handler wherever messages are handled, and an error shows the last of them."""
 
 import dataclasses
 
 import pytest
-from coordinator_cases import World, response, world_at
+from coordinator_cases import generate, prompt, response, world_at
 from promises.books import Books
 
-from fluxjax.base.types import Group
+from fluxjax.base.types import Group, Reward
 from fluxjax.coordinator import Coordinator, CoordinatorError, EngineLost, messages
-from fluxjax.coordinator.messages import Event, Generate, Handlers, Instruction, MessageLog, Tick, Train, Trained
+from fluxjax.coordinator.messages import (
+    Event,
+    Generate,
+    Handlers,
+    Instruction,
+    Message,
+    Tick,
+    Train,
+    Trained,
+    message_line,
+)
 from fluxjax.runtime.runtime import Runtime
 from fluxjax.simulation.virtual_cluster import Cluster
 
@@ -20,6 +30,7 @@ HANDLERS = {
     "Books hear": (Books._hear, Event),
     "Books say": (Books._say, Instruction),
 }
+GROUPS = tuple(Group(prompt(draw), ()) for draw in range(50))
 
 
 class TestDispatch:
@@ -53,41 +64,42 @@ class TestDispatch:
             handlers.of(messages.Started, Tick)(lambda self, event: None)
 
 
-class TestLog:
-    def test_story_of_a_prompt(self) -> None:
-        """All that was heard and said of one prompt, and nothing else, in order."""
-        world = world_at(Generate, steps=2, prompts_per_step=2, group_size=2)
-        world.fail(1)
-        world.finish()
-        assert world.coordinator.story(1) == [
-            "step 1 hears PromptsDrawn 1 0 of them skipped",
-            "step 1 says Generate 00000001.00 on engines [0]",
-            "step 1 hears EngineFailed 00000001.00 gone",
-            "step 1 says Abort 00000001.00",
-            "step 1 says Generate 00000001.01 on engines [0]",
-            "step 1 hears ResponseFinished 00000001.01/0 3 tokens, stop",
-            "step 1 says Score 00000001.01/0",
-            "step 1 hears ResponseFinished 00000001.01/1 3 tokens, stop",
-            "step 1 says Score 00000001.01/1",
-            "step 1 hears RewardReady 00000001.01/0 1",
-            "step 1 hears RewardReady 00000001.01/1 1.01",
-            "step 1 says Train 1 step 1",
-        ]
-        assert world.coordinator.story(99) == []
+class TestLines:
+    @pytest.mark.parametrize(
+        ("message", "line"),
+        [
+            (messages.PromptsDrawn((prompt(1),), ((prompt(2), "bad"),)), "hears PromptsDrawn 1, 2 1 of them skipped"),
+            (messages.EngineFailed(("00000001.00",), "gone"), "hears EngineFailed 00000001.00 gone"),
+            (messages.ResponseFinished(response(1, 0)), "hears ResponseFinished 00000001.00/0 3 tokens, stop"),
+            (
+                messages.RewardReady("00000001.00/1", Reward(1.01, correct=False)),
+                "hears RewardReady 00000001.00/1 1.01",
+            ),
+            (Trained(4), "hears Trained version 4"),
+            (generate(prompt(1), n=2), "says Generate 00000001.00 on engines [0]"),
+            (messages.Abort("00000001.00"), "says Abort 00000001.00"),
+            (messages.Park(prompt(1), 0), "says Park 00000001.00 keep=False"),
+            (messages.Score(response(1, 0)), "says Score 00000001.00/0"),
+            (messages.Skip(prompt(1), "why"), "says Skip 1 why"),
+            (messages.Accumulate(3, GROUPS[:1], (1, 2)), "says Accumulate 0 for step 3, on engines (1, 2)"),
+            (Train(1, GROUPS), "says Train 0, 1, 2, 3, ... (50) step 1"),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_every_message_can_be_told(self, message: Message, line: str) -> None:
+        assert message_line(1, 0.0, message) == f"step 1 {line}"
 
     def test_times_are_shown_where_they_are_known(self) -> None:
-        world = World()
-        world.hear(Tick(2.25))
-        world.start()
-        assert world.coordinator.log.last(9)[0] == "step 1, 2.2 s hears Started {'version': 0}"
+        assert message_line(1, 2.25, messages.Started(0)) == "step 1, 2.2 s hears Started {'version': 0}"
 
     def test_an_error_shows_the_last_lines(self) -> None:
         world = world_at(Train)
         with pytest.raises(CoordinatorError) as error:
+            world.hear(Tick(2.25))
             world.hear(Trained(0))
         first, head, *lines = str(error.value).splitlines()
         assert first == "trained version 0 after version 0" and head == "the last that was heard and said:"
-        assert len(lines) == 12 and lines[-1] == "  step 1 hears Trained version 0"
+        assert len(lines) == 12 and lines[-1] == "  step 1, 2.2 s hears Trained version 0"
         assert lines[-2] == "  step 1 says Train 0, 1 step 1"
 
     def test_what_a_user_can_mend_is_one_line(self) -> None:
@@ -97,34 +109,3 @@ class TestLog:
                 world.fail(draw)
         assert "prompts in a row failed" in str(error.value) and "\n" not in str(error.value)
         assert error.value.before
-
-    def test_it_is_bounded_and_keeps_no_tokens(self, monkeypatch) -> None:
-        """A long run's log stays as small as it was, and what was trained on is not kept alive by it."""
-        monkeypatch.setattr(messages, "KEPT", 50)
-        log = MessageLog()
-        long = dataclasses.replace(response(0, 0), token_ids=(7,) * 9, logprobs=(-1.0,) * 9, versions=(0,) * 9)
-        for message in (messages.ResponseFinished(long), messages.Score(long)) * 100:
-            log.add(1, 0.0, message)
-        assert len(log._kept) == len(log.last(1000)) == 50
-        assert all(long not in kept and long.token_ids not in kept for kept in log._kept)
-
-    def test_many_prompts_are_one_short_line(self) -> None:
-        world = world_at(Train, prompts_per_step=50, group_size=1)
-        line = world.coordinator.log.last(1)[0]
-        assert line == "step 1 says Train 0, 1, 2, 3, ... (50) step 1"
-        assert world.coordinator.story(40)[-1] == "step 1 says Train 40 step 1"
-
-    def test_every_message_can_be_told(self) -> None:
-        """Those of whole runs are; here are the others, with what they carry left out of the log."""
-        world = World()
-        group: Group = world.until(Train).groups[0]  # pyright: ignore[reportAttributeAccessIssue]
-        reward = messages.RewardReady(group.samples[0].response.rid, group.samples[0].reward)
-        drawn, early = messages.PromptsDrawn((), ((group.prompt, "bad"),)), messages.Accumulate(3, (group,), (1, 2))
-        log = MessageLog()
-        for message in (drawn, early, reward):
-            log.add(3, 0.0, message)
-        assert log.last(3) == [
-            "step 3 hears PromptsDrawn 0 1 of them skipped",
-            "step 3 says Accumulate 0 for step 3, on engines (1, 2)",
-            "step 3 hears RewardReady 00000000.00/0 0",
-        ]

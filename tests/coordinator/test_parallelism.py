@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from policy_cases import PolicyWorld
 
 from fluxjax.config import ParallelismConfig
-from fluxjax.coordinator import April, StreamTrainer, Synchronous, TailBatching
+from fluxjax.coordinator import Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import ParallelismSet, SetParallelism, Trained
-from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator.policies.april import April
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 200)), max_size=40)
@@ -26,18 +29,18 @@ def planners(draw):
         degree=degree,
         min_degree=draw(POWERS.filter(lambda least: least <= degree)),
     )
-    rise, calm = draw(st.sampled_from([1.0, 1.05, 2.0])), draw(st.integers(1, 5))
-    return ParallelismPlanner(settings, devices=draw(st.integers(0, 20)), max_degree=most, rise=rise, calm=calm)
+    constants = {"max_degree": most, "rise": draw(st.sampled_from([1.0, 1.05, 2.0])), "calm": draw(st.integers(1, 5))}
+    return type("Planner", (ParallelismPlanner,), constants)(settings, devices=draw(st.integers(0, 20)))
 
 
 def test_a_rise_doubles_and_four_calm_steps_halve():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=16, max_degree=4)
+    planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
     assert planner.next(100) == 1, "the first step sets the measure"
     assert planner.next(105) == 1, "1.05 times is no sudden rise"
     assert planner.next(111) == 2
     assert planner.next(60) == 2
     assert planner.next(80) == 4
-    assert planner.next(200) == 4, "the host has no more devices"
+    assert planner.next(200) == 4, "there are no more devices"
     assert [planner.next(0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 1, 1]
     assert planner.next(1) == 2, "any preemption is a rise above none"
     with pytest.raises(ValueError, match="-1 preemptions"):
@@ -82,15 +85,14 @@ def test_without_preemptions_the_degree_halves_every_few_steps(planner, steps):
 def test_a_resumed_planner_decides_as_one_that_went_on(planner, before, after):
     for count in before:
         planner.next(count)
-    options = {"max_degree": planner.max_degree, "rise": planner.rise, "calm": planner.calm}
-    resumed = ParallelismPlanner(planner.settings, devices=planner.most, **options)
+    resumed = type(planner)(ParallelismConfig(enabled=True, min_degree=planner.least), devices=planner.most)
     resumed.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     assert [resumed.next(count) for count in after] == [planner.next(count) for count in after]
 
 
 def test_resumed_on_fewer_devices_it_stays_within_them():
     planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=8))
-    fewer = ParallelismPlanner(planner.settings, devices=3)
+    fewer = ParallelismPlanner(ParallelismConfig(enabled=True), devices=3)
     fewer.load_state_dict(planner.state_dict())
     assert fewer.degree == fewer.most == 2
 
@@ -100,7 +102,8 @@ class ChangingWorld(PolicyWorld):
 
     def __init__(self, policy, seed, **options):
         super().__init__(policy, seed, engines=4, **options)
-        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4, calm=2)
+        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
+        self.coordinator.parallelism.calm = 2
 
     def answers(self, instruction):
         if isinstance(instruction, SetParallelism):

@@ -1,8 +1,8 @@
-"""What every policy holds to, on random histories; and what is special about each."""
+"""What every policy holds to when it is stopped and resumed; and what is special about each. `test_promises.py` has
+random histories of all of them."""
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,25 +10,20 @@ import policy_cases
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import PolicyWorld, reward
+from policy_cases import PolicyWorld
 from turns import third_of
 
 from fluxjax.base.types import Reward
 from fluxjax.config import AdaptiveAsyncConfig, Config, ConfigError, DynamicSampling
 from fluxjax.config.schedules import parse
-from fluxjax.coordinator import (
-    AdaptiveAsync,
-    April,
-    SchedulingPolicy,
-    SpeculativeSync,
-    StreamTrainer,
-    Synchronous,
-    TailBatching,
-    messages,
-)
+from fluxjax.coordinator import SchedulingPolicy, Synchronous, messages
 from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
-from fluxjax.coordinator.policies.adaptive_async import GAINS
+from fluxjax.coordinator.policies.adaptive_async import GAINS, AdaptiveAsync
+from fluxjax.coordinator.policies.april import April
+from fluxjax.coordinator.policies.speculative_sync import SpeculativeSync
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3)
 DRAINED = AdaptiveAsyncConfig(max_staleness=3, interrupt=False, ratio=0.9)
@@ -63,49 +58,8 @@ shapes = st.fixed_dictionaries(
 )
 
 
-def check(world: PolicyWorld, max_staleness: int, *, dynamic: bool = False) -> None:
-    coordinator = world.coordinator
-    ledger, options = coordinator.ledger, coordinator.settings
-    counts = Counter(world.trained + [s.draw for s in ledger.skipped] + list(ledger.entries))
-    assert counts == Counter(range(world.next_draw)), "every prompt is trained on once, or skipped, or still waits"
-    assert all(s.reason for s in ledger.skipped)
-    assert [train.step for train in world.all(Train)] == list(range(1, coordinator.step + 1))
-    for step, groups in world.steps.items():
-        assert len(groups) == options.prompts_per_step or coordinator.exhausted
-        for group in groups:
-            assert len({s.response.sample for s in group.samples}) == options.group_size, "groups are complete"
-            assert all(s.reward == reward(s.response.rid) for s in group.samples)
-            assert not dynamic or options.group_size == 1 or len({s.reward.value for s in group.samples}) > 1
-            for sample in group.samples:
-                versions = sample.response.versions
-                assert list(versions) == sorted(versions), "versions grow within a response"
-                assert step - 1 - min(versions) <= max_staleness, "staleness is bounded"
-    if ledger.entries or not coordinator.exhausted:
-        assert coordinator.step == options.steps
-    finish = world.all(Finish)
-    assert len(finish) == 1 and finish[0].complete
-
-
 @every_policy
 class TestEveryPolicy:
-    @pytest.mark.slow
-    @settings(deadline=None, max_examples=third_of(12))
-    @given(
-        shape=shapes,
-        seed=st.integers(0, 10**6),
-        prompts=st.integers(0, 40),
-        engines=st.integers(1, 3),
-        faults=st.integers(0, 4),
-        dynamic=st.booleans(),
-        every=st.integers(0, 2),
-    )
-    def test_random_histories(self, name, shape, seed, prompts, engines, faults, dynamic, every) -> None:
-        """Nothing is lost or trained on twice, groups are complete, staleness is bounded, and no run gets stuck."""
-        make, max_staleness = POLICIES[name]
-        options = dict(shape, engines=engines, faults=faults, checkpoint_every=every, evaluate_every=every)
-        world = PolicyWorld(make(dynamic_sampling=dynamic), seed, prompts=prompts, max_attempts=20, **options)
-        check(world.go(), max_staleness, dynamic=dynamic)
-
     def test_same_seed_same_history(self, name: str) -> None:
         make, _ = POLICIES[name]
         one, other = (PolicyWorld(make(), 5, engines=2, faults=2).go() for _ in range(2))

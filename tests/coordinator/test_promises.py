@@ -1,10 +1,10 @@
 """What each policy promises (`tests/promises/`), on random histories and worked out by hand.
 
-More seeds, in the root of the repository: `PYTHONPATH=.:tests python tests/coordinator/test_promises.py 1000`.
+More seeds: `FLUXJAX_SEEDS=1000 python -m pytest tests/coordinator/test_promises.py -k kept`.
 """
 
 import math
-import sys
+import os
 from typing import Any
 
 import pytest
@@ -15,13 +15,14 @@ from promises.rounds_promises import TailBatchingPromises
 from fluxjax.base.types import Prompt
 from fluxjax.config import POLICIES, AdaptiveAsyncConfig, Config, DynamicSampling, TailBatchingConfig
 from fluxjax.config.schedules import Pid
-from fluxjax.coordinator import AdaptiveAsync, TailBatching, messages
+from fluxjax.coordinator import messages
 from fluxjax.coordinator.messages import DrawPrompts, Generate, Park, Skip, Train
-from fluxjax.coordinator.policies.adaptive_async import staleness
+from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync, staleness
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 FREE = {"sync_interval": 1000, "tolerance": 1.0}  # no forced barriers
-SEEDS = 60  # a policy; `tests/mutants.py` and the command above take more
+SEEDS = int(os.environ.get("FLUXJAX_SEEDS", "60"))  # a policy
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 
 
@@ -283,16 +284,3 @@ class TestApril:
         (order,) = world.coordinator.handle(messages.PromptsDrawn(prompts))
         assert isinstance(order, Generate)
         assert [request.prompt.draw for request in order.requests] == [1, 3, 5, 0, 2, 4]
-
-
-if __name__ == "__main__":
-    broken = 0
-    for policy in POLICIES:
-        for seed in range(int(sys.argv[1])):
-            world = history(seed, policy)
-            world.go()
-            if world.promises.wrong:
-                broken += 1
-                print(f"{policy}, seed {seed}: {world.promises.wrong[0]}")
-    print(f"{len(POLICIES) * int(sys.argv[1])} histories, {broken} with a broken promise")
-    sys.exit(bool(broken))

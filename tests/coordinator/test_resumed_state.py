@@ -9,19 +9,12 @@ from coordinator_cases import World, changed, names, prompt, response, reward, w
 from policy_cases import PolicyWorld
 
 from fluxjax.config import AdaptiveAsyncConfig, ParallelismConfig
-from fluxjax.coordinator import (
-    AdaptiveAsync,
-    April,
-    Coordinator,
-    CoordinatorError,
-    Ledger,
-    PromptStage,
-    Settings,
-    Synchronous,
-    TailBatching,
-)
+from fluxjax.coordinator import Coordinator, CoordinatorError, Ledger, PromptStage, Settings, Synchronous
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import Evaluate, Evaluated, Generate, Park, Request, Started, StopRequested
-from fluxjax.coordinator.parallelism import ParallelismPlanner
+from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync
+from fluxjax.coordinator.policies.april import April
+from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 
 def ledger_with_one(stage: PromptStage) -> Ledger:

@@ -4,7 +4,7 @@ from fluxjax.config import Config
 from fluxjax.coordinator.machine import Settings
 
 from .adaptive_async_promises import AdaptiveAsyncPromises
-from .base import Promises
+from .base import Promises, misplaced
 from .rounds_promises import AprilPromises, SynchronousPromises, TailBatchingPromises
 
 _PROMISES: dict[str, type[Promises]] = {
@@ -20,4 +20,4 @@ def make_promises(config: Config, settings: Settings) -> Promises:
     return _PROMISES[config.policy.name](config, settings)
 
 
-__all__ = ["Promises", "make_promises"]
+__all__ = ["Promises", "make_promises", "misplaced"]

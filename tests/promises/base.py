@@ -1,14 +1,17 @@
 """The promises of every policy, whatever else it does: see `Promises`."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fluxjax.base.types import Group
 from fluxjax.config import Config
 from fluxjax.coordinator.factory import make_schedules
 from fluxjax.coordinator.ledger import PromptStage
-from fluxjax.coordinator.machine import Settings
+from fluxjax.coordinator.machine import Coordinator, Settings
 from fluxjax.coordinator.messages import (
     Abort,
+    Accumulate,
     DrawPrompts,
     Evaluate,
     Event,
@@ -26,6 +29,17 @@ from fluxjax.coordinator.messages import (
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
 
 from .books import UNDER_WAY, Books, Seen
+
+
+def misplaced(coordinator: Coordinator, trained: Sequence[int]) -> Counter[int]:
+    """Counts the draws that are not in one place: trained on, skipped, or still in the ledger. A run that did not end
+    well may have a step under way."""
+    ledger = coordinator.ledger
+    training = not coordinator.finished and len(trained) > ledger.trained
+    places = Counter(trained) + Counter(skipped.draw for skipped in ledger.skipped)
+    places += Counter(draw for draw in ledger.entries if not training or draw not in places)
+    places.subtract(range(ledger.drawn))
+    return Counter({draw: count for draw, count in places.items() if count})
 
 
 class Promises:
@@ -138,6 +152,8 @@ class Promises:
                 self._generates(requests)
             case Skip():
                 self._skips(instruction)
+            case Accumulate(_, groups):
+                self._learns(groups)
             case Train():
                 self._trains(instruction)
             case Evaluate(step, full):
@@ -187,10 +203,24 @@ class Promises:
         self.expect(order.step == books.step + 1, f"step {order.step} is trained")
         draws = [group.prompt.draw for group in order.groups]
         self.expect(draws == sorted(draws), f"draws {draws} are trained on in this order")
+        self._learns(order.groups)
         if self.dynamic:
             equal = [draw for draw in draws if not books.prompts[draw].varied(self.varied_by)]
             self.expect(not equal, f"draws {equal} are trained on although nothing can be learnt from them")
         self.expect(not self.left_out, f"{self.left_out} was left out")
+
+    def _learns(self, groups: Sequence[Group]) -> None:
+        """Checks that groups are complete, and that versions grow within a response and are not too old."""
+        oldest = self.books.version - (self.config.policy.staleness_limit or 0)
+        for group in groups:
+            samples = [sample.response.sample for sample in group.samples]
+            whole = len(set(samples)) == len(samples) == self.settings.group_size
+            self.expect(whole, f"draw {group.prompt.draw} is trained on with samples {samples}")
+            for response in (sample.response for sample in group.samples):
+                versions = response.versions
+                grow = bool(versions) and all(before <= after for before, after in pairwise(versions))
+                right = grow and oldest <= versions[0] <= versions[-1] <= self.books.version
+                self.expect(right, f"response {response.rid} of versions {sorted(set(versions))} is trained on")
 
     @property
     def left_out(self) -> str:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from fluxjax.config import AprilConfig, Config, TailBatchingConfig
-from fluxjax.coordinator import StreamTrainer
 from fluxjax.coordinator.factory import make_parallelism
 from fluxjax.coordinator.ledger import PromptStage
 from fluxjax.coordinator.machine import Settings
@@ -24,6 +23,7 @@ from fluxjax.coordinator.messages import (
     Trained,
 )
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
+from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
 
 from .base import Promises
 from .books import UNDER_WAY, Seen

@@ -16,7 +16,7 @@ from turns import third_of
 
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
-from fluxjax.report.rewards_shown import reward_words
+from fluxjax.report.shown import reward_words
 from fluxjax.rewards import Scorer, guarded, process_caller
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from by_hand import Rollout, Step, finish, roll_out, setup_of, synchronous_step, workload
 
-from fluxjax.simulation.hardware import HARDWARE, QWEN3_8B, Hardware, parameters
+from fluxjax.simulation.hardware import HARDWARE, Hardware, parameters
 from fluxjax.simulation.workload import Workload
+from sharding.cost import ModelSizes
 
 SEEDS = 16
 PROMPTS = list(range(128))
@@ -73,7 +74,7 @@ def test_short_rounds_are_short(rollouts_14b):
 def test_parallelism_relieves_the_cache():
     """Figure 6: Qwen3-8B/32k on eight GPUs, short rounds; with two GPUs an engine, 21.1 % fewer preemptions and
     25 % less time. How long its answers are is not said; the median is chosen for that."""
-    hardware = Hardware(QWEN3_8B)
+    hardware = Hardware(ModelSizes("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936))
     setup = dataclasses.replace(setup_of("7b"), hardware=hardware, gpus=8, max_new_tokens=32768, median=3400.0)
     steps = {
         degree: [

@@ -1,7 +1,6 @@
 """The real coordinator on a simulated cluster: agrees with a step worked out by hand, repeats itself, loses nothing."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -12,13 +11,14 @@ import pytest
 from by_hand import roll_out, setup_of, workload
 from conftest import ROOT
 from histories import History, scenario
+from promises import misplaced
 
 from fluxjax import simulate
 from fluxjax.base.types import Response
 from fluxjax.config import cli
-from fluxjax.coordinator import messages, parallelism
+from fluxjax.coordinator import messages
+from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import Event, Instruction, PublishWeights, ResponseFinished, RewardReady, Train
-from fluxjax.coordinator.parallelism import ParallelismPlanner
 from fluxjax.coordinator.policies.rounds import Rounds
 from fluxjax.simulation.options import SimulateConfig
 from fluxjax.simulation.simulated_run import make_cluster
@@ -145,7 +145,7 @@ def test_training_begins_before_a_batch_is_complete():
 
 def test_engines_change_their_degree(monkeypatch):
     """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
-    monkeypatch.setattr(parallelism, "ParallelismPlanner", functools.partial(ParallelismPlanner, calm=2))
+    monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     watched = Watched(configuration("parallelism.enabled=True", "steps=4"))
     assert [(order.degree, order.engines) for order in watched.all(messages.ParallelismSet)] == [(1, 8)]
     assert watched.cluster.coordinator.ledger.trained == 64
@@ -197,11 +197,15 @@ class TestFaultHistories:
     def test_a_wrong_version_is_noticed(self):
         history = History(scenario(0))
         assert history.run() == ""
-        version, group = history.groups[0]
-        history.groups.append((version, group))
-        assert "prompts that are not in one place" in next(history._wrong())
-        history.groups[-1] = (version + 9, group)
-        assert any("was trained on at version" in wrong for wrong in history._wrong_group(version + 9, group))
+        history.promises.books.version += 9
+        history.promises._learns(history.groups[:1])
+        assert "of versions [0] is trained on" in history.promises.wrong[0]
+
+    def test_a_group_trained_on_twice_is_noticed(self):
+        history = History(scenario(0))
+        assert history.run() == ""
+        draws = [group.prompt.draw for group in history.groups]
+        assert misplaced(history.cluster.coordinator, [*draws, draws[0]]) == {draws[0]: 1}
 
     def test_versions_are_served_in_order(self):
         history = History(scenario(2))

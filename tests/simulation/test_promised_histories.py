@@ -30,7 +30,7 @@ def test_histories_have_everything_in_them() -> None:
 def test_a_broken_promise_is_a_finding() -> None:
     history = History(scenario(0))
     assert history.run() == ""
-    group = history.groups[0][1]
+    group = history.groups[0]
     history = History(scenario(0))
     inner = history.cluster.watch
     assert inner is not None

@@ -8,8 +8,7 @@ import pytest
 import scipy.stats
 
 from fluxjax.simulation.clock import Clock
-from fluxjax.simulation.draws import exponential, key, uniform
-from fluxjax.simulation.faults import FaultPlan, FaultRates
+from fluxjax.simulation.faults import FaultPlan, FaultRates, exponential, key, uniform
 from fluxjax.simulation.hardware import HARDWARE
 from fluxjax.simulation.options import SimulationConfig
 from fluxjax.simulation.reward_stage import Servers

@@ -83,4 +83,4 @@ def _oldest_first(entry: Entry) -> tuple[int, int]:
 def _left(coordinator: Coordinator, entry: Entry) -> float:
     """Predicts the remaining tokens of the prompt's longest response."""
     begun = [response.num_tokens for response in entry.begun.values()] or [0]
-    return max(coordinator.lengths.predict(entry.prompt, running=tokens).mean - tokens for tokens in begun)
+    return max(coordinator.lengths.predict(entry.prompt, running=tokens) - tokens for tokens in begun)

@@ -1,4 +1,5 @@
-"""The common part of policies that train in rounds: scoring, failures, and the actions between two rounds.
+"""The common part of policies that train in rounds: scoring, failures, and the actions between two rounds. Then the
+simplest of these policies, `Synchronous`.
 
 A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
@@ -121,8 +122,7 @@ class Rounds(Base, abc.ABC):
     def _given_up(self, coordinator: Coordinator) -> bool:
         """Returns whether a stop ends the round at once: with dynamic sampling, its step may end late or never. Scored
         groups stay in the books, and the resumed run continues with them."""
-        dropped = coordinator.ledger.dropped.count
-        return bool(coordinator.stop_reason and dropped and self._missing(coordinator) > 0)
+        return bool(coordinator.stop_reason and coordinator.ledger.dropped and self._missing(coordinator) > 0)
 
     def _missing(self, coordinator: Coordinator) -> int:
         """Returns the number of groups that the step still lacks."""
@@ -220,6 +220,32 @@ def generate(
             count, wanted, temperature = entry.n, entry.need, first.temperature
         else:
             count, wanted, temperature = n, need, coordinator.scheduled("temperature", None, entry.prompt)
-        loads[engine] += count * coordinator.lengths.predict(entry.prompt).mean
+        loads[engine] += count * coordinator.lengths.predict(entry.prompt)
         requests.append(messages.Request(entry.prompt, count, entry.attempt + 1, wanted, engine, begun, temperature))
     return [messages.Generate(tuple(requests))]
+
+
+class Synchronous(Rounds):
+    """Strictly on-policy training, step by step: the reference that every other policy is compared with.
+
+    One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
+    ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
+    when nothing is in flight. All that follows from the books: the policy has no state of its own.
+    """
+
+    def _in_round(self, coordinator: Coordinator) -> bool:
+        return coordinator.ledger.live > 0
+
+    def _round(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
+        ledger, settings = coordinator.ledger, coordinator.settings
+        size = settings.group_size
+        missing = settings.prompts_per_step - ledger.live
+        if missing > 0 and not coordinator.exhausted:
+            return [messages.DrawPrompts(missing)]
+        # A prompt is deferred if its engine was lent, or if another policy's run was resumed with this policy.
+        if waiting := ledger.at(PromptStage.DEFERRED, PromptStage.WAITING):
+            moving = {entry.prompt.draw for entry in self._moving(coordinator) if entry.need == size}
+            return generate(coordinator, waiting, size, size, keep=lambda entry: entry.prompt.draw in moving)
+        if ledger.count(PromptStage.RUNNING, PromptStage.STOPPING, PromptStage.COMPLETE) or coordinator.awaiting:
+            return []
+        return self._train(coordinator, ledger.at(PromptStage.SCORED))

@@ -70,7 +70,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
     """
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
-        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest).mean
+        tokens = entry.prompt.tokens + coordinator.lengths.predict(entry.prompt, running=entry.longest)
         total += (entry.n - len(entry.responses)) * max(tokens, reserved)
     return total
 
