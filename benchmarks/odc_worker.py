@@ -75,7 +75,7 @@ class Minibatches:
         lengths = tuple(schedule.lengths[i] for i, _ in order)
         degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
         work = tuple(schedule.work[i] for i, _ in order)
-        plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), lengths, degrees, firsts))
+        plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), degrees, firsts))
         return batch_of(plan, self._vocabulary, [i for i, _ in order])
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.limits import Placement, Problem, planner, pose
-from sharding.planner.partition import karmarkar_karp, longest_first
+from sharding.planner.limits import Placement, Problem, pose
+from sharding.planner.packing import karmarkar_karp, longest_first
 from sharding.planner.plan import ShardPlan
 
 CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
@@ -23,6 +23,23 @@ def balance_bound(
     problem = pose(lengths, num_devices, limits, work)
     mean = float(problem.work_I.sum()) / num_devices
     return problem.least_compute / mean if mean else 1.0
+
+
+def planner(place: Callable[[Problem], Placement]) -> Callable[..., ShardPlan]:
+    """Makes a planner of `place(problem)`. It has `pose`'s arguments and errors."""
+
+    def plan(
+        lengths: Sequence[int] | np.ndarray,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+    ) -> ShardPlan:
+        problem = pose(lengths, num_devices, limits or Limits(), work)
+        return problem.plan(*place(problem))
+
+    plan.__name__, plan.__doc__ = place.__name__, place.__doc__
+    return plan
 
 
 @planner

@@ -136,7 +136,7 @@ class Collective:
                 firsts.append(device)
         lengths = (*plan.lengths, *(tokens_of(items, piece) for piece in taken))
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
-        packed = rounds(plan.num_devices, lengths, degrees, all_firsts)
+        packed = rounds(plan.num_devices, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:

@@ -1,21 +1,22 @@
-"""FlexUlysses gives every sequence its own degree, so that all devices compute for equally long and little is sent.
+"""Planners of sequences: `ulysses` gives all of them one degree, FlexUlysses gives each its own degree, so that all
+devices compute for equally long and little is sent.
 
-Objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load within
-`Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then traffic. A
-placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the tree of
-groups (`descend`) and pairs of groups exchange sequences (`exchange`), which takes milliseconds and is nearly always
-good. Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
+Its objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load
+within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then
+traffic. A placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the
+tree of groups and pairs of groups exchange sequences (`descend`), which takes milliseconds and is nearly always good.
+Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from .descend import Descent
-from .exchange import Exchange
-from .limits import Limits, Placement, PlanCost, Problem, pose
-from .partition import longest_first
+from .descend import Descent, Exchange
+from .limits import Limits, Placement, Problem, pose
+from .packing import longest_first
 from .placement import blocks, dealt, largest, score, weights
 from .plan import PlanError, ShardPlan
 from .search import redealt, search, top_degree
@@ -25,6 +26,32 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a 
 MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
+
+
+class PlanCost(Protocol):
+    """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
+
+    def step_seconds(self, plan: ShardPlan, /) -> float: ...
+
+
+def ulysses(
+    lengths: Sequence[int] | np.ndarray,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+    degree: int = 8,
+) -> ShardPlan:
+    """Puts every sequence on `degree` devices: longest (by work) first, each to the group with the least work so far.
+
+    Arguments and errors are those of `flex_ulysses`. Raises PlanError, too, for a degree that the number of devices or
+    heads does not allow.
+    """
+    problem = pose(lengths, num_devices, limits or Limits(), work)
+    if degree < 1 or degree & (degree - 1) or degree > problem.max_degree:
+        raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
+    groups = longest_first(problem.work_I, problem.num_devices // degree)
+    return problem.plan([degree] * len(groups), [degree * group for group in groups])
 
 
 def flex_ulysses(
@@ -37,16 +64,16 @@ def flex_ulysses(
 ) -> ShardPlan:
     """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
-    `work` is the compute of each sequence in any unit, `length**2` unless given. A `cost` model (`sharding.cost`)
-    gives it in seconds; then plans are made for several tolerances, and the plan with the shortest step is returned.
-    The same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
+    `work` is the compute of each sequence in any unit, `length**2` unless given. With a `cost` model, plans are made
+    for several tolerances, and the plan with the shortest step is returned. The same arguments give the same plan.
+    Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
         return _plan(pose(lengths, num_devices, limits, work))
     tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[4::3]
     plans = [
-        _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
+        _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
     ]
     seconds = [float(cost.step_seconds(plan)) for plan in plans]

@@ -3,30 +3,13 @@ can place raises here, naming the sequence or field."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import numpy as np
 
 from .plan import PlanError, Round, ShardPlan, rounds
 
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
-
-
-@runtime_checkable
-class SequenceCost(Protocol):
-    """A cost model of sequences, such as `sharding.cost.CostModel`, in seconds."""
-
-    def attention_seconds(self, length: int, /) -> float: ...
-
-    def linear_seconds(self, tokens: int, /) -> float: ...
-
-
-@runtime_checkable
-class PlanCost(Protocol):
-    """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
-
-    def step_seconds(self, plan: ShardPlan, /) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +23,6 @@ class Limits:
     only if one sequence or one block of `max_degree` devices holds more at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
-    `short`, `cap`, `rounds_per_degree`: h_pack, H_pack and the most rounds of dynamic packing, see `plan.rounds`.
     `tau`, `gamma`: degrees above `tau` leave a host, and their traffic counts `gamma` times (SplitCost).
     """
 
@@ -49,20 +31,17 @@ class Limits:
     alpha: float = 1.1
     tolerance: float = 0.025
     tokens_per_device: int = 0
-    short: int = 0
-    cap: int = 0
-    rounds_per_degree: int = 1
     tau: int = 8
     gamma: float = 16.0
 
     def __post_init__(self) -> None:
-        for name in ("max_degree", "num_heads", "tokens_per_device", "short", "cap"):
+        for name in ("max_degree", "num_heads", "tokens_per_device"):
             if getattr(self, name) < 0:
                 raise PlanError(f"limits.{name} is {getattr(self, name)}; use 0 for no bound")
         if self.max_degree & (self.max_degree - 1):
             below = 1 << (self.max_degree.bit_length() - 1)
             raise PlanError(f"limits.max_degree {self.max_degree} is no power of two; use {below} or {2 * below}")
-        least = {"alpha": 1.0, "tolerance": 0.0, "rounds_per_degree": 1, "tau": 1, "gamma": 0.0}
+        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1, "gamma": 0.0}
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
@@ -107,8 +86,7 @@ class Problem:
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
         """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
         lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
-        packing = {"short": self.limits.short, "cap": self.limits.cap, "most": self.limits.rounds_per_degree}
-        executed = rounds(self.num_devices, lengths, degrees, firsts, **packing)
+        executed = rounds(self.num_devices, degrees, firsts)
         if room:
             rows = row_tokens(self.num_devices, lengths, executed)
             if rows.max(initial=0) > room:
@@ -131,36 +109,16 @@ class Problem:
         return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
 
 
-def planner(place: Callable[..., Placement]) -> Callable[..., ShardPlan]:
-    """Makes a planner of `place(problem, **options)`. It has `pose`'s arguments and errors, and options by name."""
-
-    def plan(
-        lengths: Sequence[int] | np.ndarray,
-        num_devices: int,
-        limits: Limits | None = None,
-        *,
-        work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-        cost: SequenceCost | PlanCost | None = None,
-        **options: int,
-    ) -> ShardPlan:
-        problem = pose(lengths, num_devices, limits or Limits(), work, cost)
-        return problem.plan(*place(problem, **options))
-
-    plan.__name__, plan.__doc__ = place.__name__, place.__doc__
-    return plan
-
-
 def pose(
     lengths: Sequence[int] | np.ndarray,
     num_devices: int,
     limits: Limits,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: SequenceCost | PlanCost | None = None,
 ) -> Problem:
     """The problem of placing sequences of `lengths` tokens within `limits`.
 
-    The compute of a sequence is its `work`, or else `cost`'s seconds of attention and linear layers, or else
-    `length**2`. Raises PlanError, naming sequence or field, for a problem that no planner can solve.
+    The compute of a sequence is its `work`, or else `length**2`. Raises PlanError, naming sequence or field, for a
+    problem that no planner can solve.
     """
     degree = limits.degree(num_devices)
     lengths_I = np.asarray(lengths)
@@ -170,13 +128,7 @@ def pose(
     if lengths_I.min(initial=1) < 1:
         index = int(np.argmax(lengths_I < 1))
         raise PlanError(f"sequence {index} has length {lengths_I[index]}; every sequence needs at least one token")
-    if work is not None:
-        work_I = np.asarray(work, float)
-    elif isinstance(cost, SequenceCost):
-        # By attention alone, tokens would stay uneven by up to alpha, and linear work would cost what balance saves.
-        work_I = np.array([float(cost.attention_seconds(n) + cost.linear_seconds(n)) for n in lengths_I.tolist()])
-    else:
-        work_I = lengths_I.astype(float) ** 2
+    work_I = lengths_I.astype(float) ** 2 if work is None else np.asarray(work, float)
     if work_I.shape != lengths_I.shape:
         raise PlanError(f"work has shape {work_I.shape}, but there are {len(lengths_I)} sequences")
     if not (np.isfinite(work_I) & (work_I >= 0)).all():

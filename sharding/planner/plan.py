@@ -8,7 +8,10 @@ multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -120,67 +123,57 @@ def _peak(per_device: np.ndarray) -> float:
     return float(per_device.max()) / mean if mean else 1.0
 
 
-def rounds(
-    num_devices: int,
-    lengths: Sequence[int],
-    degrees: Sequence[int],
-    firsts: Sequence[int],
-    *,
-    short: int = 0,
-    cap: int = 0,
-    most: int = 1,
-) -> tuple[Round, ...]:
-    """Packs the sequences of each group into sequence groups, and these into rounds (dynamic packing, section 3.4).
-
-    Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer
-    sequences stay alone. A degree has at most `most` rounds. It has one if `short` or `cap` is 0, and so has degree 1,
-    which has no all-to-all to hide. A round lasts as long as the longest stream of its groups. Streams are therefore
-    dealt longest first, each to the round that it lengthens least. The longest round of a degree comes first.
-    """
-    packed: list[Round] = []
+def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> tuple[Round, ...]:
+    """One round for each degree, the highest degree first: all sequences of a group are one stream, in their order."""
+    found: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):
-        members: list[list[int]] = [[] for _ in range(num_devices // degree)]
+        groups: list[list[int]] = [[] for _ in range(num_devices // degree)]
         for index, (sharded, first) in enumerate(zip(degrees, firsts, strict=True)):
             if sharded == degree:
-                members[first // degree].append(index)
-        joined = not short or not cap or most == 1 or degree == 1
-        packs = [[indices] if joined and indices else _join(indices, lengths, short, cap) for indices in members]
-        packed.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
-    return tuple(packed)
+                groups[first // degree].append(index)
+        found.append(Round(degree, tuple(map(tuple, groups))))
+    return tuple(found)
 
 
-def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
-    """Sequence groups: long sequences alone, each short one in the first group that has room."""
-    packs = [[i] for i in indices if lengths[i] > short]
-    alone, sizes = len(packs), []
-    for i in (i for i in indices if lengths[i] <= short):
-        fits = next((k for k, size in enumerate(sizes) if size + lengths[i] <= cap), len(sizes))
-        if fits == len(sizes):
-            sizes.append(0)
-            packs.append([])
-        sizes[fits] += lengths[i]
-        packs[alone + fits].append(i)
-    return packs
+class Deal(NamedTuple):
+    """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
+
+    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and compute a part of
+    its query heads each: `kv` KV heads after filling up, each copied `copies` times, with `queries` query heads for
+    each copy. All copies are cut into `degree` consecutive equal parts.
+    """
+
+    degree: int
+    kv: int
+    copies: int
+    queries: int
+
+    @property
+    def local_kv(self) -> int:
+        return self.kv * self.copies // self.degree
+
+    @property
+    def local_queries(self) -> int:
+        return self.local_kv * self.queries
 
 
-def _deal(
-    packs: Sequence[Sequence[list[int]]], lengths: Sequence[int], count: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """`[count][groups]`: the stream of each group in each round. The group with the most tokens is dealt first."""
+@functools.lru_cache
+def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
 
-    def size(pack: Sequence[int]) -> int:
-        return sum(lengths[i] for i in pack)
-
-    totals = [sum(map(size, group)) for group in packs]
-    longest = [0] * count
-    streams: list[list[list[int]]] = [[[] for _ in packs] for _ in range(count)]
-    for group in sorted(range(len(packs)), key=lambda g: (-totals[g], g)):
-        mine = [0] * count
-        for pack in sorted(packs[group], key=lambda pack: (-size(pack), pack[0])):
-            after = [mine[k] + size(pack) for k in range(count)]
-            k = min(range(count), key=lambda k: (max(after[k] - longest[k], 0), after[k], k))
-            mine[k] = after[k]
-            streams[k][group] += pack
-        longest = [max(pair) for pair in zip(longest, mine, strict=True)]
-    order = sorted(range(count), key=lambda k: (-longest[k], k))
-    return [tuple(tuple(sorted(stream)) for stream in streams[k]) for k in order if longest[k]]
+    KV heads that `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
+    `local_queries * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
+    query heads, and ValueError for heads that are no multiple of the KV heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
+    if degree > num_heads:
+        raise PlanError(
+            f"a sequence can't be sharded over {degree} devices by {num_heads} attention heads; lower the degree cap"
+        )
+    ratio = num_heads // num_kv_heads
+    deals = []
+    for copies in range(1, min(degree, ratio) + 1):
+        step = degree // math.gcd(degree, copies)  # KV heads must be a multiple of `step`
+        deals.append(Deal(degree, -(-num_kv_heads // step) * step, copies, -(-ratio // copies)))
+    return min(deals, key=lambda deal: (deal.local_queries, deal.local_kv, deal.copies))

@@ -33,8 +33,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
+from ..planner.plan import Deal, deal_heads
 from .buffers import Spread
-from .heads import Deal, deal_heads
 
 Attention = Callable[[Array, Array, Array], Array]
 

@@ -23,8 +23,9 @@ from benchmarks.cost_fit import (
     published,
     save,
 )
+from benchmarks.dynamic_packing import packed_rounds
 from sharding.cost import AttentionFit, CostError, CostModel, Link, ModelSizes
-from sharding.planner.plan import PlanError, Round, ShardPlan, rounds
+from sharding.planner.plan import PlanError, Round, ShardPlan
 
 H800, H200 = published("h800"), published("h200")
 CLUSTERS = {"h800": H800, "h200": H200}
@@ -45,7 +46,7 @@ TOY = CostModel(
 
 def made(devices: int, lengths, degrees, firsts, **packing) -> ShardPlan:
     work = tuple(float(n) ** 2 for n in lengths)
-    packed = rounds(devices, lengths, degrees, firsts, **packing)
+    packed = packed_rounds(devices, lengths, degrees, firsts, **packing)
     return ShardPlan(devices, tuple(lengths), work, tuple(degrees), tuple(firsts), packed)
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from turns import third_of
 
+from benchmarks.dynamic_packing import packed_rounds, repacked
 from benchmarks.plan_picture import draw, summary
 from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, flexrl, greedy
 from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.limits import least_load, row_tokens
-from sharding.planner.plan import PlanError, ShardPlan, rounds
+from sharding.planner.plan import PlanError, ShardPlan
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 20_000), min_size=1, max_size=60),
@@ -35,14 +36,14 @@ def traffic(plan: ShardPlan) -> float:
 @settings(max_examples=third_of(25), deadline=None)
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())
 def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, heads: int, packed: bool) -> None:
-    packing = {"short": 1000, "cap": 4000, "rounds_per_degree": 3} if packed else {}
-    limits = Limits(num_heads=heads, **packing)
+    limits = Limits(num_heads=heads)
     plan = flex_ulysses(lengths, num_devices, limits)  # the plan itself checks groups, nesting and rounds
     assert plan.lengths == tuple(lengths)
     assert max(plan.degrees) <= min(num_devices & -num_devices, heads or num_devices)
     assert plan == flex_ulysses(np.array(lengths), num_devices, limits)
+    plan = repacked(plan, short=1000, cap=4000, most=3) if packed else plan
     assert plan_of(text_of(plan)) == plan
-    assert all(sum(one.degree == p for one in plan.rounds) <= limits.rounds_per_degree for p in plan.degrees)
+    assert all(sum(one.degree == p for one in plan.rounds) <= (3 if packed else 1) for p in plan.degrees)
     assert plan.balance >= balance_bound(lengths, num_devices, limits) - 1e-9
 
 
@@ -147,12 +148,6 @@ class Cost:
 
     wire: float
 
-    def attention_seconds(self, length: int, degree: int = 1) -> float:
-        return length**2 / degree
-
-    def linear_seconds(self, tokens: int) -> float:
-        return 0.0
-
     def step_seconds(self, plan: ShardPlan) -> float:
         return float((plan.compute() + self.wire * plan.traffic()).max())
 
@@ -237,18 +232,18 @@ def test_nothing_to_plan() -> None:
 
 def test_rounds_of_a_degree_are_even() -> None:
     lengths = [900, 800, 500, 400, 300, 200, 100, 90, 80, 1000, 700, 650, 620]
-    made = rounds(4, lengths, [2] * 13, [0] * 9 + [2] * 4, short=250, cap=400, most=3)
+    made = packed_rounds(4, lengths, [2] * 13, [0] * 9 + [2] * 4, short=250, cap=400, most=3)
     streams = [[sum(lengths[i] for i in members) for members in one.groups] for one in made]
     longest = [max(stream) for stream in streams]
     assert len(made) == 3
     assert sum(longest) <= 3370 * 1.2  # the tokens of the fuller group: no round is long for one group alone
     assert longest == sorted(longest, reverse=True)
     assert sum(map(sum, streams)) == sum(lengths)
-    assert len(rounds(4, lengths, [1] * 13, [0] * 13, short=250, cap=400, most=3)) == 1
+    assert len(packed_rounds(4, lengths, [1] * 13, [0] * 13, short=250, cap=400, most=3)) == 1
 
 
 def test_short_sequences_are_joined_up_to_the_cap() -> None:
-    made = rounds(2, [100] * 10 + [900], [2] * 11, [0] * 11, short=200, cap=300, most=9)
+    made = packed_rounds(2, [100] * 10 + [900], [2] * 11, [0] * 11, short=200, cap=300, most=9)
     sizes = [sum(100 if i < 10 else 900 for i in one.groups[0]) for one in made]
     assert sizes == [900, 300, 300, 300, 100]
 

@@ -8,7 +8,7 @@ from turns import third_of
 
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.planner import Limits, ulysses
-from sharding.planner.partition import longest_first
+from sharding.planner.packing import longest_first
 from sharding.planner.plan import PlanError
 
 
@@ -56,5 +56,5 @@ def test_the_papers_merge_by_hand() -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.sampled_from([2, 4, 8, 12]))
 def test_all_of_them_place_everything(lengths: list[int], num_devices: int) -> None:
     for planner in (flexrl, bucketing, greedy):
-        plan = planner(lengths, num_devices, Limits(rounds_per_degree=2, short=100, cap=400))
+        plan = planner(lengths, num_devices, Limits())
         assert abs(plan.compute().sum() - sum(n * n for n in lengths)) <= 1e-6 * sum(n * n for n in lengths)

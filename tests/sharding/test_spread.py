@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from turns import third_of
 
+from benchmarks.dynamic_packing import packed_rounds
 from sharding.mesh import binary_axes, make_mesh
-from sharding.planner.plan import PlanError, ShardPlan, rounds
+from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import SizedLayout, lay, size_cost
 from sharding.spread.route import route
 from sharding.spread.shapes import ShapeBook, round_up
@@ -31,7 +32,7 @@ def choices(draw):
 
 
 def make_plan(lengths, degrees, firsts, most=1, devices=DEVICES) -> ShardPlan:
-    packed = rounds(devices, lengths, degrees, firsts, short=20, cap=50, most=most)
+    packed = packed_rounds(devices, lengths, degrees, firsts, short=20, cap=50, most=most)
     work = tuple(float(n * n) for n in lengths)
     return ShardPlan(devices, tuple(lengths), work, tuple(degrees), tuple(firsts), packed)
 
