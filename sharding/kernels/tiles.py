@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..target import target
-from . import flash, triton_launch
+from ..target import target, varying_zero
+from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach
 FLOOR = -1e20  # the least running maximum, far above MASKED: a query that reaches no key gets weights of 0
@@ -132,7 +132,7 @@ def forward(
         return out[0], lse
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
-    zero = triton_launch.varying_zero(q, k, v, tiles.count)
+    zero = varying_zero(q, k, v, tiles.count)
     sums = jnp.zeros(q.shape, jnp.float32) + zero
     total = jnp.zeros(q.shape[:3], jnp.float32) + zero
 
@@ -175,7 +175,7 @@ def backward(
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    zero = triton_launch.varying_zero(q, k, v, dout, tiles.count)
+    zero = varying_zero(q, k, v, dout, tiles.count)
 
     def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = carry

@@ -13,7 +13,7 @@ from cuda_ahead import run_ahead, run_on_gpu
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
 from turns import by_turns
 
-from sharding.kernels import head, triton_launch
+from sharding import vocab
 from sharding.target import Target, compiling_for
 
 PROGRAM = pathlib.Path(__file__).with_name("head_program.py")
@@ -76,12 +76,12 @@ def test_values_and_gradients_on_a_gpu():
 
 
 def test_cpus_and_old_gpus_compute_portably(monkeypatch):
-    monkeypatch.setattr(triton_launch, "_importable", lambda: True)
+    monkeypatch.setattr("sharding.target._importable", lambda: True)
     hidden, weights = jnp.zeros((1, 8, 64)), jnp.zeros((32, 64))
-    assert not head.chosen(hidden, weights)
+    assert not vocab.chosen(hidden, weights)
     with compiling_for(Target("gpu", 75)):
-        assert not head.chosen(hidden, weights)
+        assert not vocab.chosen(hidden, weights)
     with compiling_for(Target("gpu", 90)):
-        assert head.chosen(hidden, weights)
-        assert not head.chosen(hidden, weights.astype(jnp.bfloat16))
-        assert not head.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))
+        assert vocab.chosen(hidden, weights)
+        assert not vocab.chosen(hidden, weights.astype(jnp.bfloat16))
+        assert not vocab.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.kernels import packed
-from sharding.kernels.attention import Mask, attention
+from sharding.kernels.attention import LONG_ROW, Mask, attention, packed_attention
 
 B, N, K, H = 2, 4, 2, 8
 
@@ -34,23 +33,23 @@ def grads(attend, tokens):
     return out, *grads
 
 
-@pytest.mark.parametrize("tokens", [packed.LONG_ROW - 1, packed.LONG_ROW + 61])
+@pytest.mark.parametrize("tokens", [LONG_ROW - 1, LONG_ROW + 61])
 def test_equals_whole_rows(tokens):
     segments, branches = rows(tokens)
     want = grads(lambda q, k, v: attention(q, k, v, Mask(segments, branches)), tokens)
-    got = grads(lambda q, k, v: packed.packed_attention(segments, branches)(q, k, v), tokens)
+    got = grads(lambda q, k, v: packed_attention(segments, branches)(q, k, v), tokens)
     for have, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(have, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     assert not np.asarray(got[0])[np.asarray(segments) == 0].any()
 
 
 def test_long_rows_have_no_whole_scores():
-    tokens = 2 * packed.LONG_ROW
+    tokens = 2 * LONG_ROW
     segments, branches = rows(tokens)
     qkv = [jax.ShapeDtypeStruct((B, tokens, heads, H), jnp.float32) for heads in (N, K, K)]
 
     def loss(q, k, v):
-        return jnp.sum(packed.packed_attention(segments, branches)(q, k, v))
+        return jnp.sum(packed_attention(segments, branches)(q, k, v))
 
     temporaries = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*qkv).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < 4 * B * N * tokens * tokens / 4
