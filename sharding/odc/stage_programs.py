@@ -14,10 +14,8 @@ from jaxtyping import PyTree
 from ..fsdp import Fsdp
 from ..walk import REMAT, Forward, Loss, Params
 from .flat import ParameterRows
-from .pushed_gradients import Key
-from .stages import Arrays, Layer, Stage, Step, cut
-from .trace import MarkingWalk
-from .traffic import Row
+from .stages import Arrays, Layer, MarkingWalk, Stage, Step, cut
+from .traffic import Key, Row
 
 T = TypeVar("T")
 Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> complete weights
@@ -58,7 +56,7 @@ class StagedMicrobatch:
         return self._jitted(step, _backward)
 
     def infer(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> outputs`, which saves no values."""
+        """The program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
         return self._jitted(step, _infer)
 
     def _jitted(self, step: Step, build: Callable[[Stage, Whole, str], Callable]) -> Callable:
@@ -165,7 +163,7 @@ def _backward(stage: Stage, whole: Whole, remat: str) -> Callable:
 
 
 def _infer(stage: Stage, whole: Whole, remat: str) -> Callable:
-    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
+    return lambda rows, values, layer: (stage.function(whole(rows), values, layer), None)
 
 
 def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:

@@ -16,11 +16,10 @@ from toy import assert_equal, loss, make_batch, strategy, toy
 
 from sharding.mesh import MeshError
 from sharding.odc import Odc, OdcError
+from sharding.odc.executor import Worker
 from sharding.odc.flat import ParameterRows
-from sharding.odc.stages import StageError, cut
-from sharding.odc.trace import MarkingWalk
+from sharding.odc.stages import MarkingWalk, StageError, cut
 from sharding.odc.traffic import Itinerary, Window
-from sharding.odc.worker import Worker
 from sharding.walk import Tally, Walk
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
