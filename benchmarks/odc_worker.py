@@ -34,11 +34,11 @@ from fluxjax.config import ODC, STRATEGIES, Config, Remat
 from fluxjax.learner.learner import Learner
 from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
-from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
 from sharding.odc import Odc
 from sharding.planner.plan import ShardPlan, rounds
+from sharding.walk import Fsdp
 
 
 class Minibatches:

@@ -27,12 +27,11 @@ from benchmarks.plan_text import plan_of
 from models.config import Qwen2Config, TextConfig
 from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
-from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay
 from sharding.spread.shapes import round_up
-from sharding.walk import Tally, Walk
+from sharding.walk import Fsdp, Tally, Walk
 
 
 def text_model(sizes: dict[str, int]) -> Decoder:

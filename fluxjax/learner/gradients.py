@@ -19,10 +19,9 @@ from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from models.registry import abstract
 from sharding import low_rank
-from sharding.fsdp import Fsdp
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
-from sharding.walk import Params, Tally, Walk
+from sharding.walk import Fsdp, Params, Tally, Walk
 from sharding.weights import by_path, with_shardings
 
 from ..algorithms import importance

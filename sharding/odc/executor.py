@@ -19,10 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
 from ..links import LinkError, Links
 from ..mesh import Device
-from ..walk import Forward, Loss, Params, Tally
+from ..walk import Forward, Fsdp, Loss, Params, Tally
 from . import OdcError
 from .flat import ParameterRows
 from .stage_programs import StagedMicrobatch, StagePrograms

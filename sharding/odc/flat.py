@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
 from ..mesh import group_axes
-from ..walk import Params
-from ..weights import WeightSpec
+from ..walk import Fsdp, Params
+from ..weights import WeightSpec, cut_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ class ParameterRows:
         self._shapes = [leaf.shape for leaf in leaves]
         self._dtypes = [leaf.dtype for leaf in leaves]
         declared = jax.tree.leaves(strategy.specs, is_leaf=lambda leaf: isinstance(leaf, WeightSpec))
-        self._cuts = [strategy.rules.cut(spec, mesh) for spec in declared]
+        self._cuts = [cut_of(spec, mesh) for spec in declared]
         self.units = tuple(self._unit(members, declared) for members in _modules(declared, strategy.abstract))
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]

@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
-from ..walk import REMAT, Forward, Loss, Params
+from ..walk import REMAT, Forward, Fsdp, Loss, Params
 from .flat import ParameterRows
 from .stages import Arrays, Layer, MarkingWalk, Stage, Step, cut
 from .traffic import Key, Row
