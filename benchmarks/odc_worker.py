@@ -36,7 +36,7 @@ from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
-from sharding.odc import Odc
+from sharding.odc.executor import Odc
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.walk import Fsdp
 

@@ -30,7 +30,7 @@ from ..batch.composition import Microbatch
 from ..config import ODC, AlgorithmConfig, Config, ConfigError, Remat
 
 if TYPE_CHECKING:
-    from sharding.odc import Odc
+    from sharding.odc.executor import Odc
 
     from ..data.materializer import Materializer
 
@@ -225,7 +225,7 @@ class Gradients:
     def odc(self) -> Odc:
         """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
         be cut into."""
-        from sharding.odc import Odc
+        from sharding.odc.executor import Odc
 
         settings, chosen = self._config.sharding, self._config.sharding.strategy
         assert isinstance(chosen, ODC)

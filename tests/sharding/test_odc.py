@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from toy import assert_equal, loss, make_batch, strategy, toy
 
 from sharding.mesh import MeshError
-from sharding.odc import Odc, OdcError
-from sharding.odc.executor import Worker
+from sharding.odc import OdcError
+from sharding.odc.executor import Odc, Worker
 from sharding.odc.flat import ParameterRows
 from sharding.odc.stages import MarkingWalk, StageError, cut
 from sharding.odc.traffic import Itinerary, Window
