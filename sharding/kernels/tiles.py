@@ -72,27 +72,11 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     tiles, tile = segments.shape
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
-    # The tile in which each token's segment begins.
+    # The tile in which each token's segment begins; no tile of keys before the first of these is needed.
     first = order[jnp.searchsorted(ranked, segments, method="sort")] // tile
-    most = jnp.iinfo(jnp.int32).max
-    real = segments != 0
-
-    def ends(x: Array) -> tuple[Array, Array]:
-        """Smallest and largest value of the tokens of each tile; an empty range if all are padding."""
-        return jnp.where(real, x, most).min(axis=1), jnp.where(real, x, -1).max(axis=1)
-
-    lowest, highest = ends(segments)
-    low_branch, high_branch = ends(branches)
-    since = ends(first)[0]
-
-    def overlap(low: Array, high: Array) -> Array:
-        return (low[:, None] <= high[None, :]) & (low[None, :] <= high[:, None])
-
-    index = jnp.arange(tiles)
-    active = (index[None, :] <= index[:, None]) & (index[None, :] >= since[:, None]) & overlap(lowest, highest)
-    single = lowest == highest
-    one_segment = single[:, None] & single[None, :]  # the same one: otherwise the ranges would not overlap
-    active &= ~one_segment | (low_branch == 0)[None, :] | overlap(low_branch, high_branch)
+    since = jnp.where(segments != 0, first, jnp.iinfo(jnp.int32).max).min(axis=1)
+    table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
+    active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
 

@@ -64,7 +64,6 @@ class ShardPlan:
         degrees = [round.degree for round in self.rounds]
         if degrees != sorted(degrees, reverse=True):
             raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
-        seen: list[int] = []
         for round in self.rounds:
             if round.degree < 1 or round.degree & (round.degree - 1) or self.num_devices % round.degree:
                 raise PlanError(
@@ -72,15 +71,14 @@ class ShardPlan:
                 )
             if len(round.groups) != self.num_devices // round.degree:
                 raise PlanError(f"a round of degree {round.degree} needs {self.num_devices // round.degree} groups")
-            for group, members in enumerate(round.groups):
-                for index in members:
-                    if not 0 <= index < count:
-                        raise PlanError(f"a round names sequence {index}, but there are {count}")
-                    if self.degrees[index] != round.degree or self.firsts[index] != group * round.degree:
-                        raise PlanError(f"sequence {index} stands in a round of another group than its own")
-                    seen.append(index)
-        if sorted(seen) != list(range(count)):
-            raise PlanError("each sequence must stand in exactly one round")
+        placed = sorted(
+            (index, round.degree, group * round.degree)
+            for round in self.rounds
+            for group, members in enumerate(round.groups)
+            for index in members
+        )
+        if placed != list(zip(range(count), self.degrees, self.firsts, strict=True)):
+            raise PlanError("each sequence must stand in exactly one round, and there on its own group")
 
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
