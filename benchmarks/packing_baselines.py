@@ -18,9 +18,8 @@ import numpy as np
 from benchmarks.cost_fit import forward_seconds
 from sharding.cost import CostModel
 from sharding.planner import packing
-from sharding.planner.limits import Limits, Problem, pose
 from sharding.planner.packing import as_many_each, fewest, karmarkar_karp, packed, shares_of
-from sharding.planner.plan import PlanError
+from sharding.planner.plan import Limits, PlanError, Problem, pose
 
 Lengths = Sequence[int] | np.ndarray
 Cost = CostModel | Callable[[int], float] | None

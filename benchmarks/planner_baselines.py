@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.limits import Placement, Problem, pose
 from sharding.planner.packing import karmarkar_karp, longest_first
-from sharding.planner.plan import ShardPlan
+from sharding.planner.plan import Placement, Problem, ShardPlan, pose
 
 CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
 EPS = 1e-9

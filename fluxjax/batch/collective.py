@@ -12,8 +12,7 @@ import numpy as np
 from models.config import TextConfig, VisionConfig
 from models.processing.vision_input import common_bound
 from sharding.mesh import replica_size
-from sharding.planner.limits import row_tokens
-from sharding.planner.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan, rounds, row_tokens
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 

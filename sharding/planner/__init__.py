@@ -12,7 +12,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .flex import flex_ulysses, ulysses
-    from .limits import Limits
+    from .plan import Limits
     from .vision_units import VisionPlan, spread_vision
 
 __all__ = [
@@ -25,6 +25,6 @@ __all__ = [
 __getattr__ = door(
     __name__,
     flex=("flex_ulysses", "ulysses"),
-    limits=("Limits",),
+    plan=("Limits",),
     vision_units=("VisionPlan", "spread_vision"),
 )

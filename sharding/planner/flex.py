@@ -15,10 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from .descend import Descent, Exchange
-from .limits import Limits, Placement, Problem, pose
 from .packing import longest_first
 from .placement import blocks, dealt, largest, score, weights
-from .plan import PlanError, ShardPlan
+from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many

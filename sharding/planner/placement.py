@@ -3,8 +3,7 @@
 import numpy as np
 
 from .descend import HARD, halves
-from .limits import Placement, Problem
-from .plan import over_devices
+from .plan import Placement, Problem, over_devices
 
 SPARE = 0.03  # share of the memory limit left free, so that the devices within a block can even out
 MEMORY = 100.0  # the weight of exceeding the memory limit, against compute

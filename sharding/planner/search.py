@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .limits import Placement, Problem
 from .placement import Score, dealt, score, shares, weights
+from .plan import Placement, Problem
 
 # For each beam: the weight of unevenness, and the share of the limits that it aims at, since the last sequences exceed
 # that a little. No pair is best for all problems.

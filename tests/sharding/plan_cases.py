@@ -21,8 +21,7 @@ import numpy as np  # noqa: E402
 from plan_bounds import least_balance, least_traffic  # noqa: E402
 
 from sharding.planner import Limits, flex_ulysses  # noqa: E402
-from sharding.planner.limits import least_load  # noqa: E402
-from sharding.planner.plan import ShardPlan  # noqa: E402
+from sharding.planner.plan import ShardPlan, least_load  # noqa: E402
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 BALANCE, MEMORY, TRAFFIC = 1.03, 1.10, 0.85  # traffic: of fixed degree 8

@@ -16,8 +16,7 @@ from benchmarks.plan_picture import draw, summary
 from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, flexrl, greedy
 from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.limits import least_load, row_tokens
-from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.plan import PlanError, ShardPlan, least_load, row_tokens
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 20_000), min_size=1, max_size=60),

@@ -10,8 +10,8 @@ from plan_bounds import least_balance, least_traffic
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import flexrl
 from sharding.planner import Limits, flex_ulysses
-from sharding.planner.limits import pose
 from sharding.planner.placement import score
+from sharding.planner.plan import pose
 from sharding.planner.search import regrouped
 
 SYNTHETIC = plan_cases.synthetic_pools()
