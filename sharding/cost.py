@@ -143,28 +143,19 @@ class CostModel:
         """Reads a file, for its own model or another. Raises CostError, with the path, for a file that is
         missing or is something else."""
         try:
-            loaded = CostModel.from_json(pathlib.Path(path).read_text())
-        except OSError as error:
-            raise CostError(
-                f"no cost model at {path}: {error.strerror}; `python benchmarks/calibrate.py --out {path}` measures one"
-            ) from error
-        except (CostError, UnicodeDecodeError) as error:
-            raise CostError(f"{path}: {error}") from error
-        return loaded.of(model) if model else loaded
-
-    @staticmethod
-    def from_json(text: str) -> CostModel:
-        """Reads the text of a file. Raises CostError for anything else."""
-        try:
-            raw = json.loads(text)
+            raw = json.loads(pathlib.Path(path).read_text())
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
             links = {name: Link(**raw[name]) if raw[name] else None for name in ("within", "across")}
             read = CostModel(**{**raw, **parts, **links})
             if not all(map(np.isfinite, (read.linear_seconds(1), read.attention_seconds(1)))) or read.node < 1:
-                raise CostError("this is no cost model: its figures are not positive and finite")
-            return read
-        except (AttributeError, KeyError, TypeError, ZeroDivisionError, json.JSONDecodeError) as error:
-            raise CostError(f"this is no cost model: {type(error).__name__} {error}") from error
+                raise ValueError("its figures are not positive and finite")
+        except OSError as error:
+            raise CostError(
+                f"no cost model at {path}: {error.strerror}; `python benchmarks/calibrate.py --out {path}` measures one"
+            ) from error
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CostError(f"{path}: this is no cost model: {type(error).__name__} {error}") from error
+        return read.of(model) if model else read
 
     def of(self, model: ModelSizes) -> CostModel:
         """Returns the same hardware with another model: FLOPs and bytes in proportion."""
