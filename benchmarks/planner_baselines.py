@@ -157,7 +157,7 @@ class _FlexRL:
             compute[device] += self.problem.work_I[i]
 
     def _split_cost(self, i: int, degree: int) -> float:
-        return self.lengths[i] * self.problem.weight(degree) / degree
+        return self.lengths[i] * self.problem.weights[degree.bit_length() - 1] / degree
 
 
 PLANNERS: dict[str, Callable[..., ShardPlan]] = {

@@ -49,13 +49,9 @@ def replica_size(num_devices: int) -> int:
     return num_devices & -num_devices
 
 
-def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
-    """The trailing axes whose product is `degree`: the axes of a nested group. Degree 1 is no axis at all."""
-    return trailing(mesh.axis_names[1:], degree)
-
-
-def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
-    """The last `log2(degree)` of these axes of size two. Raises MeshError for a degree that no product of them has."""
+def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
+    """The last `log2(degree)` of a mesh's axes of size two: the axes of a nested group; for degree 1 no axis at all.
+    Raises MeshError for a degree that no product of them has."""
     twos = degree.bit_length() - 1
     if degree < 1 or degree != 1 << twos or twos > len(axes):
         raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")

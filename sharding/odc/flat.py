@@ -68,7 +68,7 @@ class ParameterRows:
         self.mesh, self.group = mesh, group or mesh.size
         self._dtype = strategy.compute_dtype
         self._axes = mesh.axis_names
-        inner = self._axes if self.group == mesh.size else group_axes(mesh, self.group)
+        inner = self._axes if self.group == mesh.size else group_axes(self._axes[1:], self.group)
         self._outer = tuple(axis for axis in self._axes if axis not in inner)
         self.outer = mesh.size // self.group
         leaves, self._tree = jax.tree.flatten(strategy.abstract)

@@ -4,7 +4,7 @@ devices compute for equally long and little is sent.
 Its objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load
 within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then
 traffic. A placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the
-tree of groups and pairs of groups exchange sequences (`descend`), which takes milliseconds and is nearly always good.
+tree of groups and pairs of groups exchange sequences (`placement`), which takes milliseconds and is nearly always good.
 Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
 """
 
@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from .descend import Descent, Exchange
 from .packing import longest_first
-from .placement import blocks, dealt, largest, score, weights
+from .placement import Descent, Exchange, blocks, dealt, largest, score
 from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
@@ -162,7 +161,7 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     fullest = np.array([np.bincount(block_I, row, count).max() for row in amounts]) / degree
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits = np.maximum(limits, fullest * (1 + problem.limits.tolerance / 2, 1))
-    descent = Descent(amounts / limits[:, None], weights(problem))
+    descent = Descent(amounts / limits[:, None], problem.weights)
     for block in range(count):
         descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, (1.0, 1.0))
     # No load may exceed its limit, or the largest load so far if that is more.
@@ -172,7 +171,7 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     trials = max(TRIALS * (1 + (problem.num_devices < MANY)), problem.num_devices // 2)
     exchange = Exchange(
         np.array([problem.work_I / work, problem.lengths_I / tokens]),
-        weights(problem),
+        problem.weights,
         degrees,
         firsts,
         problem.num_devices,

@@ -274,9 +274,16 @@ class Problem:
             rounds=executed,
         )
 
-    def weight(self, degree: int) -> float:
-        """The traffic of one token at this degree, summed over its group."""
-        return (degree - 1) / degree * (self.limits.gamma if degree > self.limits.tau else 1.0)
+    @property
+    def weights(self) -> list[float]:
+        """The traffic of one token at degree 1, 2, 4 and so on, summed over its group."""
+        limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]
+        return [(degree - 1) / degree * (limits.gamma if degree > limits.tau else 1.0) for degree in degrees]
+
+    @property
+    def shares(self) -> np.ndarray:
+        """`[2, sequences]`: work and tokens of each sequence in units of one device's limit."""
+        return np.array([self.work_I / (self.compute_limit or 1.0), self.lengths_I / self.memory_limit])
 
 
 def pose(

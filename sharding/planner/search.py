@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .placement import Score, dealt, score, shares, weights
+from .placement import Score, dealt, score
 from .plan import Placement, Problem
 
 # For each beam: the weight of unevenness, and the share of the limits that it aims at, since the last sequences exceed
@@ -47,8 +47,8 @@ def search(
     def score_of(placement: Placement) -> Score:
         return score(problem, placement)
 
-    amounts = shares(problem)
-    weights_K = weights(problem)[: top_degree(problem).bit_length()]
+    amounts = problem.shares
+    weights_K = problem.weights[: top_degree(problem).bit_length()]
     for cells, rounds in RUNGS:
         scored = {score_of(placement): placement for placement in [*found, *beams(problem, cells)]}
         found = [scored[key] for key in sorted(scored)]
@@ -79,7 +79,7 @@ def beams(problem: Problem, cells: int) -> list[Placement]:
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits_SR = np.maximum([limits * aim for _, aim in starts], fullest)
     work, tokens = np.concatenate([padded / aimed[:, None, None] for aimed in limits_SR], 1)
-    weights_K = weights(problem)[: top.bit_length()]
+    weights_K = problem.weights[: top.bit_length()]
     degree, first = beam(
         work, tokens, np.repeat([even for even, _ in starts], count), np.zeros((len(work), 2, size)), weights_K, width
     )
@@ -185,7 +185,7 @@ def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
 
 def top_degree(problem: Problem) -> int:
     """The highest degree to look at first: the degree of a host, or more if the longest sequence needs it."""
-    need = float(shares(problem).max())
+    need = float(problem.shares.max())
     degree = min(1 << (problem.limits.tau.bit_length() - 1), problem.max_degree)
     while degree < problem.max_degree and degree < need:
         degree *= 2
@@ -196,7 +196,7 @@ def redealt(problem: Problem, degree: int) -> list[int]:
     """The block of `degree` devices of each sequence, by repair with blocks in place of devices: slower than `dealt`,
     and better. If the limit of compute can't be met, ever higher limits are tried."""
     block_I = dealt(problem, degree)
-    amounts = shares(problem) / degree
+    amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)
     for allowed in ALLOWED:
         within = amounts / np.array([[allowed], [1.0]])
@@ -275,7 +275,7 @@ def regrouped(problem: Problem, size: int) -> Placement | None:
     count = problem.num_devices // size
     if count not in DIVISIONS:
         return None
-    amounts = shares(problem)
+    amounts = problem.shares
     order = np.argsort(-amounts.max(0), kind="stable")
     most = min(LONGEST, len(order)) + 1
     while True:
@@ -292,7 +292,7 @@ def regrouped(problem: Problem, size: int) -> Placement | None:
     if not len(subsets):
         return None
     everything = (1 << most) - 1
-    weights_K = weights(problem)[: size.bit_length()]
+    weights_K = problem.weights[: size.bit_length()]
     chosen_KI = (subsets[:, None] >> np.arange(len(longest))) & 1 == 1
     priced = amounts[:, None, longest] * chosen_KI
     held = np.zeros((len(subsets), 2, size))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..mesh import binary_axes, trailing
+from ..mesh import binary_axes, group_axes
 from ..planner.plan import PlanError, ShardPlan
 from .shapes import Sizes
 
@@ -43,7 +43,7 @@ class Spread:
 
     def group(self, degree: int) -> tuple[str, ...]:
         """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
-        return trailing(self.axes, degree)
+        return group_axes(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
         """The device's hidden states, followed by the exports of its group of the highest degree."""
