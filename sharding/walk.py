@@ -239,9 +239,7 @@ class Fsdp:
         """
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
-        if jax.process_count() == 1 or _is_abstract(batch):
-            return _put(batch, placed)
-        return jax.tree.map(_from_own_rows, batch, placed)
+        return _put(batch, placed, local=True)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
         """Returns (loss, tally, gradients): loss and tally summed over all devices, gradients laid out like the trained
@@ -324,8 +322,9 @@ class Fsdp:
                 )
 
 
-def _put(tree: Batch, shardings: PyTree) -> Batch:
-    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices.
+def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
+    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices: its
+    part of arrays that all have, or with `local` all of the arrays, which are its rows.
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if _is_abstract(tree):
@@ -336,20 +335,16 @@ def _put(tree: Batch, shardings: PyTree) -> Batch:
     def put(array: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             return jax.device_put(array, sharding)  # already on the mesh
-        whole = np.asarray(array)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        held = np.asarray(array)
+        if local:
+            return jax.make_array_from_process_local_data(sharding, held)
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
     return jax.tree.map(put, tree, shardings)
 
 
 def _is_abstract(tree: PyTree) -> bool:
     return isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct)
-
-
-def _from_own_rows(rows: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-    if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
-        return rows  # already on the mesh
-    return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
 
 
 def own_rows(array: jax.Array) -> np.ndarray:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -24,8 +25,8 @@ from ..mesh import Device
 from ..walk import Forward, Fsdp, Loss, Params, Tally
 from . import OdcError
 from .flat import ParameterRows
-from .stage_programs import StagedMicrobatch, StagePrograms
-from .stages import Step
+from .stage_programs import StagedMicrobatch
+from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 _numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
@@ -219,7 +220,8 @@ class Odc:
         self._links, self._read = links, read
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
-        self._programs = StagePrograms(self._rows, strategy)
+        self._staged: dict[tuple, StagedMicrobatch] = {}
+        self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
         self.last_seconds, self.idle = {}, 0.0
 
@@ -259,9 +261,27 @@ class Odc:
             raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
         if not set(devices) <= set(range(len(self._devices))):
             raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {len(self._devices)}")
-        microbatches = [self._programs.of(function, batch) for batch in batches]
+        microbatches = [self._staged_for(function, batch) for batch in batches]
         shares = [tuple(i for i, d in enumerate(devices) if d == device) for device in range(len(self._devices))]
         return [Task(indices, batches, microbatches) for indices in shares]
+
+    def _staged_for(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
+        """The staged microbatch that computes `function`, the strategy's `loss` or `forward`, for batches like `batch`:
+        one for each shape of a batch."""
+        strategy = self._strategy
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        leaves, tree = jax.tree.flatten(abstract)
+        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+
+        def traced(params: Params, batch: PyTree) -> PyTree:
+            return function(nnx.merge(strategy.graphdef, params), batch, MarkingWalk())
+
+        with self._lock:
+            if name not in self._staged:
+                dtype = strategy.compute_dtype  # that of the rows
+                params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
+                self._staged[name] = StagedMicrobatch(self._rows, traced, params, abstract, strategy.remat)
+            return self._staged[name]
 
     def _run(
         self,

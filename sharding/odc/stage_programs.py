@@ -8,12 +8,11 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import PyTree
 
-from ..walk import REMAT, Forward, Fsdp, Loss, Params
+from ..walk import REMAT, Params
 from .flat import ParameterRows
-from .stages import Arrays, Layer, MarkingWalk, Stage, Step, cut
+from .stages import Arrays, Layer, Stage, Step, cut
 from .traffic import Key, Row
 
 T = TypeVar("T")
@@ -69,32 +68,6 @@ class StagedMicrobatch:
             program = jax.jit(build(step.stage, whole, self._remat))
             self._compiled.setdefault(name, _one_first(program))  # all threads call the same program
         return self._compiled[name]
-
-
-class StagePrograms:
-    """The staged microbatches of a strategy, one for each shape of a batch."""
-
-    def __init__(self, rows: ParameterRows, strategy: Fsdp) -> None:
-        self._rows, self._strategy = rows, strategy
-        self._known: dict[tuple, StagedMicrobatch] = {}
-        self._lock = threading.Lock()
-        dtype = strategy.compute_dtype  # the dtype of the rows
-        self._params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
-
-    def of(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """The microbatch that computes `function`, the strategy's `loss` or its `forward`, for batches like `batch`."""
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-        leaves, tree = jax.tree.flatten(abstract)
-        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
-        with self._lock:
-            if name not in self._known:
-                graphdef = self._strategy.graphdef
-
-                def traced(params: Params, batch: PyTree) -> PyTree:
-                    return function(nnx.merge(graphdef, params), batch, MarkingWalk())
-
-                self._known[name] = StagedMicrobatch(self._rows, traced, self._params, abstract, self._strategy.remat)
-            return self._known[name]
 
 
 def _one_first(program: Callable) -> Callable:

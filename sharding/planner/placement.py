@@ -1,4 +1,4 @@
-"""A placement is a plan in the making. Here are its score, its first blocks, the descent beneath them, and the exchange.
+"""A placement is a plan in the making. Here are its score, its first blocks, the descent beneath them, the exchange.
 
 The descent places sequences from the largest groups down: some stay on all of a group, its two halves share the others.
 A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
