@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import plan_cases
 import pytest
-from plan_bounds import least_balance, least_traffic
+from plan_cases import least_balance, least_traffic
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import flexrl
