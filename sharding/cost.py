@@ -170,10 +170,19 @@ class CostModel:
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
-    def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
+    def all_to_all_seconds(self, tokens: Number, degree: int) -> Number:
         """Seconds of both all-to-alls of `tokens` tokens (a sequence or a stream) over `degree` devices; 0 for one
-        device. Raises CostError for a group wider than a node if no such group was measured."""
-        return float(self._all_to_all(np.asarray(tokens, float), degree)) if tokens else 0.0
+        device and for no tokens. Raises CostError for a group wider than a node if no such group was measured."""
+        tokens = np.asarray(tokens, float)
+        if degree <= 1:
+            return np.zeros_like(tokens)[()]
+        link = self.within if degree <= self.node else self.across
+        if link is None:
+            raise CostError(
+                f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
+            )
+        seconds = self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
+        return np.where(tokens > 0, seconds, 0.0)[()]
 
     def linear_seconds(self, tokens: Number) -> Number:
         """Seconds of projections, MLPs and output head of `tokens` tokens on one device."""
@@ -244,7 +253,7 @@ class CostModel:
             if degree == 1:
                 busy_until[there] += seconds[there]
                 continue
-            wire = self._all_to_all(tokens, degree)
+            wire = np.asarray(self.all_to_all_seconds(tokens, degree))
             queries, kv = self.model.heads_of(degree)
             inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # their share of the bytes; the rest are outputs
             inputs = 1 - inputs if mirrored else inputs
@@ -263,16 +272,6 @@ class CostModel:
         channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
         seconds = self.model.layers * self.attention.seconds(squares, tokens, channels)
         return seconds + self.model.layers * self.attention.per_launch
-
-    def _all_to_all(self, tokens: np.ndarray, degree: int) -> Number:
-        if degree <= 1:
-            return np.zeros_like(tokens)
-        link = self.within if degree <= self.node else self.across
-        if link is None:
-            raise CostError(
-                f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
-            )
-        return self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
 
 
 def _sums(turn: Round, values: np.ndarray) -> np.ndarray:
