@@ -124,12 +124,14 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         if vision is None:
             vision, moved = _planned_vision(case["sequences"], plan, cost.model.patches_per_token)
             route = _route_seconds(moved / devices, cost)
+        tower = float(cost.vision_seconds(vision.max()))  # before the layers: all wait for the slowest
+        towers = (1 + cost.recompute + cost.backward_linear) * tower
         out[name] = {
-            "simulated_update_seconds": cost.step_seconds(plan, patches=vision) + (2 + cost.recompute) * route,
-            "simulated_logprob_seconds": cost.step_seconds(plan, train=False, patches=vision) + route,
+            "simulated_update_seconds": cost.step_seconds(plan) + towers + (2 + cost.recompute) * route,
+            "simulated_logprob_seconds": cost.step_seconds(plan, train=False) + tower + route,
             "simulated_balance": plan.balance,
             "simulated_traffic_tokens": float(plan.traffic().sum()),
-            "simulated_vision_forward_seconds": float(cost.vision_seconds(vision.max())),
+            "simulated_vision_forward_seconds": tower,
         }
 
     for name, planner in (("bucketing", bucketing), ("greedy", greedy)):

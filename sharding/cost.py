@@ -199,26 +199,23 @@ class CostModel:
         plan: ShardPlan,
         *,
         train: bool = True,
-        patches: Sequence[int | float] | np.ndarray | None = None,
         squares: Sequence[int | float] | np.ndarray | None = None,
     ) -> float:
         """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
 
         Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
         (`_attention_ends`). Layers end with the slowest device, because all gather the next layer's weights together.
-        `patches`, `[devices]`, are the patches that each device's vision tower computes. `squares` gives each
-        sequence's attention work: `length**2` unless several responses share a prompt.
+        `squares` gives each sequence's attention work: `length**2` unless several responses share a prompt.
 
-        Not included: gathering weights, reducing gradients, the optimizer, host work.
+        Not included: the vision tower, gathering weights, reducing gradients, the optimizer, host work.
         """
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
         linear = self.linear_seconds(plan.memory())
-        vision = np.max(self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float)))
 
         def one_pass(attention: float, rest: float, *, mirrored: bool = False) -> float:
             ends = self._attention_ends(plan, quadratic, attention, mirrored)
-            return float(np.max(ends + linear * rest) + vision * rest)
+            return float(np.max(ends + linear * rest))
 
         total = one_pass(1.0, 1.0)
         if train:

@@ -220,12 +220,10 @@ def test_a_group_waits_for_its_latest_member():
     assert model.step_seconds(plan, train=False) == pytest.approx(busy + attention + inputs / 3)
 
 
-def test_the_step_is_that_of_the_slowest_device_and_vision_comes_first():
+def test_the_step_is_that_of_the_slowest_device():
     model = dataclasses.replace(TOY, linear_flops=UNIT.linear_flops(), recompute=0.0)
     plan = made(2, [3, 5], [1, 1], [0, 1])
     assert model.step_seconds(plan, train=False) == pytest.approx(25 + 5)
-    one = model.vision_seconds(1)
-    assert model.step_seconds(plan, train=False, patches=[2.0, 4.0]) == pytest.approx(30 + 4 * one)
     assert model.step_seconds(plan, train=False, squares=[9.0, 16.0]) == pytest.approx(16 + 5)
 
 
