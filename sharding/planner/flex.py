@@ -10,7 +10,7 @@ Only if that plan is not good, a search (`search`) follows, and the best placeme
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens tha
 EPS = 1e-9
 
 
+@runtime_checkable
 class PlanCost(Protocol):
     """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
 
