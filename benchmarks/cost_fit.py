@@ -13,9 +13,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sharding.cost import AttentionFit, CostError, CostModel, Link, ModelSizes
-from sharding.cost.model import link_bytes
-from sharding.cost.sizes import LINEAR_UTILISATION, PEAK_FLOPS
+from sharding.cost import (
+    LINEAR_UTILISATION,
+    PEAK_FLOPS,
+    AttentionFit,
+    CostError,
+    CostModel,
+    Link,
+    ModelSizes,
+    link_bytes,
+)
 
 Runs = Mapping[tuple[int, int], float]
 
@@ -153,6 +160,12 @@ def fitted(
         free = dataclasses.replace(base, within=fit_link(inner, sizes, node))
         judge("within_node_if_alpha_were_free", free, inner)
     return dataclasses.replace(base, fits=fits)
+
+
+def forward_seconds(cost: CostModel, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The seconds of each sequence on one device, without its media: the work by which planners balance."""
+    tokens = np.asarray(lengths)
+    return np.asarray(cost.attention_seconds(tokens) + cost.linear_seconds(tokens))
 
 
 def launch_seconds(cost: CostModel, lengths: Sequence[int], degree: int = 1) -> float:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT
 
-from benchmarks.cost_fit import published
+from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import PLANNERS, balance_bound
 from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
@@ -149,10 +149,10 @@ def _figures(plan: ShardPlan, eight: Sequence[int], limits: Limits) -> dict[str,
 
 
 def _milliseconds(lengths: Sequence[int], devices: int, limits: Limits, repeats: int, cost: Any = None) -> float:
-    seconds = []
+    seconds, work = [], None if cost is None else forward_seconds(cost, lengths)
     for _ in range(repeats):
         begin = time.perf_counter()
-        flex_ulysses(lengths, devices, limits, cost=cost)
+        flex_ulysses(lengths, devices, limits, work=work, cost=cost)
         seconds.append(time.perf_counter() - begin)
     return round(1e3 * statistics.median(seconds), 2)
 

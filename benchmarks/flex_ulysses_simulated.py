@@ -22,7 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 
 import numpy as np
 
-from benchmarks.cost_fit import published
+from benchmarks.cost_fit import forward_seconds, published
+from benchmarks.dynamic_packing import repacked
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
 from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
@@ -31,7 +32,7 @@ from sharding.planner.plan import PlanError, ShardPlan
 MIXES = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 DEGREES = (2, 4, 8)
 CAP = 8  # FlexRL's p_max, and a node
-PACKING = {"short": 1024, "cap": 8192, "rounds_per_degree": 2}  # the trainer's own defaults
+PACKING = {"short": 1024, "cap": 8192, "most": 2}  # the trainer's own defaults
 Case = Mapping[str, Any]
 
 # --- FlexRL's figures -------------------------------------------------------------------------------
@@ -113,8 +114,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
     vision_tokens = np.array([sequence["vision_tokens"] for sequence in case["sequences"]], float)
     patches = cost.model.patches_per_token * vision_tokens
     devices = case["devices"]
-    plain = Limits(max_degree=CAP, num_heads=cost.model.heads)
-    packed = Limits(max_degree=CAP, num_heads=cost.model.heads, **PACKING)
+    limits = Limits(max_degree=CAP, num_heads=cost.model.heads)
     out: dict[str, dict[str, float]] = {}
 
     def add(name: str, plan: ShardPlan, vision: np.ndarray | None = None) -> None:
@@ -124,28 +124,28 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         if vision is None:
             vision, moved = _planned_vision(case["sequences"], plan, cost.model.patches_per_token)
             route = _route_seconds(moved / devices, cost)
+        tower = float(cost.vision_seconds(vision.max()))  # before the layers: all wait for the slowest
+        towers = (1 + cost.recompute + cost.backward_linear) * tower
         out[name] = {
-            "simulated_update_seconds": cost.step_seconds(plan, patches=vision) + (2 + cost.recompute) * route,
-            "simulated_logprob_seconds": cost.step_seconds(plan, train=False, patches=vision) + route,
+            "simulated_update_seconds": cost.step_seconds(plan) + towers + (2 + cost.recompute) * route,
+            "simulated_logprob_seconds": cost.step_seconds(plan, train=False) + tower + route,
             "simulated_balance": plan.balance,
             "simulated_traffic_tokens": float(plan.traffic().sum()),
-            "simulated_vision_forward_seconds": float(cost.vision_seconds(vision.max())),
+            "simulated_vision_forward_seconds": tower,
         }
 
     for name, planner in (("bucketing", bucketing), ("greedy", greedy)):
-        plan = planner(lengths, devices, plain)
+        plan = planner(lengths, devices, limits)
         add(name, plan, _in_place(plan, patches))
     for degree in DEGREES:
-        plan = ulysses(lengths, devices, plain, degree=degree)  # one group after the other, nothing overlaps
+        plan = ulysses(lengths, devices, limits, degree=degree)  # one group after the other, nothing overlaps
         add(f"ulysses_{degree}", plan, _in_place(plan, patches))
         add(f"ulysses_{degree}_whole_vision", plan, _in_place(plan, patches, every=True))
-        plan = ulysses(lengths, devices, packed, degree=degree)
-        add(f"ulysses_{degree}_ours", plan)
-    add("flexrl", flexrl(lengths, devices, packed))
-    add("flex_ulysses", flex_ulysses(lengths, devices, packed))
-    tokens = np.array(lengths)
-    seconds = np.asarray(cost.attention_seconds(tokens) + cost.linear_seconds(tokens))
-    add("flex_ulysses_calibrated", flex_ulysses(lengths, devices, packed, work=seconds, cost=cost))
+        add(f"ulysses_{degree}_ours", repacked(plan, **PACKING))
+    add("flexrl", repacked(flexrl(lengths, devices, limits), **PACKING))
+    add("flex_ulysses", repacked(flex_ulysses(lengths, devices, limits), **PACKING))
+    calibrated = flex_ulysses(lengths, devices, limits, work=forward_seconds(cost, lengths), cost=cost)
+    add("flex_ulysses_calibrated", repacked(calibrated, **PACKING))
     return out
 
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import numpy as np
 from common import ROOT, Pair, WorkerError, spread
 
+from benchmarks.dynamic_packing import repacked
 from benchmarks.plan_text import text_of
 from benchmarks.planner_baselines import bucketing
 from sharding.planner import Limits, flex_ulysses, ulysses
@@ -147,15 +148,15 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
     pools: dict[str, list[int]] = collections.defaultdict(list)
     for case in mixes:
         pools[case["name"]] += [sequence["length"] for sequence in case["sequences"]]
-    limits = Limits(num_heads=28, short=2048, cap=32768, rounds_per_degree=2)
+    limits = Limits(num_heads=28)
     result: dict[str, Any] = {"devices": 8, "batches_a_mix": options.batches, "sequences_a_batch": 16}
     for name, pool in pools.items():
         layouts, book = [], ShapeBook()
         for _ in range(options.batches):
             lengths = np.array([int(length) for length in rng.choice(pool, 16)])
-            layout = lay(flex_ulysses(lengths.tolist(), 8, limits))
-            before = np.maximum(np.arange(lengths.sum()) - 1, np.repeat(np.cumsum(lengths) - lengths, lengths))
-            needs = layout.needs() | layout.imports(before).needs()
+            layout = lay(repacked(flex_ulysses(lengths.tolist(), 8, limits), short=2048, cap=32768, most=2))
+            # A chunk's last token predicts the first one of the next chunk.
+            needs = layout.needs() | {"exports": sum(round.degree > 1 for round in layout.plan.rounds)}
             layouts.append(layout.sized(book.fit(needs, {}, size_cost)))
         shapes = {(layout.columns, layout.rounds) for layout in layouts}
         padding = [layout.padding() for layout in layouts]

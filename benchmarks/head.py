@@ -3,7 +3,7 @@
     python benchmarks/head.py                                          on a GPU: 16,384 tokens
     python benchmarks/head.py --tokens 4096 --vocabulary 151936 --width 2048
 
-Prints one JSON line. For the fused kernels (`sharding/kernels/head.py`) and the portable form, which alternate in one
+Prints one JSON line. For the fused kernels (`sharding/vocab.py`) and the portable form, which alternate in one
 run: `forward_ms` and `backward_ms` (values and gradients, less the forward pass), medians of `--repeats`, and
 `forward_tflops`, `backward_tflops`: two operations of each token, id and number of the width forward, four backward,
 over these; what the backward pass computes again is not counted. Without a GPU nothing is measured.

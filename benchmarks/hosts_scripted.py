@@ -13,8 +13,7 @@ import threading
 from common import ROOT
 
 from sharding.links.meeting import Card, connect, listen
-from sharding.links.send_buffers import widen_send_buffers
-from sharding.links.wires import LinkError, Message, Wires
+from sharding.links.wires import LinkError, Message, Wires, widen_send_buffers
 
 
 class ScriptedLinks:

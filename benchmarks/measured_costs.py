@@ -128,7 +128,7 @@ def _attention(load: CalibrationLoad, count: int, length: int, *, backward: bool
 
 def _all_to_all(mesh: Mesh, load: CalibrationLoad, degree: int, tokens: int) -> float:
     """Measures both all-to-alls of `tokens` tokens (q, k and v; then outputs), in all groups at once."""
-    axes, sizes = group_axes(mesh, degree), load.sizes
+    axes, sizes = group_axes(mesh.axis_names[1:], degree), load.sizes
     queries, kv = sizes.heads_of(degree)
     heads = queries + 2 * kv
     spec = P(mesh.axis_names)

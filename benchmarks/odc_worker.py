@@ -34,11 +34,11 @@ from fluxjax.config import ODC, STRATEGIES, Config, Remat
 from fluxjax.learner.learner import Learner
 from models.decoder import logprobs, parameter_count
 from models.inputs import ModelInput
-from sharding.fsdp import Fsdp
 from sharding.links import Links, initialize
 from sharding.mesh import make_mesh
-from sharding.odc import Odc
+from sharding.odc.executor import Odc
 from sharding.planner.plan import ShardPlan, rounds
+from sharding.walk import Fsdp
 
 
 class Minibatches:
@@ -75,7 +75,7 @@ class Minibatches:
         lengths = tuple(schedule.lengths[i] for i, _ in order)
         degrees, firsts = (1,) * len(order), tuple(device for _, device in order)
         work = tuple(schedule.work[i] for i, _ in order)
-        plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), lengths, degrees, firsts))
+        plan = ShardPlan(len(members), lengths, work, degrees, firsts, rounds(len(members), degrees, firsts))
         return batch_of(plan, self._vocabulary, [i for i, _ in order])
 
 

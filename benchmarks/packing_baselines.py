@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.cost_fit import forward_seconds
+from sharding.cost import CostModel
 from sharding.planner import packing
-from sharding.planner.limits import Limits, Problem, SequenceCost, pose
-from sharding.planner.packing import as_many_each, fewest, packed, shares_of
-from sharding.planner.partition import karmarkar_karp
-from sharding.planner.plan import PlanError
+from sharding.planner.packing import as_many_each, fewest, karmarkar_karp, packed, shares_of
+from sharding.planner.plan import Limits, PlanError, Problem, pose
 
 Lengths = Sequence[int] | np.ndarray
-Cost = SequenceCost | Callable[[int], float] | None
+Cost = CostModel | Callable[[int], float] | None
 Work = Sequence[float] | Sequence[int] | np.ndarray
 Microbatches = tuple[tuple[int, ...], ...]  # the sequences of each microbatch of one device, in order of execution
 Minibatch = list[list[list[int]]]  # the same of each device, while they are made
@@ -140,7 +140,9 @@ def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None,
         work = 24576.0 * lengths_I + lengths_I.astype(float) ** 2
     elif work is None and callable(cost):
         work = np.array([cost(n) for n in lengths_I.tolist()], float)
-    problem = pose(lengths_I, num_devices, free, work, None if callable(cost) else cost)
+    elif work is None:
+        work = forward_seconds(cost, lengths_I)
+    problem = pose(lengths_I, num_devices, free, work)
     return dataclasses.replace(problem, limits=limits)  # the tokens of a device bound only a microbatch
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.limits import Placement, Problem, planner, pose
-from sharding.planner.partition import karmarkar_karp, longest_first
-from sharding.planner.plan import ShardPlan
+from sharding.planner.packing import karmarkar_karp, longest_first
+from sharding.planner.plan import Placement, Problem, ShardPlan, pose
 
 CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
 EPS = 1e-9
@@ -23,6 +22,23 @@ def balance_bound(
     problem = pose(lengths, num_devices, limits, work)
     mean = float(problem.work_I.sum()) / num_devices
     return problem.least_compute / mean if mean else 1.0
+
+
+def planner(place: Callable[[Problem], Placement]) -> Callable[..., ShardPlan]:
+    """Makes a planner of `place(problem)`. It has `pose`'s arguments and errors."""
+
+    def plan(
+        lengths: Sequence[int] | np.ndarray,
+        num_devices: int,
+        limits: Limits | None = None,
+        *,
+        work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+    ) -> ShardPlan:
+        problem = pose(lengths, num_devices, limits or Limits(), work)
+        return problem.plan(*place(problem))
+
+    plan.__name__, plan.__doc__ = place.__name__, place.__doc__
+    return plan
 
 
 @planner
@@ -141,7 +157,7 @@ class _FlexRL:
             compute[device] += self.problem.work_I[i]
 
     def _split_cost(self, i: int, degree: int) -> float:
-        return self.lengths[i] * self.problem.weight(degree) / degree
+        return self.lengths[i] * self.problem.weights[degree.bit_length() - 1] / degree
 
 
 PLANNERS: dict[str, Callable[..., ShardPlan]] = {

@@ -46,7 +46,7 @@ from fluxjax.batch.work import estimate
 from fluxjax.config import STRATEGIES, Config
 from models.config import RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput, frame_bound
-from sharding.planner.limits import least_load
+from sharding.planner.plan import least_load
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 # Qwen2.5-VL-7B: the heads bound the degrees, the sizes weigh work.

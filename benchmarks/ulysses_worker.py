@@ -27,12 +27,11 @@ from benchmarks.plan_text import plan_of
 from models.config import Qwen2Config, TextConfig
 from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
-from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay
 from sharding.spread.shapes import round_up
-from sharding.walk import Tally, Walk
+from sharding.walk import Fsdp, Tally, Walk
 
 
 def text_model(sizes: dict[str, int]) -> Decoder:
@@ -70,7 +69,7 @@ def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> Pac
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     index = np.arange(lengths.sum())
     before = np.maximum(index - 1, first)
-    needs = bare.needs() | bare.imports(before).needs()
+    needs = bare.needs() | {"exports": sum(round.degree > 1 for round in bare.plan.rounds)}
     layout = bare.sized({name: round_up(need) for name, need in needs.items()})
     predecessors, spread = layout.spread(before)
     names = names or range(len(lengths))

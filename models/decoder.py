@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sharding.kernels.packed import packed_attention
+from sharding.kernels.attention import packed_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import WeightSpec, weight

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from models.config import TextConfig
-from sharding.cost.sizes import LINEAR_UTILISATION, PEAK_FLOPS
+from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
 
 from .engine import EngineError
 

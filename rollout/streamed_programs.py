@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, Int
 import models
 from models.config import AnyConfig
 from models.decoder import Decoder, DecoderLayer, Rotary
-from sharding.kernels.attention import attention
-from sharding.kernels.packed import packed_attention
+from sharding.kernels.attention import attention, packed_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import by_path

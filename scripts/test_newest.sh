@@ -40,7 +40,7 @@ trap 'rm -rf "$work"' EXIT
 status=0
 if [ "${FLUXJAX_TURN:-0}" = 0 ]; then # kernels for all architectures, with CUDA 13's names, and with jax-triton 0.4
     FLUXJAX_AOT="$(bash scripts/install_aot.sh .venv-newest/bin/python cuda13)"
-    FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_{flash,head}.py \
+    FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_gpu_kernels.py \
         tests/test_preflight.py::test_programs_are_traced_for_the_described_device || status=1
     FLUXJAX_AOT="$(bash scripts/install_aot.sh .venv-newest/bin/python cuda13 0.11.2)" # the newest JAX that it knows
     FLUXJAX_TURN='' FLUXJAX_AOT="$FLUXJAX_AOT" tests tests/sharding/test_{flash,head}.py -k "gpus_call or an_h100" || status=1

@@ -13,18 +13,18 @@ from jax.sharding import AxisType, Mesh
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 GPU_PLATFORMS = ("gpu", "cuda")
-REPLICA = "replica"  # the outer axis: the odd factor of the number of devices, or more if asked for
+REPLICA = "replica"  # the outer axis: the odd factor of the number of devices
 
 
 class MeshError(ValueError):
     """The devices can't be arranged as asked. The message says which devices there are, and what was asked for."""
 
 
-def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, replicas: int = 0) -> Mesh:
+def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
 
-    `num_devices=0` takes all of them; without `devices`, these are all that JAX sees. `replicas` is the size of the
-    outer axis and leaves a power of two for the rest; 0 takes the odd factor of the device count (1 for 8, 3 for 6).
+    `num_devices=0` takes all of them; without `devices`, these are all that JAX sees. The outer axis has the odd factor
+    of the number of devices (1 for 8, 3 for 6).
     """
     devices = jax.devices() if devices is None else devices
     if not devices:
@@ -34,17 +34,9 @@ def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None, 
         raise MeshError(f"the number of devices must not be negative, got {num_devices}")
     if count > len(devices):
         raise MeshError(f"{count} devices asked for, but there are {len(devices)} ({devices[0].platform})")
-    odd = count // replica_size(count)
-    outer = replicas or odd
-    if outer < 0 or count % outer or (count // outer) & (count // outer - 1):
-        raise MeshError(
-            f"{count} devices can't be cut into {outer} replicas of a power of two; "
-            f"use {odd} times a power of two up to {count}"
-        )
-    twos = (count // outer).bit_length() - 1
-    names = (REPLICA, *binary_axes(1 << twos))
-    grid = np.array(devices[:count], dtype=object).reshape(outer, *[2] * twos)
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    axes = binary_axes(count)
+    grid = np.array(devices[:count], dtype=object).reshape(-1, *[2] * len(axes))
+    return Mesh(grid, (REPLICA, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes)))
 
 
 def binary_axes(num_devices: int) -> tuple[str, ...]:
@@ -57,13 +49,9 @@ def replica_size(num_devices: int) -> int:
     return num_devices & -num_devices
 
 
-def group_axes(mesh: Mesh, degree: int) -> tuple[str, ...]:
-    """The trailing axes whose product is `degree`: the axes of a nested group. Degree 1 is no axis at all."""
-    return trailing(mesh.axis_names[1:], degree)
-
-
-def trailing(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
-    """The last `log2(degree)` of these axes of size two. Raises MeshError for a degree that no product of them has."""
+def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
+    """The last `log2(degree)` of a mesh's axes of size two: the axes of a nested group; for degree 1 no axis at all.
+    Raises MeshError for a degree that no product of them has."""
     twos = degree.bit_length() - 1
     if degree < 1 or degree != 1 << twos or twos > len(axes):
         raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")

@@ -2,16 +2,37 @@
 
 With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
 logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser. NVIDIA GPUs
-have kernels of their own (`kernels.head`).
+have kernels of their own (`kernels.head_kernels`), which are launched here.
+
+In their forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for some
+tokens; the sums of the parts, `[parts, T]`, are combined here.
+
+In their backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes their
+gradients in the dtype of the hidden states, `[T, width]`. Two matrix products of XLA (cuBLAS, or a faster kernel that
+XLA finds) compute from these the chunk of the head's gradient, which is final, and a term of the hidden states'
+gradient, which is summed in float32. So each number of the head's gradient is one sum over all tokens, rounded once,
+and no float32 copy of it exists. Nothing is added by atomics: the same inputs give the same bits.
+
+Four products of T x V x D in all are the least possible without storing logits. Kernels that also summed the gradients
+would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do not fit into the registers of a program,
+and the two gradients are sums along different axes.
 """
+
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .kernels import head
+from .target import launch, runs_triton, target, varying_zero
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
+LOG2E = 1.4426950408889634
+TOGETHER = 16  # tiles of tokens that run at once on the same part of the head: both stay in the L2 cache
+LEAST_PARTS = 8  # parts of the vocabulary: times TOGETHER, a program for nearly each of an H100's 132 processors
+PROGRAMS = 1024  # programs aimed at: with few tokens, the vocabulary has more parts
 
 
 def token_logprobs(
@@ -30,8 +51,8 @@ def token_logprobs(
     other tokens: they are never sampled, so that no reward ever takes it back.
 
     Both are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. On NVIDIA GPUs,
-    where `head` computes, logits never exist in memory, and `chunk` is the tokens whose gradients of logits do.
+    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. Where
+    kernels compute (`chosen`), logits never exist in memory, and `chunk` is the tokens whose gradients of logits do.
     Raises ValueError for a chunk or a temperature that makes no sense.
     """
     if chunk < 0:
@@ -42,9 +63,9 @@ def token_logprobs(
     V, tokens = head_VD.shape[0], B * T
     allowed_V = jnp.ones(V, bool) if allowed_V is None else allowed_V
     temperatures = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, T)).reshape(tokens)
-    if head.chosen(hidden_BTD, head_VD):
+    if chosen(hidden_BTD, head_VD):
         rows = hidden_BTD.reshape(tokens, D), head_VD, targets_BT.reshape(tokens), allowed_V, temperatures
-        logprobs, entropies = head.fused_logprobs(*rows, chunk * V or CHUNK_LOGITS)
+        logprobs, entropies = fused_logprobs(*rows, chunk * V or CHUNK_LOGITS)
         return logprobs.reshape(B, T), entropies.reshape(B, T)
     chunk = min(chunk or max(CHUNK_LOGITS // V, 1), tokens)
     chunks = -(-tokens // chunk)
@@ -111,3 +132,162 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
     logits_TV = jnp.einsum("TD,VD->TV", hidden_TD, head_VD, preferred_element_type=jnp.float32)
     # finite: 0 * log(0) must be 0
     return jnp.where(allowed_V[None, :], logits_TV / temperatures_T[:, None], -1e30)
+
+
+# Below are the kernels of NVIDIA GPUs.
+
+
+def chosen(hidden: Array, head: Array) -> bool:
+    """Says, while a program is traced, whether Triton kernels compute log-probabilities of these arrays.
+
+    They do where a Triton kernel can be launched (`runs_triton`) and the width of the model is a multiple of 16.
+    """
+    return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and runs_triton(hidden, head)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The sizes of the kernels' tiles, and how the kernels are compiled."""
+
+    tokens: int
+    ids: int
+    depth: int  # numbers of the model's width that are multiplied at once
+    warps: int
+    stages: int  # stages of the software pipeline
+    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
+
+
+def tiling(dtype: Any, capability: int) -> Tiling:
+    """The settings of both kernels: the largest tiles that ptxas fits into registers. No GPU has timed them."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tiling(64, 64, 32, 4, 2)
+    if 90 <= capability < 120:
+        return Tiling(128, 256 if capability < 100 else 128, 64, 8, 4)
+    return Tiling(128, 128, 32, 8, 4)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def fused_logprobs(
+    hidden_TD: Float[Array, "T D"],
+    head_VD: Float[Array, "V D"],
+    targets_T: Int[Array, " T"],
+    allowed_V: Bool[Array, " V"],
+    temperatures_T: Float[Array, " T"],
+    numbers: int,
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy).
+
+    `numbers` is about how many gradients of logits the backward pass has in memory at once.
+    """
+    return _fused_forward(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)[0]
+
+
+def _fused_forward(
+    hidden_TD: Array, head_VD: Array, targets_T: Array, allowed_V: Array, temperatures_T: Array, numbers: int
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    del numbers
+    T, V = len(hidden_TD), len(head_VD)
+    settings = tiling(hidden_TD.dtype, target().capability)
+    groups, tiles = _groups(T, settings), -(-V // settings.ids)
+    parts = min(max(LEAST_PARTS, PROGRAMS // (groups * TOGETHER)), tiles)
+    sums = [jax.ShapeDtypeStruct((parts, T), jnp.float32)] * 4
+    arrays = (hidden_TD, head_VD, targets_T, _filled(allowed_V, settings), LOG2E / temperatures_T)
+    peaks, totals, slopes, hits = _call("softmax_sums", arrays, sums, (TOGETHER, parts, groups), settings)
+
+    peak_T = peaks.max(axis=0)
+    below = peaks - peak_T[None, :]
+    total_T = jnp.sum(jnp.exp2(below) * totals, axis=0)
+    slope_T = jnp.sum(jnp.exp2(below) * (slopes + totals * below), axis=0)
+    normaliser_T = peak_T + jnp.log2(total_T)
+    logprobs_T = (hits.sum(axis=0) - normaliser_T) / LOG2E
+    entropies_T = (jnp.log2(total_T) - slope_T / total_T) / LOG2E
+    residuals = (hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, normaliser_T, entropies_T)
+    return (logprobs_T, entropies_T), residuals
+
+
+def _fused_backward(
+    numbers: int, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None, None]:
+    hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, normaliser_T, entropies_T = residuals
+    logprob_grads_T, entropy_grads_T = cotangents
+    T, V, dtype = len(hidden_TD), len(head_VD), hidden_TD.dtype
+    settings = tiling(dtype, target().capability)
+    width = min(max(numbers // (T * settings.ids), 1) * settings.ids, V)
+    # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
+    of_tokens = (
+        LOG2E / temperatures_T,
+        normaliser_T,
+        logprob_grads_T / temperatures_T,
+        (logprob_grads_T + entropy_grads_T * entropies_T) / temperatures_T,
+        entropy_grads_T / (LOG2E * temperatures_T),
+    )
+
+    def add_chunk(start: int | Array, width: int, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds the gradients through `width` ids from `start` on to the gradients of hidden states and head."""
+        hidden_grad_TD, head_grad_VD = grads
+        # Here V counts the ids of the chunk.
+        chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))
+        arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, settings), *of_tokens)
+        filled = -(-width // 16) * 16
+        outs = [jax.ShapeDtypeStruct((T, filled), dtype)]
+        grid = (TOGETHER, -(-width // settings.ids), _groups(T, settings))
+        grads_TV = _call("logit_gradients", arrays, outs, grid, settings, WIDTH=filled)[0][:, :width]
+        hidden_grad_TD += _product("TV,VD->TD", grads_TV, chunk_VD)
+        chunk_grad_VD = _product("TV,TD->VD", grads_TV, hidden_TD).astype(head_VD.dtype)
+        return hidden_grad_TD, jax.lax.dynamic_update_slice_in_dim(head_grad_VD, chunk_grad_VD, start, 0)
+
+    zero = varying_zero(*(x for x in residuals if x is not allowed_V), *cotangents)
+    grads = (
+        jnp.zeros(hidden_TD.shape, jnp.float32) + zero,
+        jnp.zeros(head_VD.shape, head_VD.dtype) + zero.astype(head_VD.dtype),
+    )
+    chunks, rest = divmod(V, width)
+    grads = jax.lax.fori_loop(0, chunks, lambda chunk, grads: add_chunk(chunk * width, width, grads), grads)
+    hidden_grad_TD, head_grad_VD = add_chunk(V - rest, rest, grads) if rest else grads
+    return hidden_grad_TD.astype(dtype), head_grad_VD, None, None, None
+
+
+fused_logprobs.defvjp(_fused_forward, _fused_backward)
+
+
+def _groups(tokens: int, settings: Tiling) -> int:
+    return -(-tokens // (settings.tokens * TOGETHER))
+
+
+def _filled(allowed_V: Array, settings: Tiling) -> Array:
+    return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % settings.ids))
+
+
+def _call(
+    kernel: str,
+    arrays: tuple[Array, ...],
+    outs: Any,
+    grid: tuple[int, int, int],
+    settings: Tiling,
+    **constants: int,
+) -> list[Array]:
+    """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and the kernel's further inputs."""
+    (T, D), V = arrays[0].shape, len(arrays[1])
+    results = launch(
+        "head_kernels",
+        kernel,
+        (*arrays, T, V),
+        outs,
+        grid,
+        warps=settings.warps,
+        stages=settings.stages,
+        D=D,
+        TOKENS=settings.tokens,
+        IDS=settings.ids,
+        DEPTH=settings.depth,
+        PRECISION=settings.precision,
+        **constants,
+    )
+    zero = varying_zero(*arrays)
+    return [x + zero.astype(x.dtype) for x in results]
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    """A product accumulated in float32. Float32 inputs are not multiplied in TF32, as GPUs would by default."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

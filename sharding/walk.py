@@ -3,6 +3,12 @@
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
 `walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
+
+Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
+A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
+scatters and sums their gradients, so that no device ever holds a complete gradient either. Groups of the same devices
+may share sequences: the batch says so (`sharding.spread`), and the forward pass attends over the groups. All of it is
+one fully manual `shard_map`: under automatic partitioning gradients came out replicated, without a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -14,12 +20,17 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from .low_rank import Weight, beside, is_adapter
-from .weights import WeightSpec
+from .low_rank import Weight, beside, is_adapter, merge
+from .weights import WeightSpec, by_path, cut_of, shardings, specs, with_shardings
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Merge = Callable[[Weight, Weight, Weight], jax.Array]
@@ -27,6 +38,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
+Batch = TypeVar("Batch")  # a pytree of arrays
 
 
 def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
@@ -148,3 +160,196 @@ class Tally:
 # Both run on one device's share of the rows; the walk gives them the model's weights.
 Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
 Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows
+
+
+class Fsdp:
+    """FSDP of one model over all axes of `mesh`; any number of devices.
+
+    `model` may be abstract: its declarations are read, its weights are not. `forward` and `loss` compute on a
+    device's share. `row_dims(batch)` says which dimension of each array of a batch counts rows (or vision patches):
+    a pytree like the batch, or a prefix of it. Weights are stored in their declared dtype and cast to `compute_dtype`
+    before they are sent, which halves the traffic of bf16. `remat` and `unroll` are those of the walk. Weights whose
+    declaration says `frozen` have no gradients.
+
+    A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
+    where each sequence is computed, and the batch is composed after the plan: a run may change planners between steps.
+    `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: nnx.Module,
+        *,
+        forward: Forward,
+        loss: Loss,
+        row_dims: Callable[[PyTree], PyTree],
+        compute_dtype: DTypeLike = jnp.float32,
+        remat: str = "none",
+        unroll: int = Walk.unroll,
+    ) -> None:
+        self.mesh = mesh
+        self.shardings = shardings(model, mesh)
+        self.specs = specs(model)
+        self.abstract: Params = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self.graphdef = nnx.graphdef(model)
+        self.forward, self.loss = forward, loss
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.remat = remat
+        self._row_dims = row_dims
+        self._axes = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+        declared: dict[tuple[str, ...], WeightSpec] = by_path(self.specs)
+        self._frozen = {path for path, spec in declared.items() if spec.frozen}
+        adapted = any(spec.lora for spec in declared.values())
+        weights_as_they_are = not self._axes and self.compute_dtype == jnp.float32 and not adapted
+        self._walk = Walk(
+            gather=None if weights_as_they_are else self._gather,
+            merge=self._merge if adapted else None,
+            remat=remat,
+            unroll=unroll,
+        )
+
+    def shard(self, params: Params) -> Params:
+        """The parameters, laid on the mesh; those that lie there already are not copied."""
+        return _put(params, self.shardings)
+
+    def trained(self, tree: Params) -> Params:
+        """The trained weights of parameters, or the leaves at their paths in a tree of the same structure."""
+        if not self._frozen:
+            return tree
+        return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path not in self._frozen})
+
+    def frozen(self, params: Params) -> Params:
+        """The parameters that are not trained: their declarations say `frozen`."""
+        return unflatten_dict({path: leaf for path, leaf in by_path(params).items() if path in self._frozen})
+
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """The parameters, with `trained` replacing the weights that are trained."""
+        return unflatten_dict(by_path(params) | by_path(trained)) if self._frozen else trained
+
+    def shard_trained(self, tree: Params) -> Params:
+        """The trained weights, or their gradients, laid on the mesh."""
+        return _put(tree, self.trained(self.shardings))
+
+    def place(self, batch: Batch) -> Batch:
+        """The host arrays of a batch (or of its inputs), laid on the mesh.
+
+        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError for a number of rows
+        that these devices do not divide.
+        """
+        jax.tree.map(self._check, self._row_dims(batch), batch)
+        placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
+        return _put(batch, placed, local=True)
+
+    def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
+        """Returns (loss, tally, gradients): loss and tally summed over all devices, gradients laid out like the trained
+        weights of `params`."""
+
+        def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
+            def objective(trained: Params) -> tuple[jax.Array, Tally]:
+                model = nnx.merge(self.graphdef, self.with_trained(params, trained))
+                return self.loss(model, batch, self._walk)
+
+            (loss, tally), grads = jax.value_and_grad(objective, has_aux=True)(self.trained(params))
+            sums, maxima = self._reduce(jax.lax.psum, tally.sums), self._reduce(jax.lax.pmax, tally.maxima)
+            return self._reduce(jax.lax.psum, loss), Tally(sums, maxima), grads
+
+        specs = self.param_specs()
+        results = P(), P(), self.trained(specs)
+        return self._on_mesh(local, (specs, self._row_specs(batch)), results)(params, batch)
+
+    def logprobs(self, params: Params, inputs: PyTree) -> PyTree:
+        """The results of `forward`, rows spread over the devices."""
+
+        def local(params: Params, inputs: PyTree) -> PyTree:
+            return self.forward(nnx.merge(self.graphdef, params), inputs, self._walk)
+
+        return self._on_mesh(local, (self.param_specs(), self._row_specs(inputs)), self._rows(0))(params, inputs)
+
+    def _on_mesh(self, local: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+        # Replication is checked: if an output is declared equal on all devices and is not, an error is raised here.
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def _gather(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        return self._whole(spec, self._cast(self._varying(spec, local)))
+
+    def _varying(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        cut = cut_of(spec, self.mesh)
+        replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
+        # The transpose of this sums the gradient over these axes: after the scatter, on the slice.
+        return jax.lax.pcast(local, replicated_over, to="varying") if replicated_over else local
+
+    def _cast(self, local: jax.Array) -> jax.Array:
+        return local.astype(self.compute_dtype) if jnp.issubdtype(local.dtype, jnp.floating) else local
+
+    def _whole(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
+        cut = cut_of(spec, self.mesh)
+        return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
+
+    def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
+        """The complete weight with the product of its adapters, which is added to the shards before they are cast and
+        gathered. One adapter has the axis along which the weight is cut: it is cut in the same way, for `cut_of`
+        chooses by axes. The other adapter is gathered, in float32."""
+        (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
+        cut = cut_of(spec, self.mesh)
+        a, b = self._varying(spec_a, a), self._varying(spec_b, b)
+        if cut is None or cut.dim >= spec.inputs:
+            a = self._whole(spec_a, a)
+        if cut is None or cut.dim < spec.inputs:
+            b = self._whole(spec_b, b)
+        return self._whole(spec, self._cast(merge(spec, self._varying(spec, local), a, b)))
+
+    def _reduce(self, reduction: Callable, tree: PyTree) -> PyTree:
+        return reduction(tree, self._axes) if self._axes else tree
+
+    def param_specs(self) -> PyTree:
+        """The partition specs of the parameters on the mesh, in their structure."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    def _row_specs(self, batch: PyTree) -> PyTree:
+        return jax.tree.map(self._rows, self._row_dims(batch))
+
+    def _rows(self, dim: int) -> P:
+        return P(*[None] * dim, self._axes) if self._axes else P()
+
+    def _check(self, dim: int, arrays: PyTree) -> None:
+        devices = self.mesh.size if _is_abstract(arrays) else self.mesh.local_mesh.size
+        for array in jax.tree.leaves(arrays):
+            if array.shape[dim] % devices:
+                raise ValueError(
+                    f"an array of shape {array.shape} can't be divided over {devices} devices along "
+                    f"dimension {dim}; compose batches for {devices} shards"
+                )
+
+
+def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
+    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices: its
+    part of arrays that all have, or with `local` all of the arrays, which are its rows.
+
+    Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
+    if _is_abstract(tree):
+        return with_shardings(tree, shardings)
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def put(array: Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return jax.device_put(array, sharding)  # already on the mesh
+        held = np.asarray(array)
+        if local:
+            return jax.make_array_from_process_local_data(sharding, held)
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def _is_abstract(tree: PyTree) -> bool:
+    return isinstance(next(iter(jax.tree.leaves(tree)), None), jax.ShapeDtypeStruct)
+
+
+def own_rows(array: jax.Array) -> np.ndarray:
+    """The rows on devices of this process, of an array that is cut by rows over the mesh; a single process has all."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which they are considered for being cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,31 +69,21 @@ class Cut:
     axes: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardingRules:
-    """The choice of the logical axis of a weight that FSDP cuts: the first of `order` whose size the mesh divides.
+def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
+    """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
 
-    If the whole mesh divides none, the mesh axes are tried without the outer ones: the weight is then cut over the
-    largest suffix of the mesh axes that fits, and replicated over the others (over all of a mesh of 3, say).
+    The first logical axis of `CUT` whose size the mesh divides is cut. If the whole mesh divides none, the mesh axes
+    are tried without the outer ones: the weight is then cut over the largest suffix of the mesh axes that fits, and
+    replicated over the others (over all of a mesh of 3, say).
     """
-
-    order: tuple[str, ...] = ("V", "F", "D", "N", "K", "H", "X")
-
-    def __post_init__(self) -> None:
-        repeated = sorted({axis for axis in self.order if self.order.count(axis) > 1})
-        if repeated:
-            raise ValueError(f"sharding rules name these axes more than once: {', '.join(repeated)}")
-
-    def cut(self, spec: WeightSpec, mesh: Mesh) -> Cut | None:
-        """The cut of this weight, or None to replicate it. Mesh axes of size one are left out."""
-        names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
-        for first in range(len(names)):
-            axes = names[first:]
-            num_shards = math.prod(mesh.shape[name] for name in axes)
-            for axis in self.order:
-                if axis in spec.axes and spec.shape[spec.axes.index(axis)] % num_shards == 0:
-                    return Cut(spec.axes.index(axis), axes)
-        return None
+    names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+    for first in range(len(names)):
+        axes = names[first:]
+        num_shards = math.prod(mesh.shape[name] for name in axes)
+        for axis in CUT:
+            if axis in spec.axes and spec.shape[spec.axes.index(axis)] % num_shards == 0:
+                return Cut(spec.axes.index(axis), axes)
+    return None
 
 
 def specs(model: nnx.Module) -> dict[str, Any]:
@@ -100,12 +91,12 @@ def specs(model: nnx.Module) -> dict[str, Any]:
     return map_weights(lambda _, variable: variable.get_metadata("spec"), model)
 
 
-def shardings(model: nnx.Module, mesh: Mesh, rules: ShardingRules) -> dict[str, Any]:
+def shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
     """NamedShardings in the structure of the model's parameter dict; the model may be abstract."""
 
     def sharding(_: tuple, variable: nnx.Variable) -> NamedSharding:
         spec: WeightSpec = variable.get_metadata("spec")
-        cut = rules.cut(spec, mesh)
+        cut = cut_of(spec, mesh)
         if cut is None:
             return NamedSharding(mesh, P())
         stacked = len(variable.shape) - len(spec.shape)

@@ -24,7 +24,7 @@ from fluxjax.learner.learner import Learner
 from fluxjax.run.checkpoint import Checkpoints
 from models.config import Qwen2Config
 from sharding.links import Links
-from sharding.odc.worker import Worker
+from sharding.odc.executor import Worker
 from sharding.weights import like
 
 

@@ -46,19 +46,21 @@ def few_shapes(monkeypatch):
     monkeypatch.setattr(composer_module, "MAX_SHAPES", MOST)
 
 
-def config_of(strategy):
-    config = make_config(tokens_per_row=128, rows=2, patches=256)
+def config_of(strategy, **packing):
+    config = make_config(**(packing or {"tokens_per_row": 128, "rows": 2, "patches": 256}))
     config.sharding.strategy = strategy
     return config
+
+
+def composer_of(strategy, devices=2, vision=None, **packing):
+    return Composer(config_of(strategy, **packing), devices, vision, tiny(HEADS).config.text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [kind() for kind in STRATEGIES.values()])
 def test_outlines_name_the_shapes_of_their_batches(strategy):
     """Equal programs have equal shapes and others have others, and there are never more than allowed."""
-    config = config_of(strategy)
-    text = tiny(HEADS).config.text
-    composer, again = (Composer(config, 2, MODEL.vision, text) for _ in range(2))
+    composer, again = (composer_of(strategy, vision=MODEL.vision) for _ in range(2))
     shapes = {}
     for seed in range(40):
         groups, prepared = random_groups(seed)
@@ -172,10 +174,8 @@ def test_a_run_of_short_rows_keeps_its_length():
 
 
 def test_places_are_divided_under_odc(monkeypatch):
-    config = make_config()
-    config.sharding.strategy = ODC()
     monkeypatch.setattr(composer_module, "MAX_SHAPES", 16)
-    book = shape_book(config)
+    book = shape_book(config_of(ODC()))
     assert (book.places(1), book.places(8)) == (14, 2)
     assert dataclasses.replace(book, alone=0).places(8) == 16
 
@@ -183,9 +183,8 @@ def test_places_are_divided_under_odc(monkeypatch):
 def test_rows_that_fit_have_patches_for_the_tower(monkeypatch):
     """The tower is in the program of every microbatch, also where no group has an image."""
     monkeypatch.setattr(rows, "LONG", 64)
-    config = make_config(tokens_per_row=128, rows=4, patches=256)
     groups, prepared = make_groups([[10], [9], [11]], [[60], [61], [62]])
-    composer = Composer(config, 1, MODEL.vision, tiny(HEADS).config.text)
+    composer = composer_of(FSDP(), 1, MODEL.vision, tokens_per_row=128, rows=4, patches=256)
     batches = composer.compose(groups, prepared).batches
     assert min(batch.inputs.tokens_BT.shape[1] for batch in batches) < 128, "rows of another length"
     assert min(batch.inputs.vision.num_patches for batch in batches) >= MODEL.vision.merge_unit
@@ -193,10 +192,8 @@ def test_rows_that_fit_have_patches_for_the_tower(monkeypatch):
 
 def test_an_image_that_many_responses_show_needs_one_shape():
     """Each response has a prompt of its own, on several devices, so that the image is wanted on all of them."""
-    config = make_config(tokens_per_row=24, rows=2, patches=32, share=False)
-    config.sharding.strategy = FlexUlysses()
     groups, prepared = make_groups([[4, (1, 4, 8)]], [[9, 10, 11, 12, 13, 14]])
-    composer = Composer(config, 4, MODEL.vision, tiny(HEADS).config.text)
+    composer = composer_of(FlexUlysses(), 4, MODEL.vision, tokens_per_row=24, rows=2, patches=32, share=False)
     programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared)}
     assert len(composer.shapes) == len(programs)
     assert len(programs) <= len(composer.outline(groups, prepared))
@@ -205,9 +202,7 @@ def test_an_image_that_many_responses_show_needs_one_shape():
 @pytest.mark.parametrize("steps", [20, 400])
 def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_program(steps):
     """A step larger than all before gets a program early in a run; later it is divided over those that there are."""
-    config = make_config(tokens_per_row=512, rows=1)
-    config.sharding.strategy = FlexUlysses()
-    composer = Composer(config, 2, None, tiny(HEADS).config.text)
+    composer = composer_of(FlexUlysses(), tokens_per_row=512, rows=1)
     small, large = (make_groups([[20]] * count, [[20, 20]] * count) for count in (8, 16))
     for _ in range(steps):
         (outline,) = composer.outline(*small)
@@ -220,9 +215,7 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
 
 def test_a_step_that_a_program_holds_is_not_divided():
     """However much of it stays empty: that is for `ShapeBook.patience` to say."""
-    config = make_config(tokens_per_row=512, rows=1)
-    config.sharding.strategy = FlexUlysses()
-    composer = Composer(config, 2, None, tiny(HEADS).config.text)
+    composer = composer_of(FlexUlysses(), tokens_per_row=512, rows=1)
     small, large, middle = (make_groups([[20]] * count, [[20, 20]] * count) for count in (2, 16, 4))
     for _ in range(400):
         composer.outline(*small)
@@ -285,9 +278,16 @@ def test_what_was_compiled_ahead_computes_the_same(strategy, monkeypatch):
     assert len(set(shapes[:AHEAD])) == 1 and shapes[AHEAD] not in shapes[:AHEAD]
 
 
-def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(monkeypatch):
+@pytest.fixture
+def alone_here():
+    """A learner on one device and its composer."""
     learner = Learner(make_config(), tiny(HEADS), grpo.token_loss, mesh=make_mesh(1))
-    composition = Composer(make_config(), 1, MODEL.vision, learner.text).compose(*random_groups(1))
+    return learner, Composer(make_config(), 1, MODEL.vision, learner.text)
+
+
+def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(alone_here, monkeypatch):
+    learner, composer = alone_here
+    composition = composer.compose(*random_groups(1))
 
     def no_memory(*_):
         raise MemoryError("no room for the program")
@@ -298,10 +298,9 @@ def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(monkeypatc
         learner.step(composition.microbatches)
 
 
-def test_what_is_not_waited_for_is_not_compiled(monkeypatch):
+def test_what_is_not_waited_for_is_not_compiled(alone_here, monkeypatch):
     """At the end of a run or a phase, minutes of compilation would be for nothing."""
-    learner = Learner(make_config(), tiny(HEADS), grpo.token_loss, mesh=make_mesh(1))
-    composer = Composer(make_config(), 1, MODEL.vision, learner.text)
+    learner, composer = alone_here
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly(*_):

@@ -12,13 +12,14 @@ from packing_cases import MODEL, compose, make_config, make_groups, owners
 from turns import by_turns
 
 from benchmarks.cost_fit import published, save
+from benchmarks.dynamic_packing import packed_rounds
 from fluxjax.algorithms import grpo
 from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
 from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Strategy, Ulysses, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
-from sharding.planner.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import ShapeBook
 
 DEVICES, HEADS = 8, (8, 2)
@@ -41,7 +42,7 @@ def random_plan(seed: int, max_degree: int, devices: int = DEVICES):
     def plan(lengths, work, most) -> ShardPlan:
         degrees = [1 << int(rng.integers(0, max_degree.bit_length())) for _ in lengths]
         firsts = [int(rng.integers(0, devices // degree)) * degree for degree in degrees]
-        packed = rounds(devices, lengths, degrees, firsts, short=24, cap=40, most=int(rng.integers(1, 4)))
+        packed = packed_rounds(devices, lengths, degrees, firsts, short=24, cap=40, most=int(rng.integers(1, 4)))
         return ShardPlan(devices, tuple(lengths), tuple(map(float, work)), tuple(degrees), tuple(firsts), packed)
 
     return plan
@@ -245,6 +246,7 @@ def test_a_mesh_with_further_replicas_is_refused():
     groups, prepared = make_groups([[20], [5]], [[4], [3]])
     text = tiny((8, 2)).config.text
     [batch] = compose(groups, prepared, spread_config(), 4, vision=MODEL.vision, text=text).batches
-    one = Learner(make_config(), tiny((8, 2)), grpo.token_loss, mesh=make_mesh(4, replicas=2))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "s0"))
+    one = Learner(make_config(), tiny((8, 2)), grpo.token_loss, mesh=mesh)
     with pytest.raises(ValueError, match="make_mesh"):
         one.logprobs(batch.inputs)

@@ -25,7 +25,7 @@ from models.hf_config import read_config
 from models.inputs import ModelInput
 from sharding.mesh import make_mesh
 from sharding.walk import Params
-from sharding.weights import ShardingRules, map_weights, on_first_device, shardings
+from sharding.weights import map_weights, on_first_device, shardings
 
 SHAPE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
          "num_attention_heads": 12, "num_key_value_heads": 2}  # fmt: skip
@@ -66,7 +66,7 @@ def config(tokens: int, remat: Remat) -> Config:
 
 def learner(config: Config, model: AnyConfig) -> Learner:
     mesh = make_mesh(config.sharding.devices)
-    places = functools.partial(shardings, mesh=mesh, rules=ShardingRules())
+    places = functools.partial(shardings, mesh=mesh)
     token_loss = find_algorithm(config.algorithm).token_loss
     return Learner(config, drawn(model, np.float32, places), token_loss, mesh=mesh)
 

@@ -12,8 +12,7 @@ import numpy as np
 from models.config import TextConfig, VisionConfig
 from models.processing.vision_input import common_bound
 from sharding.mesh import replica_size
-from sharding.planner.limits import row_tokens
-from sharding.planner.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan, rounds, row_tokens
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
@@ -136,7 +135,7 @@ class Collective:
                 firsts.append(device)
         lengths = (*plan.lengths, *(tokens_of(items, piece) for piece in taken))
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
-        packed = rounds(plan.num_devices, lengths, degrees, all_firsts)
+        packed = rounds(plan.num_devices, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:

@@ -108,7 +108,7 @@ def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
     lengths = tuple(tokens_of(items, piece) for piece in pieces)
     degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
     work = tuple(squares_of(items, piece) for piece in pieces)
-    return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, lengths, degrees, firsts))
+    return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, degrees, firsts))
 
 
 def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:

@@ -19,10 +19,9 @@ from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from models.registry import abstract
 from sharding import low_rank
-from sharding.fsdp import Fsdp
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
-from sharding.walk import Params, Tally, Walk
+from sharding.walk import Fsdp, Params, Tally, Walk
 from sharding.weights import by_path, with_shardings
 
 from ..algorithms import importance
@@ -31,7 +30,7 @@ from ..batch.composition import Microbatch
 from ..config import ODC, AlgorithmConfig, Config, ConfigError, Remat
 
 if TYPE_CHECKING:
-    from sharding.odc import Odc
+    from sharding.odc.executor import Odc
 
     from ..data.materializer import Materializer
 
@@ -226,7 +225,7 @@ class Gradients:
     def odc(self) -> Odc:
         """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
         be cut into."""
-        from sharding.odc import Odc
+        from sharding.odc.executor import Odc
 
         settings, chosen = self._config.sharding, self._config.sharding.strategy
         assert isinstance(chosen, ODC)

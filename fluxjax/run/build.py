@@ -32,7 +32,7 @@ from models.processing.tiny import build as build_processor
 from rollout.engine import SamplingParams
 from sharding.links import Links
 from sharding.mesh import MeshError, make_mesh
-from sharding.weights import ShardingRules, shardings
+from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, give_back_large_blocks
@@ -125,7 +125,7 @@ def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) ->
     memory back to the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
-    places = None if mesh is None else functools.partial(shardings, mesh=mesh, rules=ShardingRules())
+    places = None if mesh is None else functools.partial(shardings, mesh=mesh)
     if not config.model.path:
         return models.create(sizes, config.seed, places)
     share = [0.0]

@@ -11,7 +11,7 @@ Attention's own FLOPs are left out: at the mean length of a response they are 3 
 
 import dataclasses
 
-from sharding.cost.sizes import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
+from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS, ModelSizes
 
 TASKS = ("math", "code", "judge")  # each with its own kind of reward
 LONGEST_PROMPT = 2000  # tokens

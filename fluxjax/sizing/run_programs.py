@@ -79,14 +79,9 @@ class Compiled:
         def at(first: float, second: float) -> float:
             return max(first + factor * (second - first), 0.0)
 
+        none = CollectiveTraffic()
         kinds = {
-            kind: CollectiveTraffic(
-                *map(
-                    at,
-                    dataclasses.astuple(self.traffic.get(kind, CollectiveTraffic())),
-                    dataclasses.astuple(deeper.traffic.get(kind, CollectiveTraffic())),
-                )
-            )
+            kind: jax.tree.map(at, self.traffic.get(kind, none), deeper.traffic.get(kind, none))
             for kind in {**self.traffic, **deeper.traffic}
         }
         return Compiled(

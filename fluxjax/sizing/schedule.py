@@ -6,11 +6,13 @@ pair of instructions, `all-gather-start` and `all-gather-done`; what is listed b
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+
+import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # others by the digits at the end
@@ -29,6 +31,7 @@ _MATRIX_PRODUCT = re.compile(
 _LOOPS = ("while", "conditional", "call")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollectiveTraffic:
     """The collectives of one kind in a run of a program, loops counted as often as they turn."""
@@ -37,51 +40,6 @@ class CollectiveTraffic:
     bytes: float = 0.0  # of the larger side: what a gather returns, what a scatter takes
     exposed: float = 0.0  # of `count`: nothing that takes time runs beside them
     exposed_bytes: float = 0.0
-
-    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
-        return CollectiveTraffic(
-            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-        )
-
-    def scaled(self, factor: float) -> CollectiveTraffic:
-        return CollectiveTraffic(*(factor * value for value in dataclasses.astuple(self)))
-
-
-def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
-    """The collectives of a run of the program, by kind (`KINDS`), as one device sees them.
-
-    The turns of a loop count where XLA knows them, else once; of a conditional, all branches count. A collective is
-    exposed unless a matrix product, a loop, or kernels that write `FASTER` times as many bytes run beside it.
-    """
-    computations = {name: _Computation(lines) for name, lines in _computations(hlo)}
-    totals: collections.Counter[str] = collections.Counter()
-
-    def visit(name: str, times: int) -> None:
-        if name not in computations:
-            return
-        totals[name] += times
-        for called, turns in computations[name].calls:
-            visit(called, times * turns)
-
-    visit(next(name for name, computation in computations.items() if computation.entry), 1)
-    found: dict[str, CollectiveTraffic] = {}
-    for name, times in totals.items():
-        for kind, part in computations[name].traffic().items():
-            found[kind] = found.get(kind, CollectiveTraffic()) + part.scaled(float(times))
-    return found
-
-
-def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields (name, lines) of every computation; the first line is its head."""
-    head: list[str] = []
-    for line in hlo.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            head = [line]
-        elif line.startswith("}") and head:
-            yield head[0].removeprefix("ENTRY ").split(" ", 1)[0], head
-            head = []
-        elif head:
-            head.append(line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,54 +53,62 @@ class _Instruction:
     def bytes(self) -> float:
         return _bytes(self.shape)
 
-    @property
-    def kind(self) -> str:
-        """The kind of collective; empty for everything else."""
-        kind = self.operation.removesuffix("-start").removesuffix("-done")
-        return kind if kind in KINDS else ""
+
+def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
+    """The collectives of a run of the program, by kind (`KINDS`), as one device sees them.
+
+    The turns of a loop count where XLA knows them, else once; of a conditional, all branches count. A collective is
+    exposed unless a matrix product, a loop, or kernels that write `FASTER` times as many bytes run beside it.
+    """
+    computations, main = _computations(hlo)
+    found: dict[str, CollectiveTraffic] = {}
+
+    def visit(name: str, times: int) -> None:
+        instructions = computations.get(name, [])
+        for place, instruction in enumerate(instructions):
+            kind = instruction.operation.removesuffix("-done")
+            if kind in KINDS:
+                sent = jax.tree.map(lambda value: times * value, _collective(instructions, place))
+                found[kind] = jax.tree.map(operator.add, found.get(kind, CollectiveTraffic()), sent)
+            if instruction.operation in (*_LOOPS, "async-start"):
+                trips = _TRIPS.search(instruction.rest)
+                called = _CALLED.findall(instruction.rest)
+                if branches := _BRANCHES.search(instruction.rest):
+                    called += branches[1].replace(" ", "").split(",")
+                for inner in called:
+                    visit(inner, times * (int(trips[1]) if trips else 1))
+
+    visit(main, 1)
+    return found
 
 
-class _Computation:
-    def __init__(self, lines: list[str]) -> None:
-        self.entry = lines[0].startswith("ENTRY")
-        parsed = (_INSTRUCTION.match(line) for line in lines[1:])
-        self.instructions = [_Instruction(*match.groups()) for match in parsed if match is not None]
+def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Returns the instructions of every computation by its name, and the name of the program's own."""
+    found: dict[str, list[_Instruction]] = {}
+    name, main = "", ""
+    for line in hlo.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            name = line.removeprefix("ENTRY ").split(" ", 1)[0]
+            main = name if line.startswith("ENTRY ") else main
+            found[name] = []
+        elif name and (match := _INSTRUCTION.match(line)):
+            found[name].append(_Instruction(*match.groups()))
+    return found, main
 
-    @property
-    def calls(self) -> list[tuple[str, int]]:
-        """The calls of a run of this computation: (called computation, how often it runs)."""
-        found = []
-        for instruction in self.instructions:
-            if instruction.operation not in (*_LOOPS, "async-start"):
-                continue
-            trips = _TRIPS.search(instruction.rest)
-            names = _CALLED.findall(instruction.rest)
-            if branches := _BRANCHES.search(instruction.rest):
-                names += branches[1].replace(" ", "").split(",")
-            found += [(name, int(trips[1]) if trips else 1) for name in names]
-        return found
 
-    def traffic(self) -> Mapping[str, CollectiveTraffic]:
-        found: dict[str, CollectiveTraffic] = {}
-        started: dict[str, int] = {}
-        for place, instruction in enumerate(self.instructions):
-            kind = instruction.kind
-            if not kind:
-                continue
-            if instruction.operation.endswith("-start"):
-                started[instruction.name] = place
-                continue
-            start, size = place, instruction.bytes
-            if instruction.operation.endswith("-done"):
-                start = started[re.match(r"[^%]*(%[^\s,)]+)", instruction.rest)[1]]  # type: ignore[index]
-                # A start has operands and results, but for all-reduce, whose two are of one size.
-                size = max(size, self.instructions[start].bytes - size)
-            beside = self.instructions[start + 1 : place]
-            long = any(_takes_long(running) for running in beside)
-            written = sum(running.bytes for running in beside if running.operation == "fusion")
-            exposed = 0.0 if long or written >= FASTER * size else 1.0
-            found[kind] = found.get(kind, CollectiveTraffic()) + CollectiveTraffic(1.0, size, exposed, size * exposed)
-        return found
+def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveTraffic:
+    """The traffic of the collective that ends with the instruction at `place`."""
+    end = instructions[place]
+    start, size = place, end.bytes
+    if end.operation.endswith("-done"):
+        begun = re.match(r"[^%]*(%[^\s,)]+)", end.rest)[1]  # type: ignore[index]
+        start = next(at for at, instruction in enumerate(instructions) if instruction.name == begun)
+        # A start has operands and results, but for all-reduce, whose two are of one size.
+        size = max(size, instructions[start].bytes - size)
+    beside = instructions[start + 1 : place]
+    written = sum(running.bytes for running in beside if running.operation == "fusion")
+    exposed = 0.0 if any(map(_takes_long, beside)) or written >= FASTER * size else 1.0
+    return CollectiveTraffic(1.0, size, exposed, size * exposed)
 
 
 def _takes_long(instruction: _Instruction) -> bool:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..target import target
-from . import triton_launch
+from ..target import launch, runs_triton, target, varying_zero
 
 MOST_HEAD_SIZE = 128
 
@@ -24,10 +23,10 @@ MOST_HEAD_SIZE = 128
 def chosen(*arrays: Array) -> bool:
     """Says, while a program is traced, whether this file's kernels compute attention over these arrays.
 
-    They do where a Triton kernel can be launched (`possible`) and heads have at most 128 numbers, a multiple of 8.
+    They do where a Triton kernel can be launched (`runs_triton`) and heads have at most 128 numbers, a multiple of 8.
     """
     head = arrays[0].shape[-1]
-    return head % 8 == 0 and head <= MOST_HEAD_SIZE and triton_launch.possible(*arrays)
+    return head % 8 == 0 and head <= MOST_HEAD_SIZE and runs_triton(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -149,7 +148,7 @@ def _call(
         active, whole = active.mT, whole.mT
     visits, counts = tile_lists(active, whole)
     by_keys = kernel == "key_gradients"
-    results = triton_launch.launch(
+    results = launch(
         "flash_kernels",
         kernel,
         (*qkv, *more, segments, branches, visits, counts, T, filled, visits.shape[2]),
@@ -167,7 +166,7 @@ def _call(
         SCALE=H**-0.5,
         PRECISION=settings.precision,
     )
-    zero = triton_launch.varying_zero(*inputs)
+    zero = varying_zero(*inputs)
     return [x + zero.astype(x.dtype) for x in results]
 
 

@@ -1,13 +1,13 @@
 """The Triton kernels of the head: sums of the softmax over the vocabulary, and gradients of a chunk of its logits.
 
-`head` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and reduces them to
-sums or turns them into gradients. Scores are logits over the temperature, to base 2. Beside the running softmax
-(Milakov and Gimelshein, arXiv:1805.02867) runs the sum of `weight * score`, for the entropy.
+`sharding.vocab` launches them. A program computes logits tile by tile, `[TOKENS, IDS]` float32 in registers, and
+reduces them to sums or turns them into gradients. Scores are logits over the temperature, to base 2. Beside the running
+softmax (Milakov and Gimelshein, arXiv:1805.02867) runs the sum of `weight * score`, for the entropy.
 
 Arrays are dense: hidden `[T, D]`, head `[V, D]`; allowed `[V]` int8, filled up with zeros to full tiles; arrays of one
 number a token `[T]`, float32, targets int32.
 
-Only `head` imports this file, which fails without Triton.
+Only `launch` imports this file, which fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

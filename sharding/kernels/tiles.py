@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..target import target
-from . import flash, triton_launch
+from ..target import target, varying_zero
+from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach
 FLOOR = -1e20  # the least running maximum, far above MASKED: a query that reaches no key gets weights of 0
@@ -72,27 +72,11 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     tiles, tile = segments.shape
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
-    # The tile in which each token's segment begins.
+    # The tile in which each token's segment begins; no tile of keys before the first of these is needed.
     first = order[jnp.searchsorted(ranked, segments, method="sort")] // tile
-    most = jnp.iinfo(jnp.int32).max
-    real = segments != 0
-
-    def ends(x: Array) -> tuple[Array, Array]:
-        """Smallest and largest value of the tokens of each tile; an empty range if all are padding."""
-        return jnp.where(real, x, most).min(axis=1), jnp.where(real, x, -1).max(axis=1)
-
-    lowest, highest = ends(segments)
-    low_branch, high_branch = ends(branches)
-    since = ends(first)[0]
-
-    def overlap(low: Array, high: Array) -> Array:
-        return (low[:, None] <= high[None, :]) & (low[None, :] <= high[:, None])
-
-    index = jnp.arange(tiles)
-    active = (index[None, :] <= index[:, None]) & (index[None, :] >= since[:, None]) & overlap(lowest, highest)
-    single = lowest == highest
-    one_segment = single[:, None] & single[None, :]  # the same one: otherwise the ranges would not overlap
-    active &= ~one_segment | (low_branch == 0)[None, :] | overlap(low_branch, high_branch)
+    since = jnp.where(segments != 0, first, jnp.iinfo(jnp.int32).max).min(axis=1)
+    table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
+    active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
 
@@ -132,7 +116,7 @@ def forward(
         return out[0], lse
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
-    zero = triton_launch.varying_zero(q, k, v, tiles.count)
+    zero = varying_zero(q, k, v, tiles.count)
     sums = jnp.zeros(q.shape, jnp.float32) + zero
     total = jnp.zeros(q.shape[:3], jnp.float32) + zero
 
@@ -175,7 +159,7 @@ def backward(
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    zero = triton_launch.varying_zero(q, k, v, dout, tiles.count)
+    zero = varying_zero(q, k, v, dout, tiles.count)
 
     def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = carry

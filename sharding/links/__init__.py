@@ -11,7 +11,7 @@ links.close()
 """
 
 from .links import Device, Links, leave
-from .relay import initialize
+from .meeting import initialize
 from .wires import LinkError
 
 __all__ = ["Device", "LinkError", "Links", "initialize", "leave"]

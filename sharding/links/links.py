@@ -19,11 +19,8 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from ..mesh import Device
-from .arrivals import Arrivals
-from .meeting import Card, connect, gather, listen, own_address, place
-from .relay import survives_coordinator
-from .send_buffers import keep_send_buffers_wide
-from .wires import MOST, LinkError, Message, Wires
+from .meeting import Card, connect, gather, listen, own_address, place, survives_coordinator
+from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
 
@@ -31,6 +28,7 @@ _STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4
 _PROBE = 2**64 - 1  # less the process: keys of the arrays that are fetched once, to see that it works
 _LINE = 1000  # characters of a reported failure
 _LOOK = 1.0  # seconds between two looks at the clock, in a wait that nothing wakes
+_GLANCE = 0.1  # the same, in a wait for arrays
 _NEWS = 2.0  # seconds in which a death that broke a transfer is known here as well
 
 
@@ -67,7 +65,6 @@ class Links:
         self._closed = False
         self._peers_closed: dict[int, float] = {}  # when
         self._peers_gone: set[int] = set()
-        self._arrivals = Arrivals()
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -102,7 +99,7 @@ class Links:
         got = {peer: self.fetch(peer, _PROBE - self.process, like, device) for peer in self._peers}
         end = time.monotonic() + self._timeout
         for peer, arrays in got.items():
-            if not self._arrivals.wait(arrays, lambda: bool(self._failure) or time.monotonic() > end):
+            if not _arrive(arrays, lambda: bool(self._failure) or time.monotonic() > end):
                 self.fail(f"no array came from {self._name(peer)} at {self._cards[peer].transfer}; open the ports")
                 raise self._error()
         self.barrier("links")
@@ -138,7 +135,7 @@ class Links:
         """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
         self.check()
         try:
-            if self._arrivals.wait(arrays, self._hopeless):
+            if _arrive(arrays, self._hopeless):
                 return
         except Exception as error:
             reason = self.explain(error)
@@ -329,13 +326,36 @@ class Links:
         with self._news:
             self._failure = text
             self._news.notify_all()
-        self._arrivals.give_up()
         if self._wires is not None:
             threading.Thread(target=self._give_grace, name="link-grace", daemon=True).start()
 
     def _give_grace(self) -> None:
         time.sleep(self._grace)
         leave(self._error(), self)
+
+
+def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
+    """Returns True once all `arrays` are there, False soon after `hopeless()`: JAX's own wait for a peer that hangs
+    never ends. Raises the error of the program or of the transfer that should have brought them.
+
+    A thread waits. If the arrays never come, it can't be stopped, only left to the end of the process.
+    """
+    done, errors = threading.Event(), list[Exception]()
+
+    def wait() -> None:
+        try:
+            jax.block_until_ready(arrays)
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=wait, name="link-arrival", daemon=True).start()
+    while not done.wait(_GLANCE):
+        if hopeless():
+            return False
+    if errors:
+        raise errors.pop()
+    return True
 
 
 _ending = threading.Lock()

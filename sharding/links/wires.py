@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +22,9 @@ _LINE = 1 << 16  # bytes of a line
 MOST = 1 << 30  # bytes behind it
 _PARTS = 512  # that are sent by one call; Linux takes 1,024
 _LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
+_SEND_BUFFER = 1 << 20  # bytes
+_EVERY = 0.5  # seconds between two looks: a program's first collectives open connections
+_OPEN_FILES = "/proc/self/fd"  # Linux's; elsewhere nothing is changed
 
 
 class LinkError(RuntimeError):
@@ -153,3 +158,32 @@ class Wires:
         while not self._closed.wait(min(self._timeout / 5, 5.0)):
             for process in self._wires:
                 self.send(process, {"kind": "alive"})
+
+
+def widen_send_buffers() -> None:
+    """Gives each TCP connection of this process a mebibyte for sending, or what the system allows, where it has less.
+
+    Gloo, which carries XLA's collectives between processes on CPUs, leaves these buffers at Linux's default of 16 KiB.
+    Loopback's packets have 64 KiB: one fills the buffer, and the next one waits until the peer's delayed
+    acknowledgement comes, 40 ms later. Where both ends send, as in an all-to-all, that is 1.6 MB/s. Gloo has no setting
+    for it, but its connections are this process's own.
+    """
+    for name in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as ours:  # the duplicate is closed, the connection stays
+                internet = ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM
+                if internet and ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < _SEND_BUFFER:
+                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+
+
+def keep_send_buffers_wide(closed: Callable[[], bool]) -> None:
+    """Does so again and again, in a thread, for connections to come."""
+
+    def watch() -> None:
+        while not closed():
+            widen_send_buffers()
+            time.sleep(_EVERY)
+
+    threading.Thread(target=watch, daemon=True, name="send-buffers").start()

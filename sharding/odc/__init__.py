@@ -6,16 +6,6 @@ parameters from their owners when they need them, and push gradients to the owne
 each other once a minibatch instead of twice a layer.
 """
 
-from typing import TYPE_CHECKING
-
-from ..door import door
-
-if TYPE_CHECKING:
-    from .executor import Odc
-
-__all__ = ["Odc", "OdcError"]
-__getattr__ = door(__name__, executor=("Odc",))
-
 
 class OdcError(RuntimeError):
     """A device failed within a minibatch, or a process was lost. The message names it, the stage and the reason.

@@ -1,6 +1,12 @@
-"""Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end."""
+"""Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end.
 
+A worker fetches the weights of the next layers, computes one, and pushes gradients. Programs are dispatched without
+waiting for their results; the window bounds how far dispatch runs ahead.
+"""
+
+import collections
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
@@ -9,19 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
-from ..links import Device, LinkError, Links
-from ..walk import Forward, Loss, Params, Tally
+from ..links import LinkError, Links
+from ..mesh import Device
+from ..walk import Forward, Fsdp, Loss, Params, Tally
 from . import OdcError
 from .flat import ParameterRows
-from .pushed_gradients import Key, PushedGradients, Turn
-from .stage_programs import StagedMicrobatch, StagePrograms
-from .traffic import Itinerary, Traffic
-from .worker import Task, Worker
+from .stage_programs import StagedMicrobatch
+from .stages import MarkingWalk, Step
+from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 _numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
 
@@ -51,6 +57,130 @@ class _Failure:
     def check(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A device's part of a minibatch: the batches `batches[i]` for `i` in `indices`, each run as `microbatches[i]`."""
+
+    indices: tuple[int, ...]
+    batches: Sequence[PyTree]
+    microbatches: Sequence[StagedMicrobatch]
+
+    def training(self, live: int) -> Itinerary:
+        needs: list[tuple[Key, ...]] = []
+        for microbatch in (self.microbatches[i] for i in self.indices):
+            needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back)]
+        return Itinerary(tuple(needs), live)
+
+    def scoring(self, live: int) -> Itinerary:
+        return Itinerary(tuple(keys for i in self.indices for keys in self.microbatches[i].keys), live)
+
+    def pushes(self) -> list[tuple[int, Key]]:
+        """The pushes of training, in order, as (number of the device's microbatch, key)."""
+        return [(number, key) for number, i in enumerate(self.indices) for key in self.microbatches[i].pushes]
+
+
+class Worker:
+    """Runs the task of device `number`; `read` returns the host arrays of a batch.
+
+    `place` describes the present step, `tally` is the sum of the results, `results` are those of `score` by index.
+    """
+
+    def __init__(
+        self, number: int, device: Device, task: Task, check: Callable[[], None], read: Callable[[PyTree], PyTree]
+    ) -> None:
+        self.number, self.device, self.task = number, device, task
+        self.place = "its first microbatch"
+        self.results: dict[int, PyTree] = {}
+        self.tally: tuple[jax.Array, Tally] | None = None  # like the results of a training program
+        self.seconds = 0.0
+        self._check, self._read = check, read
+        self._steps = 0  # dispatched so far
+        self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # step, and a push's arguments
+
+    def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
+        """Goes forward and backward through each microbatch. `push(key, microbatch's number, rows)` sends gradients.
+
+        Gradients are pushed only when they are computed: otherwise the owner, which works in order, would wait.
+        """
+
+        def push_done(steps: int | None = None) -> None:
+            while self._computing and self._computing[0][0] < (window.done if steps is None else steps):
+                push(*self._computing.popleft()[1:])
+
+        for number, index in enumerate(self.task.indices):
+            microbatch = self.task.microbatches[index]
+            results, saved = self._forward(window, number, index, microbatch.forward, push_done)
+            self.tally = results if self.tally is None else _joined(self.tally, results)
+            loss = microbatch.program.outputs[0]
+            assert isinstance(loss, int)  # a constant loss has no backward pass
+            cotangents: dict[int, jax.Array | np.ndarray] = {loss: np.ones((), np.float32)}
+            for k in microbatch.back:
+                step = microbatch.steps[k]
+                rows = self._next(window, number, f"{step.name} backward")
+                pull, shapes = saved.pop(k)
+                given = [
+                    cotangents.pop(slot) if slot in cotangents else np.zeros(*shape)
+                    for slot, shape, active in zip(step.writes, shapes, step.stage.active_out, strict=True)
+                    if active
+                ]
+                gradient_rows, back = microbatch.backward(step)(pull, rows, given)
+                del rows, pull
+                window.dispatched(gradient_rows[0][0] if gradient_rows else back[0])
+                active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
+                for slot, gradient in zip(active, back, strict=True):
+                    cotangents[slot] = _plus(cotangents[slot], gradient) if slot in cotangents else gradient
+                keys = microbatch.keys[k]
+                self._computing.extend(
+                    (self._steps, key, number, row) for key, row in zip(keys, gradient_rows, strict=True)
+                )
+                self._steps += 1
+                push_done()
+        window.finish()
+        push_done(self._steps)
+
+    def score(self, window: Window) -> None:
+        """Goes forward only."""
+        for number, index in enumerate(self.task.indices):
+            infer = self.task.microbatches[index].infer
+            self.results[index], _ = self._forward(window, number, index, infer, lambda: None)
+        window.finish()
+
+    def _forward(
+        self,
+        window: Window,
+        number: int,
+        index: int,
+        program: Callable[[Step], Callable],
+        between: Callable[[], None],
+    ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
+        """Goes forward through a microbatch and calls `between` after each step. Returns the results, and what each
+        step saved, with the shapes of its outputs."""
+        microbatch, saved = self.task.microbatches[index], {}
+        leaves = jax.device_put(jax.tree.leaves(self._read(self.task.batches[index])), self.device)
+        values: dict[int, jax.Array] = dict(zip(microbatch.program.inputs, leaves, strict=True))
+        del leaves
+        for k, step in enumerate(microbatch.steps):
+            rows = self._next(window, number, step.name)
+            inputs = [values[slot] for slot in step.reads]
+            outputs, pull = program(step)(rows, inputs, np.int32(step.layer))
+            del rows, inputs  # frees them before the next step fetches its own
+            window.dispatched(outputs[0])
+            self._steps += 1
+            between()
+            saved[k] = pull, [(out.shape, out.dtype) for out in outputs]
+            values.update(zip(step.writes, outputs, strict=True))
+            for slot in step.last:
+                values.pop(slot, None)
+        program_outputs = microbatch.program.outputs
+        results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in program_outputs]
+        return jax.tree.unflatten(microbatch.program.tree, results), saved
+
+    def _next(self, window: Window, number: int, place: str) -> list[Row]:
+        self.place = f"microbatch {number + 1} of {len(self.task.indices)}, {place}"
+        self._check()
+        return window.next()
 
 
 class Odc:
@@ -90,7 +220,8 @@ class Odc:
         self._links, self._read = links, read
         if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
             raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
-        self._programs = StagePrograms(self._rows, strategy)
+        self._staged: dict[tuple, StagedMicrobatch] = {}
+        self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
         self.last_seconds, self.idle = {}, 0.0
 
@@ -130,9 +261,27 @@ class Odc:
             raise ValueError(f"{len(batches)} microbatches, {len(devices)} devices; as many each, and at least one")
         if not set(devices) <= set(range(len(self._devices))):
             raise ValueError(f"microbatches for devices {sorted(set(devices))}, but the mesh has {len(self._devices)}")
-        microbatches = [self._programs.of(function, batch) for batch in batches]
+        microbatches = [self._staged_for(function, batch) for batch in batches]
         shares = [tuple(i for i, d in enumerate(devices) if d == device) for device in range(len(self._devices))]
         return [Task(indices, batches, microbatches) for indices in shares]
+
+    def _staged_for(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
+        """The staged microbatch that computes `function`, the strategy's `loss` or `forward`, for batches like `batch`:
+        one for each shape of a batch."""
+        strategy = self._strategy
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        leaves, tree = jax.tree.flatten(abstract)
+        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
+
+        def traced(params: Params, batch: PyTree) -> PyTree:
+            return function(nnx.merge(strategy.graphdef, params), batch, MarkingWalk())
+
+        with self._lock:
+            if name not in self._staged:
+                dtype = strategy.compute_dtype  # that of the rows
+                params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
+                self._staged[name] = StagedMicrobatch(self._rows, traced, params, abstract, strategy.remat)
+            return self._staged[name]
 
     def _run(
         self,
@@ -234,3 +383,13 @@ def _combined(table: jax.Array, maxima: int) -> list[jax.Array]:
     sums, largest = jnp.sum(table, axis=0), jnp.max(table, axis=0)
     count = table.shape[1]
     return [sums[i] if i < count - maxima else largest[i] for i in range(count)]
+
+
+@jax.jit
+def _joined(before: tuple[jax.Array, Tally], more: tuple[jax.Array, Tally]) -> tuple[jax.Array, Tally]:
+    return before[0] + more[0], before[1] + more[1]
+
+
+@jax.jit
+def _plus(before: jax.Array, more: jax.Array) -> jax.Array:
+    return before + more

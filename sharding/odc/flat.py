@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
 from ..mesh import group_axes
-from ..walk import Params
-from ..weights import WeightSpec
+from ..walk import Fsdp, Params
+from ..weights import WeightSpec, cut_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +68,14 @@ class ParameterRows:
         self.mesh, self.group = mesh, group or mesh.size
         self._dtype = strategy.compute_dtype
         self._axes = mesh.axis_names
-        inner = self._axes if self.group == mesh.size else group_axes(mesh, self.group)
+        inner = self._axes if self.group == mesh.size else group_axes(self._axes[1:], self.group)
         self._outer = tuple(axis for axis in self._axes if axis not in inner)
         self.outer = mesh.size // self.group
         leaves, self._tree = jax.tree.flatten(strategy.abstract)
         self._shapes = [leaf.shape for leaf in leaves]
         self._dtypes = [leaf.dtype for leaf in leaves]
         declared = jax.tree.leaves(strategy.specs, is_leaf=lambda leaf: isinstance(leaf, WeightSpec))
-        self._cuts = [strategy.rules.cut(spec, mesh) for spec in declared]
+        self._cuts = [cut_of(spec, mesh) for spec in declared]
         self.units = tuple(self._unit(members, declared) for members in _modules(declared, strategy.abstract))
         lying = strategy.param_specs()
         rows = [[P(self._axes)] * max(unit.layers, 1) for unit in self.units]

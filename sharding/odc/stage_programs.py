@@ -8,16 +8,12 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import PyTree
 
-from ..fsdp import Fsdp
-from ..walk import REMAT, Forward, Loss, Params
+from ..walk import REMAT, Params
 from .flat import ParameterRows
-from .pushed_gradients import Key
 from .stages import Arrays, Layer, Stage, Step, cut
-from .trace import MarkingWalk
-from .traffic import Row
+from .traffic import Key, Row
 
 T = TypeVar("T")
 Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> complete weights
@@ -58,7 +54,7 @@ class StagedMicrobatch:
         return self._jitted(step, _backward)
 
     def infer(self, step: Step) -> Callable:
-        """The program `(rows, values, layer) -> outputs`, which saves no values."""
+        """The program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
         return self._jitted(step, _infer)
 
     def _jitted(self, step: Step, build: Callable[[Stage, Whole, str], Callable]) -> Callable:
@@ -72,32 +68,6 @@ class StagedMicrobatch:
             program = jax.jit(build(step.stage, whole, self._remat))
             self._compiled.setdefault(name, _one_first(program))  # all threads call the same program
         return self._compiled[name]
-
-
-class StagePrograms:
-    """The staged microbatches of a strategy, one for each shape of a batch."""
-
-    def __init__(self, rows: ParameterRows, strategy: Fsdp) -> None:
-        self._rows, self._strategy = rows, strategy
-        self._known: dict[tuple, StagedMicrobatch] = {}
-        self._lock = threading.Lock()
-        dtype = strategy.compute_dtype  # the dtype of the rows
-        self._params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
-
-    def of(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """The microbatch that computes `function`, the strategy's `loss` or its `forward`, for batches like `batch`."""
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-        leaves, tree = jax.tree.flatten(abstract)
-        name = (function, tree, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves))
-        with self._lock:
-            if name not in self._known:
-                graphdef = self._strategy.graphdef
-
-                def traced(params: Params, batch: PyTree) -> PyTree:
-                    return function(nnx.merge(graphdef, params), batch, MarkingWalk())
-
-                self._known[name] = StagedMicrobatch(self._rows, traced, self._params, abstract, self._strategy.remat)
-            return self._known[name]
 
 
 def _one_first(program: Callable) -> Callable:
@@ -165,7 +135,7 @@ def _backward(stage: Stage, whole: Whole, remat: str) -> Callable:
 
 
 def _infer(stage: Stage, whole: Whole, remat: str) -> Callable:
-    return lambda rows, values, layer: stage.function(whole(rows), values, layer)
+    return lambda rows, values, layer: (stage.function(whole(rows), values, layer), None)
 
 
 def _split(active: Sequence[bool], values: Sequence[T]) -> tuple[list[T], list[T]]:

@@ -3,7 +3,7 @@
     plan = flex_ulysses([9000, 120, 4000, 310], num_devices=4, limits=Limits(num_heads=28))
     print(plan.balance)
 
-All planners of sequences have one signature and return a `plan.ShardPlan`.
+Both planners of sequences return a `plan.ShardPlan`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .fixed_degree import ulysses
-    from .flex import flex_ulysses
-    from .limits import Limits
+    from .flex import flex_ulysses, ulysses
+    from .plan import Limits
     from .vision_units import VisionPlan, spread_vision
 
 __all__ = [
@@ -25,8 +24,7 @@ __all__ = [
 ]
 __getattr__ = door(
     __name__,
-    fixed_degree=("ulysses",),
-    flex=("flex_ulysses",),
-    limits=("Limits",),
+    flex=("flex_ulysses", "ulysses"),
+    plan=("Limits",),
     vision_units=("VisionPlan", "spread_vision"),
 )

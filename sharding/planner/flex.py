@@ -1,23 +1,22 @@
-"""FlexUlysses gives every sequence its own degree, so that all devices compute for equally long and little is sent.
+"""Planners of sequences: `ulysses` gives all of them one degree, FlexUlysses gives each its own degree, so that all
+devices compute for equally long and little is sent.
 
-Objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load within
-`Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then traffic. A
-placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the tree of
-groups (`descend`) and pairs of groups exchange sequences (`exchange`), which takes milliseconds and is nearly always
-good. Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
+Its objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load
+within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then
+traffic. A placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the
+tree of groups and pairs of groups exchange sequences (`placement`), which takes milliseconds and is nearly always good.
+Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from .descend import Descent
-from .exchange import Exchange
-from .limits import Limits, Placement, PlanCost, Problem, pose
-from .partition import longest_first
-from .placement import blocks, dealt, largest, score, weights
-from .plan import PlanError, ShardPlan
+from .packing import longest_first
+from .placement import Descent, Exchange, blocks, dealt, largest, score
+from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many
@@ -25,6 +24,33 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a 
 MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
+
+
+@runtime_checkable
+class PlanCost(Protocol):
+    """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
+
+    def step_seconds(self, plan: ShardPlan, /) -> float: ...
+
+
+def ulysses(
+    lengths: Sequence[int] | np.ndarray,
+    num_devices: int,
+    limits: Limits | None = None,
+    *,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+    degree: int = 8,
+) -> ShardPlan:
+    """Puts every sequence on `degree` devices: longest (by work) first, each to the group with the least work so far.
+
+    Arguments and errors are those of `flex_ulysses`. Raises PlanError, too, for a degree that the number of devices or
+    heads does not allow.
+    """
+    problem = pose(lengths, num_devices, limits or Limits(), work)
+    if degree < 1 or degree & (degree - 1) or degree > problem.max_degree:
+        raise PlanError(f"ulysses: degree {degree} must be a power of two, at most {problem.max_degree} here")
+    groups = longest_first(problem.work_I, problem.num_devices // degree)
+    return problem.plan([degree] * len(groups), [degree * group for group in groups])
 
 
 def flex_ulysses(
@@ -37,16 +63,16 @@ def flex_ulysses(
 ) -> ShardPlan:
     """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
-    `work` is the compute of each sequence in any unit, `length**2` unless given. A `cost` model (`sharding.cost`)
-    gives it in seconds; then plans are made for several tolerances, and the plan with the shortest step is returned.
-    The same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
+    `work` is the compute of each sequence in any unit, `length**2` unless given. With a `cost` model, plans are made
+    for several tolerances, and the plan with the shortest step is returned. The same arguments give the same plan.
+    Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
         return _plan(pose(lengths, num_devices, limits, work))
     tolerances = TOLERANCES if num_devices <= MANY else TOLERANCES[4::3]
     plans = [
-        _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work, cost), quick=True)
+        _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
     ]
     seconds = [float(cost.step_seconds(plan)) for plan in plans]
@@ -136,7 +162,7 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     fullest = np.array([np.bincount(block_I, row, count).max() for row in amounts]) / degree
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits = np.maximum(limits, fullest * (1 + problem.limits.tolerance / 2, 1))
-    descent = Descent(amounts / limits[:, None], weights(problem))
+    descent = Descent(amounts / limits[:, None], problem.weights)
     for block in range(count):
         descent.place(np.flatnonzero(np.equal(block_I, block)).tolist(), block * degree, degree, (1.0, 1.0))
     # No load may exceed its limit, or the largest load so far if that is more.
@@ -146,7 +172,7 @@ def _descent(problem: Problem, degree: int, block_I: list[int]) -> Placement:
     trials = max(TRIALS * (1 + (problem.num_devices < MANY)), problem.num_devices // 2)
     exchange = Exchange(
         np.array([problem.work_I / work, problem.lengths_I / tokens]),
-        weights(problem),
+        problem.weights,
         degrees,
         firsts,
         problem.num_devices,

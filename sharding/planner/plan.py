@@ -1,5 +1,8 @@
 """A shard plan: on how many devices, and on which, each sequence of a microbatch is computed. numpy only.
 
+Limits are the bounds of a plan; a Problem is one microbatch to place, in numbers. A microbatch that no planner can
+place raises here, naming the sequence or field.
+
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
 multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), and a group is the product of the last
 `log2(p)` mesh axes.
@@ -8,9 +11,14 @@ multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
 
 class PlanError(ValueError):
@@ -61,7 +69,6 @@ class ShardPlan:
         degrees = [round.degree for round in self.rounds]
         if degrees != sorted(degrees, reverse=True):
             raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
-        seen: list[int] = []
         for round in self.rounds:
             if round.degree < 1 or round.degree & (round.degree - 1) or self.num_devices % round.degree:
                 raise PlanError(
@@ -69,15 +76,14 @@ class ShardPlan:
                 )
             if len(round.groups) != self.num_devices // round.degree:
                 raise PlanError(f"a round of degree {round.degree} needs {self.num_devices // round.degree} groups")
-            for group, members in enumerate(round.groups):
-                for index in members:
-                    if not 0 <= index < count:
-                        raise PlanError(f"a round names sequence {index}, but there are {count}")
-                    if self.degrees[index] != round.degree or self.firsts[index] != group * round.degree:
-                        raise PlanError(f"sequence {index} stands in a round of another group than its own")
-                    seen.append(index)
-        if sorted(seen) != list(range(count)):
-            raise PlanError("each sequence must stand in exactly one round")
+        placed = sorted(
+            (index, round.degree, group * round.degree)
+            for round in self.rounds
+            for group, members in enumerate(round.groups)
+            for index in members
+        )
+        if placed != list(zip(range(count), self.degrees, self.firsts, strict=True)):
+            raise PlanError("each sequence must stand in exactly one round, and there on its own group")
 
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
@@ -120,67 +126,240 @@ def _peak(per_device: np.ndarray) -> float:
     return float(per_device.max()) / mean if mean else 1.0
 
 
-def rounds(
-    num_devices: int,
-    lengths: Sequence[int],
-    degrees: Sequence[int],
-    firsts: Sequence[int],
-    *,
-    short: int = 0,
-    cap: int = 0,
-    most: int = 1,
-) -> tuple[Round, ...]:
-    """Packs the sequences of each group into sequence groups, and these into rounds (dynamic packing, section 3.4).
-
-    Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer
-    sequences stay alone. A degree has at most `most` rounds. It has one if `short` or `cap` is 0, and so has degree 1,
-    which has no all-to-all to hide. A round lasts as long as the longest stream of its groups. Streams are therefore
-    dealt longest first, each to the round that it lengthens least. The longest round of a degree comes first.
-    """
-    packed: list[Round] = []
+def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> tuple[Round, ...]:
+    """One round for each degree, the highest degree first: all sequences of a group are one stream, in their order."""
+    found: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):
-        members: list[list[int]] = [[] for _ in range(num_devices // degree)]
+        groups: list[list[int]] = [[] for _ in range(num_devices // degree)]
         for index, (sharded, first) in enumerate(zip(degrees, firsts, strict=True)):
             if sharded == degree:
-                members[first // degree].append(index)
-        joined = not short or not cap or most == 1 or degree == 1
-        packs = [[indices] if joined and indices else _join(indices, lengths, short, cap) for indices in members]
-        packed.extend(Round(degree, groups) for groups in _deal(packs, lengths, min(most, max(map(len, packs)))))
-    return tuple(packed)
+                groups[first // degree].append(index)
+        found.append(Round(degree, tuple(map(tuple, groups))))
+    return tuple(found)
 
 
-def _join(indices: Sequence[int], lengths: Sequence[int], short: int, cap: int) -> list[list[int]]:
-    """Sequence groups: long sequences alone, each short one in the first group that has room."""
-    packs = [[i] for i in indices if lengths[i] > short]
-    alone, sizes = len(packs), []
-    for i in (i for i in indices if lengths[i] <= short):
-        fits = next((k for k, size in enumerate(sizes) if size + lengths[i] <= cap), len(sizes))
-        if fits == len(sizes):
-            sizes.append(0)
-            packs.append([])
-        sizes[fits] += lengths[i]
-        packs[alone + fits].append(i)
-    return packs
+class Deal(NamedTuple):
+    """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
+
+    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and compute a part of
+    its query heads each: `kv` KV heads after filling up, each copied `copies` times, with `queries` query heads for
+    each copy. All copies are cut into `degree` consecutive equal parts.
+    """
+
+    degree: int
+    kv: int
+    copies: int
+    queries: int
+
+    @property
+    def local_kv(self) -> int:
+        return self.kv * self.copies // self.degree
+
+    @property
+    def local_queries(self) -> int:
+        return self.local_kv * self.queries
 
 
-def _deal(
-    packs: Sequence[Sequence[list[int]]], lengths: Sequence[int], count: int
-) -> list[tuple[tuple[int, ...], ...]]:
-    """`[count][groups]`: the stream of each group in each round. The group with the most tokens is dealt first."""
+@functools.lru_cache
+def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
+    """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
 
-    def size(pack: Sequence[int]) -> int:
-        return sum(lengths[i] for i in pack)
+    KV heads that `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
+    `local_queries * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
+    query heads, and ValueError for heads that are no multiple of the KV heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads can't be shared by {num_kv_heads} KV heads")
+    if degree > num_heads:
+        raise PlanError(
+            f"a sequence can't be sharded over {degree} devices by {num_heads} attention heads; lower the degree cap"
+        )
+    ratio = num_heads // num_kv_heads
+    deals = []
+    for copies in range(1, min(degree, ratio) + 1):
+        step = degree // math.gcd(degree, copies)  # KV heads must be a multiple of `step`
+        deals.append(Deal(degree, -(-num_kv_heads // step) * step, copies, -(-ratio // copies)))
+    return min(deals, key=lambda deal: (deal.local_queries, deal.local_kv, deal.copies))
 
-    totals = [sum(map(size, group)) for group in packs]
-    longest = [0] * count
-    streams: list[list[list[int]]] = [[[] for _ in packs] for _ in range(count)]
-    for group in sorted(range(len(packs)), key=lambda g: (-totals[g], g)):
-        mine = [0] * count
-        for pack in sorted(packs[group], key=lambda pack: (-size(pack), pack[0])):
-            after = [mine[k] + size(pack) for k in range(count)]
-            k = min(range(count), key=lambda k: (max(after[k] - longest[k], 0), after[k], k))
-            mine[k] = after[k]
-            streams[k][group] += pack
-        longest = [max(pair) for pair in zip(longest, mine, strict=True)]
-    order = sorted(range(count), key=lambda k: (-longest[k], k))
-    return [tuple(tuple(sorted(stream)) for stream in streams[k]) for k in order if longest[k]]
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The settings of every planner. Sizes are tokens.
+
+    `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
+    stays in an aligned block of the largest power of two that divides the devices (12: blocks of 4, odd numbers: 1).
+    `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
+    `alpha`: most tokens of a device over the mean (FlexRL's alpha). It is exceeded, by as little as the search finds,
+    only if one sequence or one block of `max_degree` devices holds more at the highest degree.
+    `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
+    `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
+    `tau`, `gamma`: degrees above `tau` leave a host, and their traffic counts `gamma` times (SplitCost).
+    """
+
+    max_degree: int = 0
+    num_heads: int = 0
+    alpha: float = 1.1
+    tolerance: float = 0.025
+    tokens_per_device: int = 0
+    tau: int = 8
+    gamma: float = 16.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_degree", "num_heads", "tokens_per_device"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"limits.{name} is {getattr(self, name)}; use 0 for no bound")
+        if self.max_degree & (self.max_degree - 1):
+            below = 1 << (self.max_degree.bit_length() - 1)
+            raise PlanError(f"limits.max_degree {self.max_degree} is no power of two; use {below} or {2 * below}")
+        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1, "gamma": 0.0}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < math.inf:
+                raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
+
+    def degree(self, num_devices: int) -> int:
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that these forbid."""
+        if num_devices < 1:
+            raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
+        aligned = num_devices & -num_devices
+        heads = 1 << (self.num_heads.bit_length() - 1) if self.num_heads else aligned
+        if self.max_degree > aligned:
+            raise PlanError(
+                f"limits.max_degree {self.max_degree} is above {aligned}, the largest power of two that divides the "
+                f"{num_devices} devices; use at most {aligned}, or 0"
+            )
+        if self.max_degree > heads:
+            raise PlanError(
+                f"limits.max_degree {self.max_degree} is above the {self.num_heads} query heads (limits.num_heads); "
+                f"use at most {heads}, or 0"
+            )
+        return self.max_degree or min(aligned, heads)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """One microbatch to place. `lengths_I` int64 and `work_I` float64, by sequence.
+
+    Under any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
+    `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device.
+    """
+
+    lengths_I: np.ndarray
+    work_I: np.ndarray
+    num_devices: int
+    max_degree: int
+    limits: Limits
+    least_compute: float
+    least_memory: float
+    compute_limit: float
+    memory_limit: float
+
+    def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
+        """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
+        lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
+        executed = rounds(self.num_devices, degrees, firsts)
+        if room:
+            rows = row_tokens(self.num_devices, lengths, executed)
+            if rows.max(initial=0) > room:
+                device = int(rows.argmax())
+                raise PlanError(
+                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use "
+                    "smaller microbatches, more devices, a higher limits.max_degree or another planner"
+                )
+        return ShardPlan(
+            num_devices=self.num_devices,
+            lengths=tuple(lengths),
+            work=tuple(self.work_I.tolist()),
+            degrees=tuple(degrees),
+            firsts=tuple(firsts),
+            rounds=executed,
+        )
+
+    @property
+    def weights(self) -> list[float]:
+        """The traffic of one token at degree 1, 2, 4 and so on, summed over its group."""
+        limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]
+        return [(degree - 1) / degree * (limits.gamma if degree > limits.tau else 1.0) for degree in degrees]
+
+    @property
+    def shares(self) -> np.ndarray:
+        """`[2, sequences]`: work and tokens of each sequence in units of one device's limit."""
+        return np.array([self.work_I / (self.compute_limit or 1.0), self.lengths_I / self.memory_limit])
+
+
+def pose(
+    lengths: Sequence[int] | np.ndarray,
+    num_devices: int,
+    limits: Limits,
+    work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
+) -> Problem:
+    """The problem of placing sequences of `lengths` tokens within `limits`.
+
+    The compute of a sequence is its `work`, or else `length**2`. Raises PlanError, naming sequence or field, for a
+    problem that no planner can solve.
+    """
+    degree = limits.degree(num_devices)
+    lengths_I = np.asarray(lengths)
+    if lengths_I.ndim != 1 or (lengths_I.size and lengths_I.dtype.kind not in "iu"):
+        raise PlanError(f"lengths must be one row of integers, not {lengths_I.dtype} of shape {lengths_I.shape}")
+    lengths_I = lengths_I.astype(np.int64)
+    if lengths_I.min(initial=1) < 1:
+        index = int(np.argmax(lengths_I < 1))
+        raise PlanError(f"sequence {index} has length {lengths_I[index]}; every sequence needs at least one token")
+    work_I = lengths_I.astype(float) ** 2 if work is None else np.asarray(work, float)
+    if work_I.shape != lengths_I.shape:
+        raise PlanError(f"work has shape {work_I.shape}, but there are {len(lengths_I)} sequences")
+    if not (np.isfinite(work_I) & (work_I >= 0)).all():
+        index = int(np.argmin(np.isfinite(work_I) & (work_I >= 0)))
+        raise PlanError(f"sequence {index} has work {work_I[index]}; work must be finite and not negative")
+    least_compute = least_load(work_I, num_devices, degree)
+    least_memory = least_load(lengths_I.astype(float), num_devices, degree)
+    memory = max(limits.alpha * float(lengths_I.sum()) / num_devices, least_memory)
+    room = limits.tokens_per_device
+    if room and len(lengths_I):
+        longest = int(lengths_I.argmax())
+        if -(-int(lengths_I[longest]) // degree) > room:
+            raise PlanError(
+                f"sequence {longest} has {lengths_I[longest]} tokens, but {degree} devices hold {degree * room}: raise "
+                f"limits.tokens_per_device ({room}) or limits.max_degree ({degree}), or shorten it"
+            )
+        if least_memory > room:
+            raise PlanError(
+                f"{int(lengths_I.sum())} tokens do not fit {num_devices} devices of limits.tokens_per_device {room} at "
+                f"limits.max_degree {degree}: one device would hold at least {math.ceil(least_memory)}"
+            )
+        # A round may add a token of padding.
+        memory = max(least_memory, min(memory, float(room - degree.bit_length())))
+    return Problem(
+        lengths_I=lengths_I,
+        work_I=work_I,
+        num_devices=num_devices,
+        max_degree=degree,
+        limits=limits,
+        least_compute=least_compute,
+        least_memory=least_memory,
+        compute_limit=(1 + limits.tolerance) * least_compute,
+        memory_limit=memory,
+    )
+
+
+def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> float:
+    """A bound below the largest load of a device under any plan. It is the mean, or more: of the `k * blocks + 1`
+    largest sequences, some `k + 1` share one block of `max_degree` devices."""
+    if not len(amounts_I):
+        return 0.0
+    blocks = num_devices // max_degree
+    down = -np.sort(-amounts_I)
+    total = np.concatenate([[0.0], np.cumsum(down)])
+    k = np.arange((len(down) - 1) // blocks + 1)
+    last = k * blocks + 1  # the k + 1 smallest of the `last` largest sequences
+    meet = (total[last] - total[last - k - 1]).max() / max_degree
+    return float(max(total[-1] / num_devices, meet))
+
+
+def row_tokens(num_devices: int, lengths: Sequence[int], rounds: Sequence[Round]) -> np.ndarray:
+    """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
+    rows = np.zeros(num_devices, np.int64)
+    for round in rounds:
+        chunks = [-(-sum(lengths[i] for i in members) // round.degree) for members in round.groups]
+        rows += np.repeat(np.array(chunks, np.int64), round.degree)
+    return rows

@@ -1,16 +1,16 @@
-"""A search beyond the quick descent: beams over complete placements, repair of the best ones, then regrouping.
+"""A search beyond the quick descent: beams over complete placements, then repair of the best ones.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
-Where loads are tight, a cheaper placement may require changes in all blocks at once. With 2 or 4 blocks, regrouping
-therefore prices every subset of the longest sequences.
+Where loads are tight, a cheaper placement may require changes in all blocks at once, which no repair finds: two of the
+mixes of `tests/sharding/test_planner_mixes.py` send 1 and 2 % more than the least.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .limits import Placement, Problem
-from .placement import Score, dealt, score, shares, weights
+from .placement import Score, dealt, score
+from .plan import Placement, Problem
 
 # For each beam: the weight of unevenness, and the share of the limits that it aims at, since the last sequences exceed
 # that a little. No pair is best for all problems.
@@ -29,26 +29,21 @@ EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # the weight of unevenness in each try of a 
 TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if they are larger than `LARGE`
 LARGE = 8
 FREED = 12  # sequences that a try places anew
-FEW = 16  # ways that the beams of repair and regrouping keep
-
-LONGEST = 16  # most sequences that are regrouped exactly (2**16 subsets); shorter ones only follow the beam
-DIVISIONS = (2, 4)  # numbers of blocks that are regrouped
-SUBSETS = 1000  # subsets that are priced; if more fit a block, fewer sequences are regrouped exactly
-EVEN = 0.1
+FEW = 16  # ways that the beams of repair keep
 
 
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
     """Yields placements until the caller finds one good: from `starts`, by beams and, with `mend`, repair; then by more
-    of both; then with the longest sequences regrouped."""
+    of both."""
     found = list(starts)
 
     def score_of(placement: Placement) -> Score:
         return score(problem, placement)
 
-    amounts = shares(problem)
-    weights_K = weights(problem)[: top_degree(problem).bit_length()]
+    amounts = problem.shares
+    weights_K = problem.weights[: top_degree(problem).bit_length()]
     for cells, rounds in RUNGS:
         scored = {score_of(placement): placement for placement in [*found, *beams(problem, cells)]}
         found = [scored[key] for key in sorted(scored)]
@@ -56,8 +51,6 @@ def search(
         for k in range(min(2, len(found)) if mend else 0):
             found[k] = repair(amounts, weights_K, found[k], problem.num_devices, score_of, good, rounds)
             yield found[k]
-    if placement := regrouped(problem, top_degree(problem)):
-        yield placement
 
 
 def beams(problem: Problem, cells: int) -> list[Placement]:
@@ -79,7 +72,7 @@ def beams(problem: Problem, cells: int) -> list[Placement]:
     limits = np.array([problem.compute_limit or 1.0, problem.memory_limit])
     limits_SR = np.maximum([limits * aim for _, aim in starts], fullest)
     work, tokens = np.concatenate([padded / aimed[:, None, None] for aimed in limits_SR], 1)
-    weights_K = weights(problem)[: top.bit_length()]
+    weights_K = problem.weights[: top.bit_length()]
     degree, first = beam(
         work, tokens, np.repeat([even for even, _ in starts], count), np.zeros((len(work), 2, size)), weights_K, width
     )
@@ -185,7 +178,7 @@ def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
 
 def top_degree(problem: Problem) -> int:
     """The highest degree to look at first: the degree of a host, or more if the longest sequence needs it."""
-    need = float(shares(problem).max())
+    need = float(problem.shares.max())
     degree = min(1 << (problem.limits.tau.bit_length() - 1), problem.max_degree)
     while degree < problem.max_degree and degree < need:
         degree *= 2
@@ -196,7 +189,7 @@ def redealt(problem: Problem, degree: int) -> list[int]:
     """The block of `degree` devices of each sequence, by repair with blocks in place of devices: slower than `dealt`,
     and better. If the limit of compute can't be met, ever higher limits are tried."""
     block_I = dealt(problem, degree)
-    amounts = shares(problem) / degree
+    amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)
     for allowed in ALLOWED:
         within = amounts / np.array([[allowed], [1.0]])
@@ -265,78 +258,3 @@ def repair(
             if after < best:
                 best, (degrees, firsts) = after, changed
     return degrees.tolist(), firsts.tolist()
-
-
-def regrouped(problem: Problem, size: int) -> Placement | None:
-    """The placement whose longest sequences cause the least traffic in blocks of `size` devices.
-
-    None unless there are 2 or 4 blocks and some division of the longest sequences among them fits.
-    """
-    count = problem.num_devices // size
-    if count not in DIVISIONS:
-        return None
-    amounts = shares(problem)
-    order = np.argsort(-amounts.max(0), kind="stable")
-    most = min(LONGEST, len(order)) + 1
-    while True:
-        most -= 1
-        longest, shorter = order[:most], order[most:]
-        sums = np.zeros((2, 1))
-        for i in longest:  # bit k of a subset's number stands for longest[k]
-            sums = np.concatenate([sums, sums + amounts[:, [i]]], 1)
-        # A subset fits a block if the other blocks can hold the rest.
-        least = amounts.sum(1) - (count - 1) * size - amounts[:, shorter].sum(1)
-        subsets = np.flatnonzero(((sums <= size + EPS) & (sums >= least[:, None] - EPS)).all(0))
-        if len(subsets) <= SUBSETS:
-            break
-    if not len(subsets):
-        return None
-    everything = (1 << most) - 1
-    weights_K = weights(problem)[: size.bit_length()]
-    chosen_KI = (subsets[:, None] >> np.arange(len(longest))) & 1 == 1
-    priced = amounts[:, None, longest] * chosen_KI
-    held = np.zeros((len(subsets), 2, size))
-    degree_KI, first_KI = beam(priced[0], priced[1], np.full(len(subsets), EVEN), held, weights_K, FEW)
-    for k in range(len(longest)):
-        share_KD = device_shares(degree_KI[:, k], first_KI[:, k], size)
-        held += priced[:, :, k].T[:, :, None] * share_KD[:, None]
-    traffic_K = (priced[1] * np.array(weights_K)[np.log2(degree_KI).astype(int)]).sum(1)
-    cost = np.full(everything + 1, np.inf)
-    cost[subsets] = traffic_K + HARD * np.maximum(held.max((1, 2)) - 1 - EPS, 0)
-    division = _cheapest(cost, everything, count)
-    if division is None:
-        return None
-    degrees, firsts = np.ones(len(order), int), np.zeros(len(order), int)
-    loads = np.zeros((2, problem.num_devices))
-    for block, subset in enumerate(division):
-        k = int(np.searchsorted(subsets, subset))
-        members = chosen_KI[k]
-        degrees[longest[members]] = degree_KI[k, members]
-        firsts[longest[members]] = first_KI[k, members] + block * size
-        loads[:, block * size : (block + 1) * size] = held[k]
-    if len(shorter):
-        rest = amounts[:, None, shorter]
-        found = beam(rest[0], rest[1], np.array([EVEN]), loads[None], weights_K, FEW)
-        degrees[shorter], firsts[shorter] = found[0][0], found[1][0]
-    return degrees.tolist(), firsts.tolist()
-
-
-def _cheapest(cost: np.ndarray, everything: int, count: int) -> list[int] | None:
-    """The `count` disjoint subsets (2 or 4) that hold all sequences at the least sum of `cost`, indexed by subset."""
-    number = np.arange(everything + 1)
-    halves, partner = cost, number
-    if count == 4:
-        halves, partner = np.full(len(cost), np.inf), np.zeros_like(number)
-        subsets = np.flatnonzero(cost < np.inf)
-        for subset in subsets:
-            disjoint = subsets[(subsets & subset == 0) & (subsets > subset)]
-            total = cost[subset] + cost[disjoint]
-            union = disjoint | subset
-            better = total < halves[union]
-            halves[union[better]], partner[union[better]] = total[better], subset
-    paired = halves + halves[everything - number]
-    best = int(paired.argmin())
-    if paired[best] == np.inf:
-        return None
-    sides = [best, everything - best]
-    return sides if count == 2 else [part for side in sides for part in (int(partner[side]), side - int(partner[side]))]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..mesh import binary_axes, trailing
+from ..mesh import binary_axes, group_axes
 from ..planner.plan import PlanError, ShardPlan
 from .shapes import Sizes
 
@@ -43,7 +43,7 @@ class Spread:
 
     def group(self, degree: int) -> tuple[str, ...]:
         """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
-        return trailing(self.axes, degree)
+        return group_axes(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
         """The device's hidden states, followed by the exports of its group of the highest degree."""
@@ -86,17 +86,6 @@ class Layout:
                 column[stream] = np.repeat(begins, chunks) + np.arange(len(stream))
         return device, column
 
-    def imports(self, predecessors: np.ndarray) -> Imports:
-        """The hidden states that must cross devices, if token `predecessors[i]` predicts token `i`."""
-        device, column = self.places()
-        foreign = np.flatnonzero(device[predecessors] != device)
-        place = device * (int(column.max(initial=0)) + 1) + column  # orders tokens by device, then column
-        _, first, which = np.unique(place[predecessors[foreign]], return_index=True, return_inverse=True)
-        token = predecessors[foreign][first]
-        source = device[token]
-        slot = np.arange(len(token)) - np.searchsorted(source, source)
-        return Imports(foreign, which, source, column[token], slot)
-
     def sized(self, sizes: Sizes) -> SizedLayout:
         """The layout in buffers of these sizes, each at least as `needs` says; additional rounds stay empty."""
         return SizedLayout(self, sizes)
@@ -107,27 +96,12 @@ class Layout:
         return [f"round/{degree}/{degrees[:j].count(degree)}" for j, degree in enumerate(degrees)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Imports:
-    """Tokens whose predecessor is on another device. Token `foreign[i]` needs export `which[i]`; export `e` is column
-    `column[e]` of device `source[e]`, in slot `slot[e]` of that device's exports."""
-
-    foreign: np.ndarray
-    which: np.ndarray
-    source: np.ndarray
-    column: np.ndarray
-    slot: np.ndarray
-
-    def needs(self) -> Sizes:
-        return {"exports": int(self.slot.max()) + 1} if len(self.slot) else {}
-
-
 class SizedLayout:
     """A layout in buffers of given sizes: `columns` tokens a device, `rounds` as in `Spread`, and `cells`,
     `device * columns + column` of every token."""
 
     def __init__(self, layout: Layout, sizes: Sizes) -> None:
-        self.plan, self._layout = layout.plan, layout
+        self.plan = layout.plan
         self.columns = sizes["columns"]
         self._exports = sizes.get("exports", 0)
         device, column = layout.places()
@@ -152,13 +126,14 @@ class SizedLayout:
         If the predecessor is in the token's own row, its index is its column; otherwise, from `columns` on, it is an
         index into the exports of the group of the highest degree, device by device.
         """
-        imports = self._layout.imports(predecessors)
-        exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
-        exports[imports.source, imports.slot] = imports.column
-        group = self.rounds[0][0]
         column = self.cells[predecessors] % self.columns
-        entry = imports.source % group * self._exports + imports.slot
-        column[imports.foreign] = self.columns + entry[imports.which]
+        foreign = np.flatnonzero(self.device[predecessors] != self.device)
+        exported, which = np.unique(self.cells[predecessors[foreign]], return_inverse=True)  # device by device
+        source, exported_column = np.divmod(exported, self.columns)
+        slot = np.arange(len(exported)) - np.searchsorted(source, source)
+        exports = np.zeros((self.plan.num_devices, self._exports), np.int32)
+        exports[source, slot] = exported_column
+        column[foreign] = self.columns + (source % self.rounds[0][0] * self._exports + slot)[which]
         spread = Spread(self.starts, self.counts, exports, self.rounds, binary_axes(self.plan.num_devices))
         return column.astype(np.int32), spread
 

@@ -29,10 +29,6 @@ class ExchangeRoute:
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
-    def needs(self) -> Sizes:
-        """The number of features that cross each axis, as `send/<axis>`."""
-        return {f"send/{axis}": rows.shape[1] for axis, rows in zip(self.axes, self.sends, strict=True)}
-
     def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
         """The device's own features, followed by all features that it received. Runs inside a `shard_map`."""
         buffer = features_MD
@@ -43,8 +39,8 @@ class ExchangeRoute:
 
 
 def crossings(wanted_DD: np.ndarray) -> Sizes:
-    """The number of features that cross each axis, as in `ExchangeRoute.needs`, if device `i` has `wanted_DD[i, j]`
-    features for device `j`. It is too large if several devices need one feature."""
+    """The number of features that cross each axis, as `send/<axis>`, if device `i` has `wanted_DD[i, j]` features for
+    device `j`. It is too large if several devices need one feature."""
     num_devices = len(wanted_DD)
     block, device = replica_size(num_devices), np.arange(num_devices)
     at_DD, needs = wanted_DD.astype(np.int64), {}
@@ -63,14 +59,13 @@ def route(
     target: np.ndarray,
     num_devices: int,
     rows: int,
-    counts: Mapping[str, int] | None = None,
+    counts: Mapping[str, int],
 ) -> tuple[ExchangeRoute, np.ndarray]:
     """Plans (the route, the row of each requested feature in the final buffer of its `target`).
 
     Requested feature `i` is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a
-    feature may be requested several times. `counts` are the sizes of each axis's transfer: `ExchangeRoute.needs` of a
-    route without `counts`, or more. Without them, sizes are exact. Raises ValueError if a feature would have to leave
-    its replica: sequence groups never do.
+    feature may be requested several times. `counts` are the sizes of each axis's transfer: those of `crossings`, or
+    more. Raises ValueError if a feature would have to leave its replica: sequence groups never do.
     """
     axes = binary_axes(num_devices)
     block = replica_size(num_devices)
@@ -85,7 +80,7 @@ def route(
         keys, which = np.unique(at[moving] * length + place[moving], return_inverse=True)
         device = keys // length
         slot = np.arange(len(keys)) - np.searchsorted(device, device)
-        count = int(slot.max(initial=-1)) + 1 if counts is None else counts.get(f"send/{axis}", 0)
+        count = counts.get(f"send/{axis}", 0)
         if not count:
             continue
         send = np.zeros((num_devices, count), np.int32)

@@ -110,8 +110,7 @@ class ShapeBook:
 
     def found(self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1) -> Sizes | None:
         """The entry that serves a request; None if `fit` would make a new entry."""
-        usable = self._usable(needs, caps, devices)
-        holding = _holding(usable, needs)
+        usable, holding = self._usable(needs, caps, devices), self.holding(needs, caps, devices)
         if not holding:
             return None
         best = min(holding, key=cost)
@@ -155,7 +154,8 @@ class ShapeBook:
 
     def holding(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
         """The usable entries that are large enough."""
-        return _holding(self._usable(needs, caps, devices), needs)
+        usable = self._usable(needs, caps, devices)
+        return [sizes for sizes in usable if all(n <= sizes.get(name, 0) for name, n in needs.items())]
 
     def _fresh(self, needs: Mapping[str, int], caps: Mapping[str, int], entries: Sequence[Sizes]) -> Sizes:
         columns = round_up(needs[BASE], caps.get(BASE, 0))
@@ -191,10 +191,6 @@ class ShapeBook:
         self.divided = {int(devices): count for devices, count in state.get("divided", {}).items()}
         self.step = state.get("step", 0)
         self.coming = [(devices, dict(sizes), first) for devices, sizes, first in state.get("coming", [])]
-
-
-def _holding(entries: Sequence[Sizes], needs: Mapping[str, int]) -> list[Sizes]:
-    return [sizes for sizes in entries if all(n <= sizes.get(name, 0) for name, n in needs.items())]
 
 
 def _cells(sizes: Mapping[str, int]) -> int:

@@ -25,6 +25,7 @@ barriers that state it, and runs another order, the same on all devices.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,54 +34,48 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
+from ..planner.plan import Deal, deal_heads
 from .buffers import Spread
-from .heads import Deal, deal_heads
 
 Attention = Callable[[Array, Array, Array], Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RoundColumns:
-    """A device's part of one round: columns of its row from `start`; the `valid` columns belong to the round.
+class View:
+    """One round as a device sees it: columns of its row from `start`; the `valid` columns belong to the round.
 
     The other columns belong to other rounds or are the row's padding. They are masked: `read` gives zeros for them
-    (segment 0, too), and `write` leaves them unchanged.
+    (segment 0, too), and `write` leaves them unchanged. `tiles` are those of the group's stream, `axes` the group's
+    mesh axes (none for one device).
     """
 
     start: Any  # i32 []
     valid: Any  # bool [budget]
-
-    def read(self, row: Array) -> Array:
-        """`[T, ...]` -> `[budget, ...]`; columns of other rounds become zeros."""
-        part = self._part(row)
-        return jnp.where(self._mask(part), part, jnp.zeros_like(part))
-
-    def write(self, row: Array, part: Array) -> Array:
-        """The row with `part` in the valid columns, all others unchanged."""
-        part = jnp.where(self._mask(part), part, self._part(row))
-        return jax.lax.dynamic_update_slice_in_dim(row, part, self.start, 0)
-
-    def _part(self, row: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, self.start, self.valid.shape[0])
-
-    def _mask(self, part: Array) -> Array:
-        return jnp.broadcast_to(self.valid.reshape(-1, *[1] * (part.ndim - 1)), part.shape)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class View:
-    """One round as a device sees it. `tiles` are those of the group's stream, `axes` the group's mesh axes (none for
-    one device)."""
-
-    columns: RoundColumns
     tiles: tiles.Tiles
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def degree(self) -> int:
         return 1 << len(self.axes)
+
+    def read(self, row: Array) -> Array:
+        """`[T, ...]` -> `[budget, ...]`; columns of other rounds become zeros."""
+        return _read(row, self.start, self.valid)
+
+    def write(self, row: Array, part: Array) -> Array:
+        """The row with `part` in the valid columns, all others unchanged."""
+        there = jax.lax.dynamic_slice_in_dim(row, self.start, self.valid.shape[0])
+        return jax.lax.dynamic_update_slice_in_dim(row, jnp.where(_wide(self.valid, part), part, there), self.start, 0)
+
+
+def _read(row: Array, start: Array, valid: Array) -> Array:
+    part = jax.lax.dynamic_slice_in_dim(row, start, valid.shape[0])
+    return jnp.where(_wide(valid, part), part, jnp.zeros_like(part))
+
+
+def _wide(valid: Array, part: Array) -> Array:
+    return jnp.broadcast_to(valid.reshape(-1, *[1] * (part.ndim - 1)), part.shape)
 
 
 def spread_attention(
@@ -122,15 +117,16 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
     start = jnp.minimum(first, segments_T.shape[0] - budget)
     column = start + jnp.arange(budget)
-    columns = RoundColumns(start, (column >= first) & (column < first + count))
-    marks = jnp.stack([columns.read(segments_T), columns.read(branches_T)])
+    valid = (column >= first) & (column < first + count)
+    marks = jnp.stack([_read(segments_T, start, valid), _read(branches_T, start, valid)])
     if axes:
         marks = jax.lax.all_gather(marks, axes, axis=1, tiled=True)
     segments, branches = jnp.unstack(marks)
-    return View(columns, tiles.tile_list(segments, branches, tile), axes)
+    return View(start, valid, tiles.tile_list(segments, branches, tile), axes)
 
 
-def _value(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
     num_kv_heads: int,
     q_TNH: Float[Array, "T N H"],
     k_TKH: Float[Array, "T K H"],
@@ -144,7 +140,7 @@ def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> t
     deals = [deal_heads(q.shape[1], K, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
-        heads = [_deal_out(view.columns.read(q), K, deal), *(_copy_out(view.columns.read(x), deal) for x in (k, v))]
+        heads = [_deal_out(view.read(q), K, deal), *(_copy_out(view.read(x), deal) for x in (k, v))]
         outgoing.append(_to_devices(jnp.concatenate(heads, axis=2), deal))
 
     def compute(j: int, stream: Array) -> tuple[Array, tuple]:
@@ -155,7 +151,7 @@ def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> t
     back, kept = _execute("forward", outgoing, views, compute)
     out = jnp.zeros_like(q)
     for view, deal, part in zip(views, deals, back, strict=True):
-        out = view.columns.write(out, _collect(_from_devices(part), q.shape[1], K, deal))
+        out = view.write(out, _collect(_from_devices(part), q.shape[1], K, deal))
     return out, (kept, views)
 
 
@@ -165,7 +161,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
     deals = [deal_heads(N, K, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
-        outgoing.append(_to_devices(_deal_out(view.columns.read(dout), K, deal), deal))
+        outgoing.append(_to_devices(_deal_out(view.read(dout), K, deal), deal))
 
     def compute(j: int, dstream: Array) -> tuple[Array, None]:
         stream, out, lse = kept[j]
@@ -176,13 +172,12 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
     dq, dk, dv = (jnp.zeros((T, heads, H), dout.dtype) for heads in (N, K, K))
     for view, deal, part in zip(views, deals, back, strict=True):
         part = _from_devices(part)
-        dq = view.columns.write(dq, _collect(part[:, :, :-2], N, K, deal))
-        dk = view.columns.write(dk, _sum_copies(part[:, :, -2], K, deal))
-        dv = view.columns.write(dv, _sum_copies(part[:, :, -1], K, deal))
+        dq = view.write(dq, _collect(part[:, :, :-2], N, K, deal))
+        dk = view.write(dk, _sum_copies(part[:, :, -2], K, deal))
+        dv = view.write(dv, _sum_copies(part[:, :, -1], K, deal))
     return dq, dk, dv, None
 
 
-_attend = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 

@@ -25,7 +25,7 @@ from models.hf_config import read_config, write_config
 from models.processing import Processor
 from sharding import weights
 from sharding.mesh import make_mesh
-from sharding.weights import ShardingRules, shardings
+from sharding.weights import shardings
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def test_no_device_holds_more_than_its_share_and_one_layer(how, tmp_path, monkey
     monkeypatch.setattr(weights, "place", place)
     for module in (hf, registry):
         monkeypatch.setattr(module, "place", place)
-    places = lambda model: shardings(model, mesh, ShardingRules())  # noqa: E731
+    places = lambda model: shardings(model, mesh)  # noqa: E731
     model = models.load(tmp_path, shardings=places) if how == "loaded" else models.create(config, shardings=places)
     params = jax.tree.leaves(models.split(model)[1])
     share = sum(max(shard.data.nbytes for shard in x.addressable_shards) for x in params)

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from triton_code import kernel_calls, machine_code, meshes, run_one
 
-from sharding.kernels import flash, tiles, triton_launch
+from sharding.kernels import flash, tiles
 from sharding.kernels.attention import Mask, attention, segment_attention
-from sharding.target import Target, compiling_for
+from sharding.target import Target, compiling_for, runs_triton
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
 CASES = {
@@ -92,7 +92,7 @@ def interpret():
 
 def device():
     found = {name: errors(*what) for name, what in CASES.items()}
-    return found | {"with triton": triton_launch.possible(jnp.zeros(1))}
+    return found | {"with triton": runs_triton(jnp.zeros(1))}
 
 
 def assemble(capability):

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from triton_code import kernel_calls, machine_code, meshes, run_one
 
-from sharding.kernels import head, triton_launch
-from sharding.target import Target, compiling_for
+from sharding import vocab
+from sharding.target import Target, compiling_for, runs_triton
 from sharding.vocab import token_logprobs
 
 # name: (dtype, rows, tokens, vocabulary, width, chunk)
@@ -89,15 +89,15 @@ def interpret():
     import triton_interpreter
 
     triton_interpreter.install()
-    head.tiling = lambda *_: head.Tiling(16, 32, 32, 4, 1)
-    head.TOGETHER, head.LEAST_PARTS, head.PROGRAMS = 2, 3, 8
+    vocab.tiling = lambda *_: vocab.Tiling(16, 32, 32, 4, 1)
+    vocab.TOGETHER, vocab.LEAST_PARTS, vocab.PROGRAMS = 2, 3, 8
     with compiling_for(Target("gpu", 90)):
         return {name: errors(*what) for name, what in CASES.items()}
 
 
 def device():
     found = {name: errors(*what) for name, what in (CASES | LARGE).items()}
-    return found | {"with triton": triton_launch.possible(jnp.zeros(1))}
+    return found | {"with triton": runs_triton(jnp.zeros(1))}
 
 
 def assemble(capability):

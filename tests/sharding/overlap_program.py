@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from models.config import TextConfig
 from models.decoder import DecoderLayer
-from sharding.fsdp import Fsdp
 from sharding.mesh import binary_axes, compiler_options, make_mesh
 from sharding.spread.buffers import Spread
 from sharding.spread.ulysses import spread_attention
 from sharding.target import Target, compiling_for
-from sharding.walk import Tally
+from sharding.walk import Fsdp, Tally
 
 LAYERS, TOKENS = 2, 8192
 ROUNDS = ((8, 4096), (4, 4096), (2, 2048), (1, 4096))

@@ -62,6 +62,6 @@ def test_quick_calibration_gives_a_model_to_plan_with(tmp_path):
     assert set(cost.fits) == {"attention", "within_node"}
     assert 0 < cost.attention_seconds(1000) < cost.attention_seconds(4000)
     assert 0 < cost.all_to_all_seconds(1000, 2) < cost.all_to_all_seconds(4000, 2)
-    made = rounds(4, (4000, 500), (4, 1), (0, 2))
+    made = rounds(4, (4, 1), (0, 2))
     plan = ShardPlan(4, (4000, 500), (16e6, 25e4), (4, 1), (0, 2), made)
     assert 0 < cost.step_seconds(plan, train=False) < cost.step_seconds(plan)

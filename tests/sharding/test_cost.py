@@ -23,8 +23,9 @@ from benchmarks.cost_fit import (
     published,
     save,
 )
+from benchmarks.dynamic_packing import packed_rounds
 from sharding.cost import AttentionFit, CostError, CostModel, Link, ModelSizes
-from sharding.planner.plan import PlanError, Round, ShardPlan, rounds
+from sharding.planner.plan import PlanError, Round, ShardPlan
 
 H800, H200 = published("h800"), published("h200")
 CLUSTERS = {"h800": H800, "h200": H200}
@@ -45,7 +46,7 @@ TOY = CostModel(
 
 def made(devices: int, lengths, degrees, firsts, **packing) -> ShardPlan:
     work = tuple(float(n) ** 2 for n in lengths)
-    packed = rounds(devices, lengths, degrees, firsts, **packing)
+    packed = packed_rounds(devices, lengths, degrees, firsts, **packing)
     return ShardPlan(devices, tuple(lengths), work, tuple(degrees), tuple(firsts), packed)
 
 
@@ -219,12 +220,10 @@ def test_a_group_waits_for_its_latest_member():
     assert model.step_seconds(plan, train=False) == pytest.approx(busy + attention + inputs / 3)
 
 
-def test_the_step_is_that_of_the_slowest_device_and_vision_comes_first():
+def test_the_step_is_that_of_the_slowest_device():
     model = dataclasses.replace(TOY, linear_flops=UNIT.linear_flops(), recompute=0.0)
     plan = made(2, [3, 5], [1, 1], [0, 1])
     assert model.step_seconds(plan, train=False) == pytest.approx(25 + 5)
-    one = model.vision_seconds(1)
-    assert model.step_seconds(plan, train=False, patches=[2.0, 4.0]) == pytest.approx(30 + 4 * one)
     assert model.step_seconds(plan, train=False, squares=[9.0, 16.0]) == pytest.approx(16 + 5)
 
 

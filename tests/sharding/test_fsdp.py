@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from toy import L, assert_equal, make_batch, normal, strategy, toy
 
 from sharding.mesh import make_mesh
-from sharding.weights import Cut, ShardingRules, WeightSpec
+from sharding.weights import Cut, WeightSpec, cut_of
 
 
 def run(devices, **options):
@@ -83,11 +83,9 @@ def test_bfloat16_compute_stays_near_and_gradients_are_float32(devices):
     assert_equal((value, grads), (want, want_grads), 0.05)
 
 
-def test_rules_cut_the_first_axis_that_divides():
-    rules = ShardingRules()
-
+def test_a_weight_is_cut_along_the_first_axis_that_divides():
     def cut(shape, axes, devices):
-        return rules.cut(WeightSpec(shape, axes, normal), make_mesh(devices))
+        return cut_of(WeightSpec(shape, axes, normal), make_mesh(devices))
 
     assert cut((24, 12), ("V", "D"), 8) == Cut(0, ("s2", "s1", "s0"))
     assert cut((12, 18), ("D", "F"), 6) == Cut(1, ("replica", "s0"))
@@ -97,8 +95,6 @@ def test_rules_cut_the_first_axis_that_divides():
     assert cut((5,), ("H",), 8) is None
     assert cut((4, 5), ("N", "H"), 3) is None
     assert cut((24, 12), ("V", "D"), 1) is None
-    with pytest.raises(ValueError, match="more than once: D, V"):
-        ShardingRules(("V", "D", "F", "V", "D"))
 
 
 def compiled(devices, fsdp_options=None, **sizes):

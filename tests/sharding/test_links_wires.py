@@ -15,8 +15,7 @@ from turns import third_of
 
 from sharding.links import LinkError
 from sharding.links.meeting import Card, connect, listen, own_address, place
-from sharding.links.send_buffers import widen_send_buffers
-from sharding.links.wires import Message, Wire, Wires
+from sharding.links.wires import Message, Wire, Wires, widen_send_buffers
 
 Pair = Callable[[], tuple[Wire, socket.socket]]
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from toy import assert_equal, loss, make_batch, strategy, toy
 
 from sharding.mesh import MeshError
-from sharding.odc import Odc, OdcError
+from sharding.odc import OdcError
+from sharding.odc.executor import Odc, Worker
 from sharding.odc.flat import ParameterRows
-from sharding.odc.stages import StageError, cut
-from sharding.odc.trace import MarkingWalk
+from sharding.odc.stages import MarkingWalk, StageError, cut
 from sharding.odc.traffic import Itinerary, Window
-from sharding.odc.worker import Worker
 from sharding.walk import Tally, Walk
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
@@ -160,7 +159,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     """Of what a forward pass hands to the backward pass, nothing is as large as the smallest matrix."""
     odc, _ = make(2, remat=remat)
     rows, batch = odc._rows, batches()[3]
-    one = odc._programs.of(odc._strategy.loss, batch)
+    one = odc._staged_for(odc._strategy.loss, batch)
     sizes = {u: unit.size for u, unit in enumerate(rows.units)}
     values = dict(zip(one.program.inputs, jax.tree.leaves(batch), strict=True))
     shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}

@@ -21,7 +21,7 @@ from benchmarks.packing_baselines import (
     verl_native,
 )
 from sharding.planner import Limits
-from sharding.planner.partition import karmarkar_karp, swapped
+from sharding.planner.packing import karmarkar_karp, swapped
 from sharding.planner.plan import PlanError
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=24)

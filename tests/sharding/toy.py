@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sharding.fsdp import Fsdp
 from sharding.mesh import make_mesh
 from sharding.vocab import token_logprobs
-from sharding.walk import Tally
+from sharding.walk import Fsdp, Tally
 from sharding.weights import WeightSpec, weight
 
 B, T, D, F, V, L = 24, 5, 12, 18, 24, 3

@@ -57,7 +57,7 @@ class Tensor:
 
 
 def launch(module, kernel, arguments, outs, grid, *, warps, stages, **constants):
-    """Stands in for `triton_launch.launch`. Results that a kernel does not write stay NaN, or the least integer."""
+    """Stands in for `sharding.target.launch`. Results that a kernel does not write stay NaN, or the least integer."""
     kernels: Any = importlib.import_module(f"sharding.kernels.{module}")
 
     def run(*arguments):
@@ -91,5 +91,6 @@ def install():
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     builder.create_fp_trunc = cast_impl
-    launching: Any = importlib.import_module("sharding.kernels.triton_launch")
-    launching.launch = launch
+    for module in ("sharding.kernels.flash", "sharding.vocab"):
+        launching: Any = importlib.import_module(module)
+        launching.launch = launch

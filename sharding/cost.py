@@ -1,4 +1,4 @@
-"""The seconds that a plan takes: attention, all-to-alls, projections and MLPs, vision tower. numpy only.
+"""The cost model, for planning and simulation: seconds of attention, all-to-alls, linear work, vision tower.
 
 All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise.
 `python benchmarks/calibrate.py` writes the file of the machine it runs on, which `CostModel.load` reads.
@@ -13,14 +13,66 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..planner.plan import Round, ShardPlan
-from .sizes import ModelSizes
+from .planner.plan import Round, ShardPlan, deal_heads
+
+# What a GPU of the cluster is assumed to achieve.
+PEAK_FLOPS = 989e12  # dense bfloat16 of an H800 or H200 (NVIDIA's data sheets)
+LINEAR_UTILISATION = 0.5  # assumed: of it, in the large matrix products of projections and MLPs
 
 Number = int | float | np.integer | np.floating | np.ndarray
 
 
 class CostError(ValueError):
     """A time that cannot be told, measured values that cannot be fitted, or a file that is no cost model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
+    without `share_kv`, heads are neither filled up nor copied for groups that they can't be dealt to evenly."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp: int = 0
+    vocabulary: int = 0
+    vision_layers: int = 0
+    vision_width: int = 0
+    vision_mlp: int = 0
+    patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
+    patches_per_token: int = 4
+    value_bytes: int = 2
+    share_kv: bool = True
+
+    def linear_flops(self) -> float:
+        """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
+        channels = self.heads * self.head_size, self.kv_heads * self.head_size
+        layer = self.width * (2 * channels[0] + 2 * channels[1] + 3 * self.mlp)
+        return 2.0 * (self.layers * layer + self.width * self.vocabulary)
+
+    def vision_flops(self) -> float:
+        """FLOPs a patch of one forward pass of the vision tower and its merger. Attention scores are left out: most
+        layers see windows of 64 patches, 2 % of the rest."""
+        tower = self.vision_layers * (4 * self.vision_width**2 + 3 * self.vision_width * self.vision_mlp)
+        merged = self.patches_per_token * self.vision_width  # a token's patches side by side
+        merger = (merged**2 + merged * self.width) / self.patches_per_token if self.vision_layers else 0.0
+        return 2.0 * (self.patch_values * self.vision_width + tower + merger)
+
+    def heads_of(self, degree: int) -> tuple[int, int]:
+        """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see
+        `deal_heads`. Raises PlanError for a degree above the number of query heads."""
+        if not self.share_kv:
+            return self.heads, self.kv_heads
+        deal = deal_heads(self.heads, self.kv_heads, degree)
+        return deal.local_queries * degree, deal.local_kv * degree
+
+    def wire_bytes(self, degree: int) -> float:
+        """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values,
+        those that stay on their device included. Raises PlanError like `heads_of`."""
+        return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,28 +143,19 @@ class CostModel:
         """Reads a file, for its own model or another. Raises CostError, with the path, for a file that is
         missing or is something else."""
         try:
-            loaded = CostModel.from_json(pathlib.Path(path).read_text())
-        except OSError as error:
-            raise CostError(
-                f"no cost model at {path}: {error.strerror}; `python benchmarks/calibrate.py --out {path}` measures one"
-            ) from error
-        except (CostError, UnicodeDecodeError) as error:
-            raise CostError(f"{path}: {error}") from error
-        return loaded.of(model) if model else loaded
-
-    @staticmethod
-    def from_json(text: str) -> CostModel:
-        """Reads the text of a file. Raises CostError for anything else."""
-        try:
-            raw = json.loads(text)
+            raw = json.loads(pathlib.Path(path).read_text())
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
             links = {name: Link(**raw[name]) if raw[name] else None for name in ("within", "across")}
             read = CostModel(**{**raw, **parts, **links})
             if not all(map(np.isfinite, (read.linear_seconds(1), read.attention_seconds(1)))) or read.node < 1:
-                raise CostError("this is no cost model: its figures are not positive and finite")
-            return read
-        except (AttributeError, KeyError, TypeError, ZeroDivisionError, json.JSONDecodeError) as error:
-            raise CostError(f"this is no cost model: {type(error).__name__} {error}") from error
+                raise ValueError("its figures are not positive and finite")
+        except OSError as error:
+            raise CostError(
+                f"no cost model at {path}: {error.strerror}; `python benchmarks/calibrate.py --out {path}` measures one"
+            ) from error
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CostError(f"{path}: this is no cost model: {type(error).__name__} {error}") from error
+        return read.of(model) if model else read
 
     def of(self, model: ModelSizes) -> CostModel:
         """Returns the same hardware with another model: FLOPs and bytes in proportion."""
@@ -122,15 +165,24 @@ class CostModel:
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, in a
-        launch of its own; `[...]` for an array of lengths. Heads are dealt as in `sharding.spread.heads`, which fills
-        up with zeros. Raises PlanError for a degree above the number of heads."""
+        launch of its own; `[...]` for an array of lengths. Heads are dealt by `deal_heads`, which fills up
+        with zeros. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
 
-    def all_to_all_seconds(self, tokens: Number, degree: int) -> float:
+    def all_to_all_seconds(self, tokens: Number, degree: int) -> Number:
         """Seconds of both all-to-alls of `tokens` tokens (a sequence or a stream) over `degree` devices; 0 for one
-        device. Raises CostError for a group wider than a node if no such group was measured."""
-        return float(self._all_to_all(np.asarray(tokens, float), degree)) if tokens else 0.0
+        device and for no tokens. Raises CostError for a group wider than a node if no such group was measured."""
+        tokens = np.asarray(tokens, float)
+        if degree <= 1:
+            return np.zeros_like(tokens)[()]
+        link = self.within if degree <= self.node else self.across
+        if link is None:
+            raise CostError(
+                f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
+            )
+        seconds = self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
+        return np.where(tokens > 0, seconds, 0.0)[()]
 
     def linear_seconds(self, tokens: Number) -> Number:
         """Seconds of projections, MLPs and output head of `tokens` tokens on one device."""
@@ -147,26 +199,23 @@ class CostModel:
         plan: ShardPlan,
         *,
         train: bool = True,
-        patches: Sequence[int | float] | np.ndarray | None = None,
         squares: Sequence[int | float] | np.ndarray | None = None,
     ) -> float:
         """Seconds of the forward and backward pass of a microbatch, or with `train=False` of the forward pass alone.
 
         Each device has its attention, its linear work and the part of its all-to-alls that computation does not hide
         (`_attention_ends`). Layers end with the slowest device, because all gather the next layer's weights together.
-        `patches`, `[devices]`, are the patches that each device's vision tower computes. `squares` gives each
-        sequence's attention work: `length**2` unless several responses share a prompt.
+        `squares` gives each sequence's attention work: `length**2` unless several responses share a prompt.
 
-        Not included: gathering weights, reducing gradients, the optimizer, host work.
+        Not included: the vision tower, gathering weights, reducing gradients, the optimizer, host work.
         """
         lengths = np.array(plan.lengths, float)
         quadratic = lengths**2 if squares is None else np.asarray(squares, float)
         linear = self.linear_seconds(plan.memory())
-        vision = np.max(self.vision_seconds(np.zeros(1) if patches is None else np.asarray(patches, float)))
 
         def one_pass(attention: float, rest: float, *, mirrored: bool = False) -> float:
             ends = self._attention_ends(plan, quadratic, attention, mirrored)
-            return float(np.max(ends + linear * rest) + vision * rest)
+            return float(np.max(ends + linear * rest))
 
         total = one_pass(1.0, 1.0)
         if train:
@@ -201,7 +250,7 @@ class CostModel:
             if degree == 1:
                 busy_until[there] += seconds[there]
                 continue
-            wire = self._all_to_all(tokens, degree)
+            wire = np.asarray(self.all_to_all_seconds(tokens, degree))
             queries, kv = self.model.heads_of(degree)
             inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # their share of the bytes; the rest are outputs
             inputs = 1 - inputs if mirrored else inputs
@@ -220,16 +269,6 @@ class CostModel:
         channels = self.model.heads_of(degree)[0] / degree * self.model.head_size
         seconds = self.model.layers * self.attention.seconds(squares, tokens, channels)
         return seconds + self.model.layers * self.attention.per_launch
-
-    def _all_to_all(self, tokens: np.ndarray, degree: int) -> Number:
-        if degree <= 1:
-            return np.zeros_like(tokens)
-        link = self.within if degree <= self.node else self.across
-        if link is None:
-            raise CostError(
-                f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
-            )
-        return self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
 
 
 def _sums(turn: Round, values: np.ndarray) -> np.ndarray:

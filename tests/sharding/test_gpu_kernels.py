@@ -1,0 +1,139 @@
+"""The kernels of NVIDIA GPUs, of attention and of the head, tested without one: lists of tiles, results in Triton's
+interpreter, machine code, memory.
+
+Triton and the CUDA plugin of the installed JAX are needed for all but the lists, in this environment or in a folder
+that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernels where there is a GPU.
+"""
+
+import functools
+import itertools
+import pathlib
+
+import flash_program
+import head_program
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_ahead import run_ahead, run_on_gpu
+from hypothesis import given, settings
+from test_tiles import S, streams
+from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
+from turns import by_turns, third_of
+
+from sharding import vocab
+from sharding.kernels import flash
+from sharding.kernels.attention import Mask
+from sharding.target import Target, compiling_for
+
+HERE = pathlib.Path(__file__).parent
+PROGRAMS = {"flash": HERE / "flash_program.py", "head": HERE / "head_program.py"}
+CASES = {"flash": flash_program.CASES, "head": head_program.CASES | head_program.LARGE}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 0.012}  # of the largest value; bfloat16: 3 units in the last place
+VALUES = 2e-6  # log-probabilities and entropies: products of bfloat16 are exact in float32, too
+# The programs for GPUs that call kernels, out of how many.
+CALLING = {"flash": ({"masked", "tiled", "windows"}, 7), "head": ({"bfloat16", "float32"}, 6)}
+
+
+@functools.cache
+def interpreted(kind):
+    return run_ahead(PROGRAMS[kind], "interpret", TRITON_INTERPRET="1")
+
+
+def assert_near(kind, name, errors, slack=1):
+    """Outputs and gradients are near the portable ones; `slack` is for float32 on a GPU, which multiplies otherwise."""
+    dtype, exact = CASES[kind][name][0], 2 if kind == "head" else 0
+    assert max(errors[:exact], default=0) < VALUES * slack, (name, errors)
+    assert max(errors[exact:]) < TOLERANCE[dtype] * (slack if dtype == "float32" else 1), (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("flash", name) for name in flash_program.CASES), *(("head", n) for n in head_program.CASES)]
+)
+def test_values_and_gradients_equal_the_portable_ones(kind, name):
+    assert_near(kind, name, interpreted(kind)[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_values_and_gradients_on_a_gpu(kind):
+    errors = run_on_gpu(PROGRAMS[kind])
+    for name in CASES[kind]:
+        assert_near(kind, name, errors[name], slack=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
+def test_machine_code_has_no_spills_and_uses_tensor_cores(capability, kind):
+    kernels = run_ahead(PROGRAMS[kind], "assemble", str(capability))
+    assert len(kernels) == (2 * 3 if kind == "head" else 3 * (4 if capability == 90 else 2))
+    assert_no_spills_and_tensor_cores(kernels, capability)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_programs_for_gpus_call_the_kernels_where_they_can(kind):
+    counts = run_ahead(PROGRAMS[kind], "dispatch")
+    assert ({name for name, count in counts.items() if count > 0}, len(counts)) == CALLING[kind]
+
+
+@pytest.mark.long
+def test_a_program_for_an_h100_has_no_logits_in_memory():
+    tokens, vocabulary, width = 4096, 65536, 512
+    found = run_ahead(PROGRAMS["head"], "compile", str(tokens), str(vocabulary), str(width))
+    assert found["fused"]["calls"] and not found["portable"]["calls"]
+    # The head and its gradient, [V, D], are arguments and results; the chunk of gradients of logits has 2**26 numbers.
+    assert found["fused"]["largest"] <= max(vocabulary * width, 1 << 26) < tokens * vocabulary
+    assert found["fused"]["temporaries"] < 0.2 * tokens * vocabulary * 4
+    assert found["fused"]["temporaries"] < found["portable"]["temporaries"]
+
+
+def test_cpus_and_old_gpus_compute_portably(monkeypatch):
+    monkeypatch.setattr("sharding.target._importable", lambda: True)
+    hidden, weights = jnp.zeros((1, 8, 64)), jnp.zeros((32, 64))
+    assert not vocab.chosen(hidden, weights) and not flash.chosen(*[jnp.zeros((1, 8, 2, 64))] * 3)
+    with compiling_for(Target("gpu", 75)):
+        assert not vocab.chosen(hidden, weights)
+    with compiling_for(Target("gpu", 90)):
+        assert vocab.chosen(hidden, weights)
+        assert not vocab.chosen(hidden, weights.astype(jnp.bfloat16))
+        assert not vocab.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+@settings(deadline=None, max_examples=third_of(50))
+@given(stream=streams(), scattered=streams(contiguous=False))
+def test_lists_name_every_needed_tile_once_and_masked_ones_first(stream, scattered, causal):
+    queries, keys = 8, 4
+    filled = -(-S // queries) * queries
+    for numbers in (stream, scattered):
+        segments, branches = (jnp.asarray(np.pad(x, (0, filled - S)))[None] for x in numbers)
+        allowed = np.asarray(Mask(segments, branches, causal).dense())[0]
+        allowed = allowed.reshape(filled // queries, queries, filled // keys, keys)
+        active, whole = flash.tile_table(segments, branches, queries, keys, causal)
+        visits, counts = (np.asarray(x)[0] for x in flash.tile_lists(active, whole))
+        assert not (allowed.any((1, 3)) & ~np.asarray(active)[0]).any()
+        assert allowed.all((1, 3))[np.asarray(whole)[0]].all()
+        for line, (masked, every) in enumerate(counts):
+            listed = visits[line, :every].tolist()
+            assert sorted(listed) == np.flatnonzero(active[0, line]).tolist()
+            assert sorted(listed[masked:]) == np.flatnonzero(whole[0, line]).tolist()
+
+
+def test_foreign_branches_and_padding_are_not_visited():
+    segments = np.repeat([1, 2, 0], [80, 32, 16]).astype(np.int32)[None]
+    branches = np.repeat([0, 1, 2, 3, 4, 0], [16, 16, 16, 16, 16, 48]).astype(np.int32)[None]
+    active, whole = flash.tile_table(jnp.asarray(segments), jnp.asarray(branches), 8, 8, True)
+    # Of the prompt 3, of each response 4 that look at the prompt and 3 at itself, of the second segment 10.
+    assert int(active.sum()) == 3 + 4 * (4 + 3) + 10
+    # All but the tiles on the diagonal.
+    assert int(whole.sum()) == int(active.sum()) - 2 - 4 * 2 - 4
+
+
+def test_settings_exist_for_every_head_size():
+    kernels = ("forward", "query_gradients", "key_gradients")
+    for capability, kernel, dtype in itertools.product(SHARED_MEMORY, kernels, ("bfloat16", "float32")):
+        launch = flash.launch_of(kernel, jnp.dtype(dtype), 80, capability)
+        assert launch.queries % 16 == launch.keys % 16 == 0
