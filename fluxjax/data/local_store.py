@@ -16,21 +16,18 @@ import xxhash
 
 from models.processing import MediaError
 from models.processing.media import MediaSettings
-from models.processing.media_file import Source, opened
-from models.processing.outline import Medium
+from models.processing.media_file import Medium, Source, opened
 from models.shadow import Rows
 
 from ..config.data import DataConfig
-from .decoder_pool import DecoderPool
-from .decoders import DecodeJob, Decoders, ThreadDecoders
+from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
-from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices
+from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices, SpillFile
 from .media_refs import check_ref, read_ref
-from .spill import SpillFolder
 from .tickets import MediaRef, StaleTicket, Ticket
 
 GIB = 1 << 30
-SPILL = ""  # the folder for what leaves memory; empty: the system's for temporary files
+SPILL = ""  # the folder of what leaves memory; empty: the system's for temporary files
 DECODE_SECONDS = 60.0  # that a process may take for a file
 DECODE_MEMORY_GIB = 8.0  # that a process may need for a file
 KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
@@ -66,13 +63,13 @@ class LocalStore:
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
         """Decodes in so many processes, or in the threads of those who ask if there are none. Raises DataError where
-        there can be no folder for what leaves memory."""
+        there can be no file for what leaves memory."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        spill = SpillFolder(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
+        spill = SpillFile(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
         self.cache = MediaCache(int(config.cache_gib * GIB), spill)
-        self._decoders: Decoders = ThreadDecoders(settings)
+        self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
         self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
         if workers:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from models.processing import MediaError
-from models.processing.facts import Facts
 from models.processing.media import MediaSettings
-from models.processing.media_file import MediaUnavailable
-from models.processing.outline import Medium
+from models.processing.media_file import Facts, MediaUnavailable, Medium
 
 from ..base.types import Media
 from .locations import local

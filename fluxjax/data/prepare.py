@@ -19,7 +19,7 @@ import numpy as np
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError
-from models.processing.outline import PromptOutline
+from models.processing.processor import PromptOutline
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError

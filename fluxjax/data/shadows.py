@@ -11,7 +11,8 @@ import numpy as np
 
 from models.inputs import ModelInput, OutlinedInput, PromptInput
 from models.processing import MediaError, Processor
-from models.processing.outline import Medium, PromptOutline
+from models.processing.media_file import Medium
+from models.processing.processor import PromptOutline
 from models.shadow import Rows, ShadowTensor
 
 from ..base.types import Media, Prompt

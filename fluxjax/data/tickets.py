@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from models.processing import MediaError
-from models.processing.outline import Medium
+from models.processing.media_file import Medium
 from models.shadow import Rows, ShadowTensor
 
 

@@ -19,14 +19,12 @@ import numpy as np
 from ..config import JsonObject, PatchLayout
 from ..qwen2_5_vl.positions import Grid
 from .containers import check_size
-from .facts import Facts, image_facts, video_facts
-from .images import load_image, resized, target_size
-from .media_file import MediaError, Source, source_name
-from .outline import Medium
+from .images import image_facts, load_image, resized, target_size
+from .media_file import Facts, MediaError, Medium, Source, source_name
 from .patches import arrange, normalise, patchify
 from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
 from .video_slices import load_slice
-from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames
+from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames, video_facts
 
 PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
 

@@ -19,10 +19,9 @@ from ..config import JsonObject, ModelConfigError, PatchLayout
 from ..folder import one_line, read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput
-from ..qwen2_5_vl.positions import rope_index
+from ..qwen2_5_vl.positions import Grid, rope_index
 from ..shadow import ShadowTensor
-from .media_file import PromptError, Source
-from .outline import Medium, PromptOutline
+from .media_file import Medium, PromptError, Source
 from .patches import arrange
 from .settings import (
     BICUBIC,
@@ -47,6 +46,36 @@ MARK = re.compile("|".join(MARKS))
 PADS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptOutline:
+    """A tokenised prompt with one placeholder for each medium, and these media, in order.
+
+    `certain` is False where a number of frames comes from a video's header: decoding may show another one.
+    """
+
+    token_ids: np.ndarray  # i32, placeholders not expanded
+    media: tuple[Medium, ...]
+    merge_size: int  # patches a side of the square that becomes one token
+    certain: bool = True
+
+    def __len__(self) -> int:
+        """The number of tokens that the model sees."""
+        return len(self.token_ids) - len(self.media) + self.num_patches // self.merge_size**2
+
+    @property
+    def grids(self) -> list[Grid]:
+        return [medium.grid for medium in self.media]
+
+    @property
+    def num_patches(self) -> int:
+        return sum(pairs * rows * columns for pairs, rows, columns in self.grids)
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of the largest frame pair; 0 without media."""
+        return max((rows * columns for _, rows, columns in self.grids), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

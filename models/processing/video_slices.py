@@ -25,11 +25,9 @@ from av.packet import Packet
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .containers import check_size, open_container
+from .containers import EntryPoints, check_size, is_shown, open_container
 from .images import target_size
-from .media_file import OpenFile, Source, opened, source_name
-from .outline import Medium
-from .packets import EntryPoints, is_shown
+from .media_file import Medium, OpenFile, Source, opened, source_name
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 from .videos import bounded, increasing, rated, sample_indices, seconds_per_grid, span, too_many_frames, upright

@@ -1,9 +1,10 @@
-"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
+"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass; or tells their facts.
 
 Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers, and is
 repeated with counted ones if those were wrong. Only sampled frames are converted and resized; none is kept.
 """
 
+import contextlib
 import dataclasses
 import fractions
 import itertools
@@ -17,10 +18,9 @@ from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .containers import Ending, check_size, open_container, reason_of
+from .containers import Ending, check_size, is_shown, open_container, reason_of
 from .images import target_size
-from .media_file import MediaError, OpenFile, Source, opened, source_name
-from .packets import is_shown
+from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
 from .resize import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
@@ -258,3 +258,62 @@ def span(
     if base and durations and all(durations):
         return float(sum(durations) * base)
     return at_rate
+
+
+def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
+    """The facts of a video. Reads all packets with `count`, or where the header has no credible number of frames.
+
+    Raises MediaError for a file that can't be used, as far as that can be told without decoding.
+    """
+    name = source_name(source)
+    with opened(source) as file:
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            width, height, begin = _first_frame(container, stream, name, limits)
+            said, seconds = stream.frames, rated(stream.frames, stream)
+        if 0 < said <= limits.frames and not count:
+            return Facts(width, height, said, seconds, counted=False)
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            frames, seconds = _count(container, stream, begin, name, limits)
+    return Facts(width, height, frames, seconds)
+
+
+def _first_frame(
+    container: InputContainer, stream: VideoStream, name: str, limits: DecodeLimits
+) -> tuple[int, int, int | None]:
+    """Width and height of the first frame, upright, and its time in ticks."""
+    stream.codec_context.thread_count = 1  # threads do not speed up a single frame
+    for frame in container.decode(stream):
+        check_size(frame.width, frame.height, name, limits)
+        sides = (frame.height, frame.width) if round(frame.rotation / 90) % 2 else (frame.width, frame.height)
+        return *sides, frame.pts
+    raise MediaError(name, "no frame can be decoded")
+
+
+def _count(
+    container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
+) -> tuple[int, float | None]:
+    """(number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not count:
+    a recording that begins amid a group of pictures lacks the frames that they refer to."""
+    shown: list[tuple[int | None, int]] = []  # time and duration in ticks
+    for packet in container.demux(stream):
+        if is_shown(packet, stream.codec.canonical_name):
+            shown.append((packet.pts, packet.duration or 0))
+            if len(shown) > limits.frames:
+                raise too_many_frames(name, limits)
+    if all(time is not None for time, _ in shown):
+        shown.sort()  # packets are in the order of decoding
+        shown = [frame for frame in shown if begin is None or frame[0] is None or frame[0] >= begin]
+    base = stream.time_base
+    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None
+    times, durations = [time for time, _ in shown], [duration for _, duration in shown]
+    return len(shown), span(times, durations, ticks, rated(len(shown), stream))
+
+
+@contextlib.contextmanager
+def _errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (FFmpegError, OSError) as error:
+        raise MediaError(name, f"cannot be read: {reason_of(error)}") from error

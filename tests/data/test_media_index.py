@@ -20,10 +20,8 @@ from fluxjax.data.media_refs import check_ref, read_ref
 from fluxjax.data.sources import open_source
 from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
 from models.processing import MediaError
-from models.processing.facts import Facts
 from models.processing.media import MediaSettings
-from models.processing.media_file import MediaUnavailable
-from models.processing.outline import Medium
+from models.processing.media_file import Facts, MediaUnavailable, Medium
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
 
 sys.path.insert(0, str(ROOT / "tests/models"))

@@ -14,9 +14,9 @@ from wild_media import VIDEOS, frames, promising, remux, x264
 
 from fluxjax.data.tickets import MediaRef, Ticket
 from models.processing import MediaError, video_slices
+from models.processing.containers import EntryPoints
 from models.processing.media import Chunk, MediaSettings
-from models.processing.outline import Medium
-from models.processing.packets import EntryPoints
+from models.processing.media_file import Medium
 from models.processing.settings import FrameSettings, PixelSettings
 
 SETTINGS = MediaSettings(LAYOUT, video=PIXELS, frames=ALL)
