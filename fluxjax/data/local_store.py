@@ -23,8 +23,7 @@ from ..config.data import DataConfig
 from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
 from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices, SpillFile
-from .media_refs import check_ref, read_ref
-from .tickets import MediaRef, StaleTicket, Ticket
+from .tickets import MediaRef, StaleTicket, Ticket, check_ref, read_ref
 
 GIB = 1 << 30
 SPILL = ""  # the folder of what leaves memory; empty: the system's for temporary files

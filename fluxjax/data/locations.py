@@ -17,8 +17,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .tickets import stamp_of
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile("(file|local)://")
 # Fields of `fs.info` that tell versions apart, the surest first; the names are those of S3, Google, Azure, HTTP, the
@@ -118,6 +116,15 @@ def read(path: str) -> bytes:
 def opened(path: str) -> io.BufferedIOBase:
     """A file that is open for reading; that of a URL was read as a whole. Raises OSError."""
     return io.BytesIO(read(path)) if is_url(path) else open(path, "rb")
+
+
+def stamp_of(path: str) -> str:
+    """The version of a local file: its size and the time of its last change. Raises OSError."""
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a null, or half of a surrogate pair
+        raise OSError(f"is no name of a file: {error}") from None
+    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def version_of(path: str) -> str:

@@ -43,8 +43,7 @@ from fluxjax.config.data import DataConfig
 from fluxjax.data import local_store
 from fluxjax.data.decoders import DecodeJob, DecoderPool, decoded
 from fluxjax.data.local_store import LocalStore
-from fluxjax.data.media_refs import current_stamp
-from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
+from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket, current_stamp
 from models.processing import MediaError
 from models.processing.media import MediaSettings
 from models.processing.media_file import MediaUnavailable

@@ -6,8 +6,8 @@ import pytest
 
 from fluxjax.base.errors import DataError
 from fluxjax.config import Config, DataConfig, SourceConfig
-from fluxjax.data.sources import open_held_out, open_source, open_sources, open_warm_start
-from fluxjax.data.splits import split_of
+from fluxjax.data.loader import open_held_out, open_source, open_sources, open_warm_start
+from fluxjax.data.parquet import split_of
 
 
 @pytest.fixture
