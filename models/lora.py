@@ -20,9 +20,8 @@ from . import registry
 from .config import AnyConfig, NameLayout, Qwen25VLConfig
 from .decoder import Decoder, shapes_only
 from .folder import CheckpointError, read_json, why_missing, write_json
-from .hf import tensor_names
+from .hf import StoredTensor, tensor_names, write_weights
 from .tensor_names import DECODER, Path, TensorName
-from .weight_file import StoredTensor, write_weights
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PROJECTIONS = {module.split(".")[-1]: tuple(path.split(".")) for module, path in DECODER.items() if "_proj" in module}

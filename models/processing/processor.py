@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from ..config import JsonObject, ModelConfigError, PatchLayout
 from ..folder import one_line, read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
-from ..inputs import ModelInput
+from ..inputs import ModelInput, VisionInput, frame_bound
 from ..qwen2_5_vl.positions import Grid, rope_index
 from ..shadow import ShadowTensor
 from .media_file import Medium, PromptError, Source
-from .patches import arrange
+from .patches import Arrangement, arrange
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
@@ -35,8 +35,7 @@ from .settings import (
     read_pixels,
     write_configs,
 )
-from .tokens import load_tokenizer, named_tokens, read_settings
-from .vision_input import arranged
+from .tokens import find_template, load_tokenizer, named_tokens, read_settings, render
 
 if TYPE_CHECKING:
     from .media import MediaSettings
@@ -110,8 +109,6 @@ class Processor:
         image, video = read_configs(folder)
         if video.get("resample") not in (None, BICUBIC):
             raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
-        from .chat import find_template
-
         return cls(
             tokenizer=tokenizer,
             vision="vision_config" in config if config else bool(image),
@@ -234,8 +231,6 @@ class Processor:
         special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
-        from .chat import render
-
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
         # as in transformers: text tokenizers add no such tokens here; processors do, unless the template has added them
@@ -341,6 +336,28 @@ class Processor:
         feature_index_T[_are_among(tokens_T, pad_of.values())] = arrangement.feature_order
         vision = arranged(arrangement, patches_PX)
         return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
+
+
+def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> VisionInput:
+    """The tower's input, of patches that are in window order."""
+    return VisionInput(
+        packed_PX,
+        arrangement.positions_P2,
+        arrangement.frame_segments_P,
+        arrangement.window_segments_P,
+        frame_bound=frame_bound(arrangement.frame_segments_P),
+    )
+
+
+def pack_patches(
+    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
+) -> tuple[VisionInput, np.ndarray]:
+    """Packs the patches of all media, given in raster order, into window order; see `Arrangement.feature_order`.
+
+    Raises ValueError where patches and grids do not fit together.
+    """
+    arrangement = arrange(grid_thw, layout)
+    return arranged(arrangement, arrangement.packed(patches_PX)), arrangement.feature_order
 
 
 def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:

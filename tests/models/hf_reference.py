@@ -14,7 +14,7 @@ import pytest
 import models
 from models.decoder import Decoder
 from models.inputs import PackedTokens
-from models.processing.vision_input import pack_patches
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 
 REASON = "parity needs PyTorch and transformers: pip install -e '.[parity]'"

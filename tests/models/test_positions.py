@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from turns import third_of
 
 from models.config import PatchLayout
-from models.processing.vision_input import concatenate, pack_patches, pad
+from models.inputs import concatenate, pad
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903

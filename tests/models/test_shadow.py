@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
-from models.inputs import VisionInput
-from models.processing.vision_input import blank, concatenate
+from models.inputs import VisionInput, blank, concatenate
 from models.shadow import Rows, ShadowError, ShadowTensor
 
 THERE = {

@@ -15,9 +15,9 @@ from models.processing import MediaError
 from models.processing.images import load_image
 from models.processing.media import MediaSettings
 from models.processing.media_file import Medium
+from models.processing.patches import arrange
 from models.processing.settings import DecodeLimits, FrameSettings
 from models.processing.videos import video_facts
-from models.processing.vision_input import arrange
 
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, ALL)  # nothing here is resized, unless a test says so
 
