@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import os
 import threading
@@ -23,7 +22,7 @@ from ..config.data import DataConfig
 from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
 from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices, SpillFile
-from .tickets import MediaRef, StaleTicket, Ticket, check_ref, read_ref
+from .tickets import MediaRef, StaleTicket, Ticket, check_ref, parsed, read_ref
 
 GIB = 1 << 30
 SPILL = ""  # the folder of what leaves memory; empty: the system's for temporary files
@@ -33,7 +32,6 @@ KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembe
 BLOCK = 1 << 20  # bytes that are hashed at once
 Given = TypeVar("Given")
 Found = TypeVar("Found")
-_parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 
 @dataclasses.dataclass
@@ -97,26 +95,18 @@ class LocalStore:
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """Fetches normalised patches, as `MediaStore.fetch` says."""
-        result = []
-        for wanted, pieces in zip(rows, self.fetch_pieces(rows), strict=True):
-            kind = self._ticket(wanted).medium.kind
-            floats = [self.settings.normalised(kind, piece) for piece in pieces]
-            result.append(floats[0] if len(floats) == 1 else np.concatenate(floats))
-        return result
+        fetched = zip(rows, self.fetch_bytes(rows), strict=True)
+        return [self.settings.normalised(self._ticket(wanted).medium.kind, patches) for wanted, patches in fetched]
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only
         of rows that lie in several slices. Raises what `fetch` raises."""
-        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in self.fetch_pieces(rows)]
-
-    def fetch_pieces(self, rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        """The patches of these rows as `fetch_bytes` has them, but never copied: at least one array for each of the
-        rows."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # of these it is checked when they are read: their server is far
                 check_ref(ticket.ref)
-        return _map(self._fetching, lambda wanted: self._pieces(tickets[wanted.ticket], wanted), rows)
+        pieces = _map(self._fetching, lambda wanted: self._pieces(tickets[wanted.ticket], wanted), rows)
+        return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in pieces]
 
     def stats(self) -> StoreStats:
         load = self._decoders.load()
@@ -193,7 +183,7 @@ class LocalStore:
     def _ticket(self, rows: Rows) -> Ticket:
         """Reads the ticket of these rows. Raises MediaError where this store can't answer it."""
         try:
-            ticket = _parse(rows.ticket)
+            ticket = parsed(rows.ticket)
         except ValueError as error:
             raise MediaError("a ticket", str(error)) from None
         if ticket.settings != self.digest:

@@ -80,14 +80,7 @@ class MediaIndex:
         if said is not None:
             return said, True
         facts = self.facts(ref)
-        if facts is None:
-            return None
-        try:
-            return settings.medium_of(ref.kind, ref.name, facts), facts.counted
-        except MediaError:
-            if facts.counted:
-                raise
-            return None
+        return None if facts is None else settings.medium_by(ref.kind, ref.name, facts)
 
     def note(self, ref: MediaRef, facts: Facts) -> None:
         """Adds facts about a medium. A header's word does not take the place of counted frames."""
@@ -178,16 +171,11 @@ class ProxyMedia:
 
     def _glance(self, processor: Processor, ref: MediaRef, count: bool) -> tuple[Medium, bool]:
         known = self.index.medium(ref, processor.settings)
-        if known is not None and (known[1] or not count):
-            return known
-        facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
-        self.index.note(ref, facts)
-        try:
-            return processor.settings.medium_of(ref.kind, ref.name, facts), facts.counted
-        except MediaError:
-            if facts.counted:
-                raise
-        return self._glance(processor, ref, True)
+        if known is None or (count and not known[1]):
+            facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
+            self.index.note(ref, facts)
+            known = processor.settings.medium_by(ref.kind, ref.name, facts)
+        return known or self._glance(processor, ref, True)
 
 
 def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from models.shadow import Rows, ShadowTensor
 
 from ..base.medium import Media
 from .locations import is_url, local, read, version_of, why
+
+if TYPE_CHECKING:
+    from models.processing.media import MediaSettings
 
 
 class StaleTicket(MediaError):
@@ -164,6 +167,9 @@ class Ticket:
         return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
 
 
+parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
+
+
 @runtime_checkable
 class MediaStore(Protocol):
     """Turns media into pixels: in this process, or wherever preprocessors are. Its methods block, and are called from
@@ -186,4 +192,16 @@ class MediaStore(Protocol):
 
     def close(self) -> None:
         """Ends what belongs to the store."""
+        ...
+
+
+@runtime_checkable
+class ByteStore(Protocol):
+    """A source of pixels as bytes: preprocessors, or a store of this process."""
+
+    @property
+    def settings(self) -> MediaSettings: ...
+
+    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, 3, n]` (uint8) of these rows, which stay what they are. From any thread."""
         ...

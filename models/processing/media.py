@@ -105,12 +105,18 @@ class MediaSettings:
         from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError for a file
         that can't be used, as far as that shows in what is read."""
         facts = self.facts(kind, source, count=count)
+        found = self.medium_by(kind, source_name(source), facts)
+        return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)
+
+    def medium_by(self, kind: str, name: str, facts: Facts) -> tuple[Medium, bool] | None:
+        """Returns (the medium that has these facts, whether that is certain); None where only a count can tell. Raises
+        MediaError for a medium that can't be used."""
         try:
-            return self.medium_of(kind, source_name(source), facts), facts.counted
+            return self.medium_of(kind, name, facts), facts.counted
         except MediaError:
             if facts.counted:
                 raise
-        return self.glance(kind, source, count=True)
+            return None
 
     def load(self, kind: str, source: Source) -> tuple[Medium, np.ndarray]:
         """A medium and its patches `[P, 3, n]` (uint8) in window order. Raises MediaError."""

@@ -259,16 +259,14 @@ class Processor:
     ) -> PromptOutline:
         """The outline of the input that `prepare_ids` returns, read from the headers of `media`. `count` reads all
         packets of videos, without decoding them. Raises the errors of `prepare_ids` that the reading shows."""
-        ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [kind for kind, _ in media])
+        self._check_placeholders(token_ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
-        certain = all(sure for _, sure in found)
-        return PromptOutline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
+        return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
         """The outline of these ids and media. Raises PromptError where they don't fit together."""
         ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [medium.kind for medium in media])
+        self._check_placeholders(ids, [medium.kind for medium in media])
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _pads(self) -> dict[str, int]:
@@ -280,7 +278,7 @@ class Processor:
             pad_of[kind] = pad_id
         return pad_of
 
-    def check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
+    def _check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
         """Raises PromptError where the placeholders are not those of media of these `kinds`, in order."""
         self._check_vision(kinds)
         if not self.vision:
@@ -295,15 +293,14 @@ class Processor:
 
     def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
         """The model input of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
-        ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [kind for kind, _ in media])
+        self._check_placeholders(token_ids, [kind for kind, _ in media])
         found: list[Medium] = []
         parts: list[np.ndarray] = []
         for kind, source in media:
             medium, patches = self.settings.load(kind, source)
             found.append(medium)
             parts.append(self.settings.normalised(kind, patches))
-        outline = PromptOutline(ids, tuple(found), self.layout.spatial_merge_size)
+        outline = self.outline_of(token_ids, found)
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
     def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
