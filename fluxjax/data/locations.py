@@ -81,6 +81,13 @@ def filesystem(url: str) -> tuple[Any, str]:
         return url_to_fs(url)
 
 
+def _asked(method: str, url: str) -> Any:
+    """The answer of a URL's file system about the file there. Raises OSError."""
+    system, place = filesystem(url)
+    with reaching(url):
+        return getattr(system, method)(place)
+
+
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
     """Makes an OSError of one line of whatever a file system raises."""
@@ -106,11 +113,7 @@ def _to_install(url: str) -> str:
 
 def read(path: str) -> bytes:
     """The content of a file. Raises OSError."""
-    if not is_url(path):
-        return pathlib.Path(path).read_bytes()
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.cat_file(place)
+    return _asked("cat_file", path) if is_url(path) else pathlib.Path(path).read_bytes()
 
 
 def opened(path: str) -> io.BufferedIOBase:
@@ -134,9 +137,7 @@ def version_of(path: str) -> str:
     """
     if not is_url(path):
         return stamp_of(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        info = system.info(place)
+    info = _asked("info", path)
     marks = next(([str(info[key])] for key in (*_CONTENT, *_TIME) if info.get(key) is not None), [])
     return "-".join([str(info.get("size")), *(hashlib.sha256(mark.encode()).hexdigest()[:16] for mark in marks)])
 
@@ -148,20 +149,12 @@ def why(error: OSError) -> str:
 
 def exists(path: str) -> bool:
     """Says whether there is a file or folder at a path. Raises OSError where a URL can't be reached."""
-    if not is_url(path):
-        return os.path.exists(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.exists(place)
+    return _asked("exists", path) if is_url(path) else os.path.exists(path)
 
 
 def is_folder(path: str) -> bool:
     """Says whether a path is a folder. Raises OSError where a URL can't be reached."""
-    if not is_url(path):
-        return os.path.isdir(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.isdir(place)
+    return _asked("isdir", path) if is_url(path) else os.path.isdir(path)
 
 
 def matching(folder: str, pattern: str) -> list[str]:
