@@ -160,7 +160,7 @@ class ParquetSource:
         for row, id in enumerate(self.ids()):
             if (first := seen.setdefault(id, row)) != row:
                 (path, number), (before, row_before) = self._place(row), self._place(first)
-                raise DataError(f"{path}: row {number} has the id {id!r}, already used by {_name(before)}#{row_before}")
+                raise DataError(f"{path}: row {number} has the id {id}, already used by {_name(before)}#{row_before}")
 
     def _place(self, index: int) -> tuple[str, int]:
         """The file of a row, and the row's number there."""

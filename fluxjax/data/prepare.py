@@ -103,15 +103,15 @@ def prepare_prompt(
         if proxy is not None and proxy.can_name(prompt.media) and isinstance(processor, Processor):
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(proxy.outline, processor, token_ids, prompt)
-            if refused := _refused_undecoded(outline, prompt, limits):
-                return refused
-            inputs = proxy.inputs(processor, token_ids, prompt)
+            prepare = functools.partial(proxy.inputs, processor, token_ids, prompt)
         else:
             media = _sources(prompt)
             token_ids = tokenised(processor, prompt, chat_template)
-            if refused := _refused_undecoded(functools.partial(processor.outline, token_ids, media), prompt, limits):
-                return refused
-            inputs = processor.prepare_ids(token_ids, media)
+            outline = functools.partial(processor.outline, token_ids, media)
+            prepare = functools.partial(processor.prepare_ids, token_ids, media)
+        if refused := _refused_undecoded(outline, prompt, limits):
+            return refused
+        inputs = prepare()
     except MediaError as error:
         return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
