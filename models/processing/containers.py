@@ -46,6 +46,14 @@ TOLERANCE = 0.01  # share of the declared length that may be missing
 REORDERED = 16  # frames that a decoder holds back, at most (H.264, HEVC): so far from the end a damaged one may be
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
+START = b"\0\0\1"  # start of a unit of a bytestream
+SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
+INTRA = 1  # MPEG's type of a picture that depends on no other
+# FFmpeg decodes streams of old x264 builds as these builds meant them: up to 33 their direct prediction, up to 151
+# their 4:4:4. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
+X264 = re.compile(rb"x264 - core (\d+)")
+X264_DIRECT, X264_444 = 33, 151
+
 
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
     """The container in `file`, which stays open, and the stream of its video. `name` is for messages.
@@ -151,15 +159,6 @@ def _ends_within_packet(file: OpenFile) -> bool:
     begin = file.read(1)
     file.seek(size - size % TS_PACKET)
     return begin == TS_SYNC == file.read(1)
-
-
-START = b"\0\0\1"  # start of a unit of a bytestream
-SEQUENCE, PICTURE = b"\0\0\1\xb3", b"\0\0\1\0"  # start codes of MPEG-1 and -2
-INTRA = 1  # MPEG's type of a picture that depends on no other
-# FFmpeg decodes streams of old x264 builds as these builds meant them: up to 33 their direct prediction, up to 151
-# their 4:4:4. It reads the build from a note in the first frame, which a decoder that begins later doesn't see.
-X264 = re.compile(rb"x264 - core (\d+)")
-X264_DIRECT, X264_444 = 33, 151
 
 
 def is_shown(packet: Packet, codec: str) -> bool:

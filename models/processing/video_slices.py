@@ -27,7 +27,7 @@ from av.video.stream import VideoStream
 from .containers import EntryPoints, check_size, is_shown, open_container
 from .images import target_size
 from .media_file import Medium, Source, opened, source_name
-from .resize import resize_frame
+from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 from .videos import VideoReader, bounded, duration_of, increasing, seconds_per_grid, too_many_frames, upright
 

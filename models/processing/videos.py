@@ -21,7 +21,7 @@ from av.video.stream import VideoStream
 from .containers import Ending, check_size, is_shown, open_container, reason_of
 from .images import target_size
 from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
-from .resize import resize_frame
+from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4

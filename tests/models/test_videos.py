@@ -18,8 +18,7 @@ from media_files import load_video, moving_frames, parity, write_video
 from turns import third_of
 
 from models.processing.images import smart_resize
-from models.processing.patches import normalise, patchify
-from models.processing.resize import resize_frame
+from models.processing.patches import normalise, patchify, resize_frame
 from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout, PixelSettings, read_frames
 from models.processing.videos import sample_indices
 
