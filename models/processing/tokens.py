@@ -83,7 +83,7 @@ def _environment() -> jinja2.Environment:
     import jinja2.nodes
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """The tag around an assistant's turns, which training code reads. Its content is rendered like any other."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
@@ -97,7 +97,7 @@ def _environment() -> jinja2.Environment:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
     environment.globals["raise_exception"] = refuse
