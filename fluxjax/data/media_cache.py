@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import tempfile
@@ -148,11 +149,12 @@ class SpillFile:
                     rest, place = rest[written:], place + written
             kept.complete = True
         except OSError as error:
+            self._warn(error)
+        finally:
             with self._lock:
-                if self._arrays.get(key) is kept:
+                if not kept.complete and self._arrays.get(key) is kept:
                     del self._arrays[key]
                     self.used -= kept.size
-            self._warn(error)
 
     def _reserve(self, key: Hashable, array: np.ndarray) -> _SpilledArray | None:
         """Forgets the arrays that lie where the next array will, and notes that one. None: nothing is to be written."""
@@ -161,9 +163,14 @@ class SpillFile:
                 return None
             left = self.limit - self._end % self.limit
             begin = self._end + (left if left < array.nbytes else 0)
-            self._end = begin + array.nbytes
-            while self._arrays and self._end - next(iter(self._arrays.values())).begin > self.limit:
-                self.used -= self._arrays.popitem(last=False)[1].size
+            end = begin + array.nbytes
+            there = list(itertools.takewhile(lambda item: end - item[1].begin > self.limit, self._arrays.items()))
+            if not all(kept.complete for _, kept in there):  # whoever writes one of them would write over this one
+                return None
+            for name, kept in there:
+                del self._arrays[name]
+                self.used -= kept.size
+            self._end = end
             kept = self._arrays[key] = _SpilledArray(begin, array.shape, array.nbytes)
             self.used += kept.size
             return kept

@@ -312,3 +312,27 @@ def test_what_was_written_first_makes_room_and_nobody_reads_another_ones_bytes(t
             assert all(array.shape == (6, 5) and (array == key).all() for key, array in found.items())
         spill.write(8, np.zeros(101, np.uint8))
         assert spill.read(8) is None and spill.read(6) is not None
+
+
+def test_nothing_is_written_where_another_array_is_being_written(tmp_path, monkeypatch):
+    spill, write = media_cache.SpillFile(str(tmp_path), 100), os.pwrite
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert gate.wait(60)
+        return write(*arguments)
+
+    with contextlib.closing(spill), ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", slow)
+            writing = pool.submit(spill.write, 0, np.full(30, 0, np.uint8))
+            assert begun.wait(60)
+        for number in range(1, 5):
+            spill.write(number, np.full(30, number, np.uint8))
+        assert [spill.read(number) is not None for number in range(5)] == [False, True, True, False, False]
+        gate.set()
+        writing.result(60)
+        spill.write(5, np.full(30, 5, np.uint8))
+        assert [spill.read(number) is not None for number in range(6)] == [False, True, True, False, False, True]
+        assert (spill.read(1) == 1).all() and (spill.read(5) == 5).all() and spill.used == 90
