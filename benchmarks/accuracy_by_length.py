@@ -90,8 +90,8 @@ def measure(run: pathlib.Path, strips: int = 0) -> Counts:
 
 def _more_strips(folder: pathlib.Path, strips: int) -> pathlib.Path:
     """Returns a manifest of so many strips, made beside the runs where it is not there."""
-    from fluxjax.tasks.building import build_once
     from fluxjax.tasks.digits import DigitsRecipe
+    from fluxjax.tasks.embedded import build_once
 
     build_once(folder / f"strips-{strips}", DigitsRecipe(held_out=strips, train=1, warm_start=1).build)
     return folder / f"strips-{strips}" / "eval.jsonl"

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
     from fluxjax.base.errors import DataError
     from fluxjax.base.process import use_compile_cache
-    from fluxjax.data.sources import open_sources
+    from fluxjax.data.loader import open_sources
     from fluxjax.run.build import build_model
     from rollout.jax_engine import JaxEngine
 

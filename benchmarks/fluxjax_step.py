@@ -39,9 +39,9 @@ from fluxjax.base.types import Group, MediaKind, Prompt, Response, Reward, Sampl
 from fluxjax.batch.composer import Composer
 from fluxjax.config import Config
 from fluxjax.config.cli import load
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, open_sources
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.sources import Source, open_sources
+from fluxjax.data.sources import Source
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.learner.run_models import RunModels

@@ -93,7 +93,7 @@ def write(shape: str, folder: pathlib.Path) -> None:
 
     import models
     from fluxjax.config.cli import read_file
-    from fluxjax.data.sources import open_sources
+    from fluxjax.data.loader import open_sources
     from fluxjax.run.build import build_model, tiny_model, tiny_vision
     from models.decoder import parameter_count
 

@@ -27,16 +27,14 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.batch.share import Share
 from fluxjax.config import Config, FlexUlysses, SourceConfig
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, open_sources
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.materializer import Materializer
-from fluxjax.data.media_index import MediaIndex
-from fluxjax.data.media_refs import ref_of
 from fluxjax.data.near_pixels import NearPixels
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.shadows import ProxyMedia
-from fluxjax.data.sources import all_texts, open_sources
-from fluxjax.data.tickets import Ticket
+from fluxjax.data.shadows import MediaIndex, ProxyMedia
+from fluxjax.data.sources import all_texts
+from fluxjax.data.tickets import Ticket, ref_of
 from fluxjax.hosts.coming import ComingPrompts, coming
 from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, shares_of, told
 from fluxjax.runtime.flight_store import FlightStore

@@ -42,7 +42,7 @@ from fluxjax_step import Steps
 import models
 from fluxjax.base.process import keep_freed_memory
 from fluxjax.config import Config
-from fluxjax.data.sources import open_sources
+from fluxjax.data.loader import open_sources
 from fluxjax.run.build import build_model
 from models.config import AnyConfig
 from models.decoder import parameter_count

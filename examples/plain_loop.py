@@ -14,7 +14,7 @@ import sys
 from fluxjax.algorithms import find_algorithm
 from fluxjax.base.types import Group, PreparedPrompt, Response, Sample
 from fluxjax.config import cli
-from fluxjax.data.sources import open_sources, open_warm_start
+from fluxjax.data.loader import open_sources, open_warm_start
 from fluxjax.learner.warm_start import warm_start
 from fluxjax.rewards import Scorer
 from fluxjax.run.build import build_learning, describe_model, sampling_params, training_prompts

@@ -1,15 +1,18 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
 Weights are read tensor by tensor. Each goes to its devices before the next is read, so that the host holds at most
-two tensors beside the finished parameters. Weights are written tensor by tensor, too.
+two tensors beside the finished parameters. Weights are written tensor by tensor, too: the writer of safetensors needs
+all of a file's tensors at once.
 """
 
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +33,9 @@ from .decoder import Decoder
 from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf_config import read_config, write_config
 from .tensor_names import TensorName, decoder_names
-from .weight_file import DTYPES, StoredTensor, write_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
 SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
 HEAD = "lm_head.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
@@ -42,9 +45,9 @@ def tensor_names(config: AnyConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
     weights = dict(nnx.to_flat_state(nnx.state(registry.abstract(config))))
     if isinstance(config, Qwen25VLConfig):
-        from .qwen2_5_vl import params as qwen2_5_vl
+        from .qwen2_5_vl import modeling
 
-        return qwen2_5_vl.tensor_names(config, weights)
+        return modeling.tensor_names(config, weights)
     return decoder_names(weights, "model.")
 
 
@@ -192,7 +195,7 @@ def load(
         files = _Files(folder, stack, progress)
         files.check_dtypes()
         if isinstance(config, Qwen25VLConfig):
-            from .qwen2_5_vl.params import name_layout
+            from .qwen2_5_vl.modeling import name_layout
 
             config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
@@ -202,6 +205,40 @@ def load(
         places = by_path((shardings or on_first_device)(model))
         params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
     return nnx.merge(nnx.graphdef(model), unflatten_dict(params))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """The name, shape and dtype of a tensor in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: Iterable[np.ndarray]) -> None:
+    """Writes one value for each of `contents`. Takes values from the iterable one by one, and keeps none.
+
+    The format: the length of the header in eight bytes, the header in JSON, filled up to eight bytes, then the tensors
+    in its order. Raises ValueError for a value of another shape or dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers reads the framework from it
+    end = 0
+    for tensor in contents:
+        place = [end, end := end + tensor.nbytes]
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor, value in zip(contents, values, strict=False):  # the remaining values are for other files
+            if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(f"{tensor.name} is {value.dtype} of shape {value.shape}, not as announced")
+            out.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:

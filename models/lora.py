@@ -20,9 +20,8 @@ from . import registry
 from .config import AnyConfig, NameLayout, Qwen25VLConfig
 from .decoder import Decoder, shapes_only
 from .folder import CheckpointError, read_json, why_missing, write_json
-from .hf import tensor_names
+from .hf import StoredTensor, tensor_names, write_weights
 from .tensor_names import DECODER, Path, TensorName
-from .weight_file import StoredTensor, write_weights
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PROJECTIONS = {module.split(".")[-1]: tuple(path.split(".")) for module, path in DECODER.items() if "_proj" in module}
@@ -76,17 +75,12 @@ def save_adapters(
     folder or name of the weights that the adapters were trained beside."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    names = _names(config, lora)
-    values = {name: np.asarray(value) for name, value in by_path(adapters).items()}
+    values = by_path(adapters)
     contents, tensors = [], []
-    for entry in names:
-        for part, where in zip("AB", beside(entry.path), strict=True):
-            inputs = entry.inputs if part == "A" else 1
-            for layer, name in enumerate(entry.full_names):
-                value = values[where][layer]
-                tensor = np.ascontiguousarray(value.reshape(math.prod(value.shape[:inputs]), -1).T)
-                contents.append(StoredTensor(_on_disk(name, part), tensor.shape, tensor.dtype))
-                tensors.append(tensor)
+    for entry in _entries(config, lora):
+        for name, value in zip(entry.full_names, np.asarray(values[entry.path]), strict=True):
+            contents.append(StoredTensor(name, entry.disk_shape, value.dtype))
+            tensors.append(entry.to_disk(value))
     write_weights(folder / "new.part", contents, tensors)
     os.replace(folder / "new.part", folder / ADAPTER)
     write_json(folder / SETTINGS, _settings(config, lora, base))
@@ -102,38 +96,48 @@ def load_adapters(config: AnyConfig, path: str | os.PathLike[str], lora: Lora) -
     _check_settings(folder, said, lora)
     tensors = _read(folder / ADAPTER)
     values: dict[Path, np.ndarray] = {}
-    for entry in _names(config, lora):
-        inputs, outputs = entry.shape[: entry.inputs], entry.shape[entry.inputs :]
-        for part, where in zip("AB", beside(entry.path), strict=True):
-            shape = (*inputs, lora.rank) if part == "A" else (lora.rank, *outputs)
-            stored = (lora.rank, math.prod(inputs)) if part == "A" else (math.prod(outputs), lora.rank)
-            layers = []
-            for name in entry.full_names:
-                tensor = tensors.pop(_on_disk(name, part), None)
-                if tensor is None:
-                    raise CheckpointError(f"{folder / ADAPTER}: tensor {_on_disk(name, part)} is missing")
-                if tensor.shape != stored:
-                    raise CheckpointError(
-                        f"{folder / ADAPTER}: tensor {_on_disk(name, part)} has shape {list(tensor.shape)}, but "
-                        f"{list(stored)} is wanted: the adapter is of another model"
-                    )
-                layers.append(tensor.T.reshape(shape).astype(np.float32))
-            values[where] = np.stack(layers)
+    for entry in _entries(config, lora):
+        layers = []
+        for name in entry.full_names:
+            if (tensor := tensors.pop(name, None)) is None:
+                raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is missing")
+            if tensor.shape != entry.disk_shape:
+                raise CheckpointError(
+                    f"{folder / ADAPTER}: tensor {name} has shape {list(tensor.shape)}, but "
+                    f"{list(entry.disk_shape)} is wanted: the adapter is of another model"
+                )
+            layers.append(entry.from_disk(tensor).astype(np.float32))
+        values[entry.path] = np.stack(layers)
     for name in sorted(tensors):
         raise CheckpointError(f"{folder / ADAPTER}: tensor {name} is unexpected; adapters stand beside {lora.targets}")
     return values
 
 
-def _names(config: AnyConfig, lora: Lora) -> list[TensorName]:
-    """The adapted weights, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
+def _entries(config: AnyConfig, lora: Lora) -> list[TensorName]:
+    """The adapters, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
     if isinstance(config, Qwen25VLConfig):
         config = dataclasses.replace(config, names=NameLayout.NESTED)
     paths = {PROJECTIONS[target] for target in lora.targets}
-    return [entry for entry in tensor_names(config) if entry.path in paths]
-
-
-def _on_disk(name: str, part: str) -> str:
-    return f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"
+    entries = []
+    for weight in tensor_names(config):
+        if weight.path in paths:
+            inputs, outputs = weight.shape[: weight.inputs], weight.shape[weight.inputs :]
+            name = f"base_model.model.{weight.name.removesuffix('.weight')}.lora_"
+            first, second = beside(weight.path)
+            entries += [
+                TensorName(
+                    f"{name}A.weight",
+                    first,
+                    (*inputs, lora.rank),
+                    weight.layers,
+                    weight.inputs,
+                    (lora.rank, math.prod(inputs)),
+                ),
+                TensorName(
+                    f"{name}B.weight", second, (lora.rank, *outputs), weight.layers, 1, (math.prod(outputs), lora.rank)
+                ),
+            ]
+    return entries
 
 
 def _settings(config: AnyConfig, lora: Lora, base: str) -> dict[str, Any]:

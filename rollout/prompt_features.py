@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from models.inputs import ModelInput, VisionInput
-from models.processing.vision_input import cut, pad
+from models.inputs import ModelInput, VisionInput, cut, pad
 from models.shadow import ShadowTensor
 
 from .programs import geometric

@@ -28,9 +28,8 @@ import models
 from models.config import AnyConfig
 from models.decoder import Decoder
 from models.folder import write_json
-from models.hf import SINGLE
+from models.hf import DTYPES, SINGLE, StoredTensor, write_weights
 from models.hf_config import write_config
-from models.weight_file import DTYPES, StoredTensor, write_weights
 from sharding.walk import Params
 from sharding.weights import map_weights
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from jax import Array
 
-from models.inputs import ModelInput, PackedTokens, VisionInput
-from models.processing.vision_input import concatenate, pad
+from models.inputs import ModelInput, PackedTokens, VisionInput, concatenate, pad
 from models.shadow import ShadowTensor
 
 from .pages import PAGE_TOKENS, pages_for

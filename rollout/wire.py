@@ -22,7 +22,8 @@ import numpy as np
 
 from models.config import AnyConfig, PatchLayout, Qwen25VLConfig, VisionConfig
 from models.inputs import ModelInput
-from models.processing.vision_input import arrange, arranged
+from models.processing.patches import arrange
+from models.processing.processor import arranged
 from models.qwen2_5_vl.positions import Grid
 from models.shadow import Rows, ShadowTensor
 

@@ -18,7 +18,8 @@ import numpy as np
 from forked import ROOT, forked
 from PIL import Image
 
-from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket, stamp_of
+from fluxjax.data.locations import stamp_of
+from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
 from models.config import PatchLayout
 from models.processing import MediaError
 from models.processing.media import MediaSettings

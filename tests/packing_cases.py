@@ -12,7 +12,7 @@ from fluxjax.batch.composition import Composition
 from fluxjax.config import Config
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
-from models.processing.vision_input import pack_patches
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; text has the ids below

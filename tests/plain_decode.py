@@ -18,8 +18,7 @@ from jaxtyping import Array
 
 import models
 from models.decoder import Decoder, DecoderLayer
-from models.inputs import ModelInput
-from models.processing.vision_input import pad
+from models.inputs import ModelInput, pad
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
 

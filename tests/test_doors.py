@@ -22,7 +22,7 @@ ROOMS = (  # by the beginning of their files' names
     "fluxjax/data/flight_",
     "fluxjax/data/local_store",
     "fluxjax/data/media_cache",
-    "fluxjax/data/media_index",
+    "fluxjax/data/shadows",
     "fluxjax/learner/critic",
     "fluxjax/rewards/code",
     "fluxjax/rewards/judge/",

@@ -10,7 +10,7 @@ import sys
 import pytest
 from fuzz.__main__ import KINDS
 
-from fluxjax.data import tickets
+from fluxjax.data import locations
 from fluxjax.data.flight_wire import BadQuestion, refusal
 from models.processing.media_file import MediaError
 
@@ -29,7 +29,7 @@ def test_hostile_input_ends_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("path", ["\ud800.png", "a\0b.png"])
 def test_a_path_that_no_file_has_is_one_line(path: str) -> None:
     with pytest.raises(OSError, match="is no name of a file"):
-        tickets.stamp_of(path)
+        locations.stamp_of(path)
     str(MediaError(path, "is missing")).encode()  # it can be printed
     for error in (MediaError(path, "is missing"), BadQuestion(path)):
         str(refusal(error)).encode()

@@ -20,8 +20,7 @@ from fluxjax.batch.composition import unpack
 from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
 from models.decoder import logprobs
-from models.inputs import PackedTokens
-from models.processing.vision_input import concatenate, pad
+from models.inputs import PackedTokens, concatenate, pad
 from sharding.walk import Walk
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,11 @@ from run_cases import picture, write_jsonl
 
 from fluxjax.config import Config
 from fluxjax.data.flight_server import FlightServer
-from fluxjax.data.loader import PromptLoader
-from fluxjax.data.media_index import MediaIndex
+from fluxjax.data.loader import PromptLoader, open_source
 from fluxjax.data.near_pixels import NearPixels
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.shadows import ProxyMedia, rows_of
-from fluxjax.data.sources import all_texts, open_source
+from fluxjax.data.shadows import MediaIndex, ProxyMedia, rows_of
+from fluxjax.data.sources import all_texts
 from fluxjax.hosts.coming import ComingPrompts, ToldPrompts, tickets_of
 from fluxjax.hosts.gang import Gang
 from fluxjax.hosts.orders import Coming, decode, encode

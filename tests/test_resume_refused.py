@@ -22,7 +22,8 @@ from fluxjax.base.errors import USER
 from fluxjax.base.types import Media, MediaKind, Prompt
 from fluxjax.config import Config, ConfigError, run_folder
 from fluxjax.config.cli import load
-from fluxjax.data.sources import PromptList, digest_of, open_source
+from fluxjax.data.loader import open_source
+from fluxjax.data.sources import PromptList, digest_of
 from fluxjax.run import snapshot_folder
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer

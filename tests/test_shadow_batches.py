@@ -17,14 +17,13 @@ from turns import third_of
 from fluxjax.base.types import Group
 from fluxjax.batch.composer import Composer
 from fluxjax.config import STRATEGIES
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, open_source
 from fluxjax.data.local_store import LocalStore
 from fluxjax.data.materializer import Materializer
-from fluxjax.data.media_index import MediaIndex
 from fluxjax.data.near_pixels import NearPixels
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.shadows import ProxyMedia, rows_of
-from fluxjax.data.sources import all_texts, open_source
+from fluxjax.data.shadows import MediaIndex, ProxyMedia, rows_of
+from fluxjax.data.sources import all_texts
 from fluxjax.hosts.orders import Learn, decode, encode, shares_of, told
 from models.config import PatchLayout
 from models.processing import tiny

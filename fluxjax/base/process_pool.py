@@ -1,7 +1,7 @@
 """Processes that work for a run, one job at a time; a process that takes too long, or too much memory, is killed.
 
 They are started when there is work, by `subprocess`: no process with threads is forked, and the main module is not
-imported again. Other modules define the work: `data/decoder_pool.py`, `base/worker_pool.py`.
+imported again. Other modules define the work: `data/decoders.py`, `base/worker_pool.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
-from models.processing.vision_input import common_bound
+from models.inputs import common_bound
 from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan, rounds, row_tokens
 from sharding.planner.vision_units import surely_hold

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from models.config import VisionConfig
-from models.inputs import ModelInput, PackedTokens, VisionInput
-from models.processing.vision_input import blank, concatenate, side_by_side
+from models.inputs import ModelInput, PackedTokens, VisionInput, blank, concatenate, side_by_side
 from sharding.spread.buffers import SizedLayout, Spread
 from sharding.spread.shapes import Sizes
 

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from models.config import VisionConfig
-from models.inputs import VisionInput
-from models.processing.vision_input import ARRAYS, blank, common_bound, concatenate, side_by_side
+from models.inputs import ARRAYS, VisionInput, blank, common_bound, concatenate, side_by_side
 from sharding.mesh import binary_axes, replica_size
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan

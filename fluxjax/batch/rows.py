@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 from models.config import VisionConfig
-from models.processing.vision_input import common_bound
+from models.inputs import common_bound
 from sharding.spread.buffers import size_weight
 from sharding.spread.shapes import ShapeBook, Sizes
 

@@ -24,7 +24,7 @@ class SourceConfig:
     eval_reward: str = ""  # of held-out prompts, as `reward`; empty: the same as in training
     warm_start_path: str = ""  # records for the warm start, same format; empty: as embedded, or the training records
     # Names of the file's columns, by what they hold: prompt, answer, images, videos, id. The usual names are recognised
-    # (`fluxjax.data.fields.ALIASES`).
+    # (`fluxjax.data.sources.ALIASES`).
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -1,13 +1,16 @@
-"""Media embedded in parquet files, read one at a time: the row groups that hold them, the last few of them in memory.
+"""Media embedded in parquet files: which items a column has and where each one is, and the bytes of one at a time.
 
-A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. What is kept in
-memory is of one version of a file, so that it stays right when the file changes.
+The hub's columns hold structs of `bytes` and `path`. How many of a row group's `bytes` are there, its statistics say,
+and the short paths say how many items there are: where all or none are embedded, no byte of them has to be read. Plain
+columns of bytes say so, too, unless they are lists. Others are read, a few rows at a time, and are not kept.
+
+A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. Row groups stay in
+memory, the last few of them; each is of one version of a file, so that it stays right when the file changes.
 """
 
 from __future__ import annotations
 
 import bisect
-import collections
 import threading
 from typing import Any
 
@@ -15,9 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .locations import filesystem, is_url, reaching, version_of
+from .media_cache import Recent
 
 KEPT_BYTES = 256 << 20  # of row groups kept in memory, beside the one in use
 KEPT_FILES = 16  # kept open
+SLOTS = pa.list_(pa.string())  # of a row: each item's path; EMBEDDED where its bytes are here; null: neither
+EMBEDDED = ""
+_ROWS = 16  # read at once where bytes have to be read
+
+_TEXT = (pa.string(), pa.large_string(), pa.string_view())
+_BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 
 class CellError(ValueError):
@@ -53,9 +64,8 @@ class Cells:
     """Reads cells, from any thread."""
 
     def __init__(self) -> None:
-        self._files: collections.OrderedDict[tuple[str, str], _ParquetFile] = collections.OrderedDict()
-        self._groups: collections.OrderedDict[tuple[str, str, str, int], pa.ChunkedArray] = collections.OrderedDict()
-        self._lock = threading.Lock()  # of the two
+        self._files = Recent[_ParquetFile](KEPT_FILES)
+        self._groups = Recent[pa.ChunkedArray](KEPT_BYTES, lambda values: values.nbytes, keep_last=True)
 
     def read(self, path: str, stamp: str, cell: str) -> bytes:
         """The bytes of a cell of this version of a file. Raises CellError or OSError."""
@@ -83,26 +93,20 @@ class Cells:
         return data
 
     def _file(self, path: str, stamp: str) -> _ParquetFile:
-        with self._lock:
-            if (file := self._files.get((path, stamp))) is not None:
-                self._files.move_to_end((path, stamp))
-                return file
-        try:
-            file = _ParquetFile(path)
-        finally:
-            _check(path, stamp)  # after opening: what is open now can be no older
-        with self._lock:
-            file = self._files.setdefault((path, stamp), file)
-            while len(self._files) > KEPT_FILES:
-                self._files.popitem(last=False)
-            return file
+        if (file := self._files.get((path, stamp))) is None:
+            try:
+                file = _ParquetFile(path)
+            finally:
+                _check(path, stamp)  # after opening: what is open now can be no older
+            self._files.put((path, stamp), file)
+        return file
 
     def _group(self, path: str, stamp: str, column: str, group: int, file: _ParquetFile) -> pa.ChunkedArray:
         key = (path, stamp, column, group)
-        if (values := self._kept(key)) is not None:
+        if (values := self._groups.get(key)) is not None:
             return values
         with file.lock:
-            if (values := self._kept(key)) is not None:
+            if (values := self._groups.get(key)) is not None:
                 return values
             if column not in file.parquet.schema_arrow.names:
                 raise CellError(f"the file has no column {column!r}")
@@ -111,19 +115,86 @@ class Cells:
                     values = file.parquet.read_row_group(group, columns=[column]).column(0)
             finally:
                 _check(path, stamp)  # after reading: the file may have been written over in its place
-        with self._lock:
-            self._groups[key] = values
-            while len(self._groups) > 1 and sum(kept.nbytes for kept in self._groups.values()) > KEPT_BYTES:
-                self._groups.popitem(last=False)
-        return values
-
-    def _kept(self, key: tuple[str, str, str, int]) -> pa.ChunkedArray | None:
-        with self._lock:
-            if (values := self._groups.get(key)) is not None:
-                self._groups.move_to_end(key)
+            self._groups.put(key, values)
             return values
 
 
 def _check(path: str, stamp: str) -> None:
     if (now := version_of(path)) != stamp:
         raise OtherVersion(f"has changed (it is version {now}, not {stamp})")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Says whether a column of this type holds text."""
+    return (kind.value_type if pa.types.is_dictionary(kind) else kind) in _TEXT
+
+
+def is_answer(kind: pa.DataType) -> bool:
+    """Says whether a column of this type holds what an answer can be: text, numbers, truth values."""
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
+    return is_text(kind) or any(is_number(kind) for is_number in numbers)
+
+
+def is_media(kind: pa.DataType) -> bool:
+    """Says whether a column of this type can hold media: bytes, paths, structs of these, lists of those, or nothing."""
+    if isinstance(kind, _LISTS):
+        return is_media(kind.value_type)
+    if pa.types.is_struct(kind):
+        return any(field.name in ("bytes", "path") for field in kind)
+    return kind in (*_BYTES, pa.null()) or is_text(kind)
+
+
+def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
+    """The items of each row of a row group, as SLOTS. Raises OSError or pa.ArrowException."""
+    kind = file.schema_arrow.field(column).type
+    item = kind.value_type if isinstance(kind, _LISTS) else kind
+    fields = {field.name for field in item} if pa.types.is_struct(item) else set()
+    if is_text(item) or item == pa.null():
+        return _slots(file.read_row_group(group, columns=[column]).column(0))
+    leaves = _leaves(file, group, column)
+    embedded = _present(file, group, leaves, "bytes" if fields else column)
+    if "path" in fields:
+        paths = [leaf for leaf in leaves if leaf.endswith(".path")]
+        slots = _slots(file.read_row_group(group, columns=paths).column(0))
+        if "bytes" not in fields or embedded == 0:
+            return slots
+        if embedded == (count := len(slots.values)):
+            return pa.ListArray.from_arrays(slots.offsets, pa.array([EMBEDDED] * count, pa.string()))
+    elif embedded == (rows := file.metadata.row_group(group).num_rows) and not isinstance(kind, _LISTS):
+        return pa.array([[EMBEDDED]] * rows, SLOTS)
+    batches = file.iter_batches(_ROWS, row_groups=[group], columns=[column])
+    return pa.concat_arrays([_slots(batch.column(0)) for batch in batches])
+
+
+def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
+    """The stored columns that make up a column, by name."""
+    metadata = file.metadata.row_group(group)
+    names = [metadata.column(index).path_in_schema for index in range(metadata.num_columns)]
+    return {name: index for index, name in enumerate(names) if name == column or name.startswith(f"{column}.")}
+
+
+def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
+    """The number of values that are not null in the stored column of this name; None where the file does not say."""
+    for leaf, index in leaves.items():
+        if leaf == name or leaf.endswith(f".{name}"):
+            stored = file.metadata.row_group(group).column(index)
+            statistics = stored.statistics
+            if statistics is None or not statistics.has_null_count:
+                return None
+            return stored.num_values - statistics.null_count
+    return None
+
+
+def _slots(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return pa.array([[_slot(item) for item in _items(value)] for value in values.to_pylist()], SLOTS)
+
+
+def _items(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _slot(item: object) -> str | None:
+    data, path = (item.get("bytes"), item.get("path")) if isinstance(item, dict) else (item, item)
+    if isinstance(data, bytes):
+        return EMBEDDED
+    return path if isinstance(path, str) and path else None

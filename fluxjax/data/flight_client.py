@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ from .flight_wire import (
 )
 from .tickets import MediaRef, Ticket
 
+Answer = TypeVar("Answer")
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
     # Connections of a process share how long they wait before they try an address again: one that has come back would
@@ -78,7 +79,7 @@ class FlightPlace:
         The error is a DataError where the preprocessor failed, whatever the medium is."""
         question = {"settings": self._settings.digest, "refs": [ref_words(ref) for ref in refs]}
         with self._translated():
-            for result in self._registered("look", question, seconds):
+            for result in self._registered(lambda: self._results("look", question, seconds), seconds):
                 index, kind, word, reason = json.loads(result)
                 if kind == "ticket":
                     yield index, Ticket.parse(word)
@@ -91,13 +92,10 @@ class FlightPlace:
         """The patches `[P, 3, n]` (uint8) of each of these rows, which are as few and as short as a question may have.
         Raises MediaError: StaleTicket for a file that has changed."""
         with self._translated():
-            try:
-                return self._slices(rows, seconds)
-            except flight.FlightServerError as error:
-                if not isinstance(told_error(error.extra_info), UnknownSettings):
-                    raise
-            self.register(seconds)
-            return self._slices(rows, seconds)
+            slices = list(self._registered(lambda: self._slices(rows, seconds), seconds))
+            if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
+                raise ValueError(f"came as {[len(patches) for patches in slices]} rows, not {[len(r) for r in rows]}")
+            return slices
 
     def stats(self, seconds: float) -> Mapping[str, Any]:
         """The counts of each store, by the digest of its settings."""
@@ -115,28 +113,25 @@ class FlightPlace:
                 raise ValueError(f"answered {str(answer)[:100]}")
             return answer
 
-    def _registered(self, action: str, question: Mapping[str, Any], seconds: float) -> Iterator[bytes]:
-        """Tells a preprocessor that has forgotten the settings once more."""
+    def _registered(self, ask: Callable[[], Iterator[Answer]], seconds: float) -> Iterator[Answer]:
+        """Asks again where the preprocessor has forgotten the settings, which it says before it answers anything."""
         try:
-            yield from self._results(action, question, seconds)
+            yield from ask()
             return
         except flight.FlightServerError as error:
-            if not isinstance(told_error(error.extra_info), UnknownSettings):  # before it answers anything
+            if not isinstance(told_error(error.extra_info), UnknownSettings):
                 raise
         self.register(seconds)
-        yield from self._results(action, question, seconds)
+        yield from ask()
 
     def _results(self, action: str, question: Mapping[str, Any], seconds: float) -> Iterator[bytes]:
         body = flight.Action(action, json.dumps(question).encode())
         for result in self._client.do_action(body, self._bounds(seconds)):
             yield result.body.to_pybytes()
 
-    def _slices(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
-        reader = self._client.do_get(flight.Ticket(range_words(rows)), self._bounds(seconds))
-        slices = [patches_of(chunk.data, self._settings.patch_bytes) for chunk in reader]
-        if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
-            raise ValueError(f"came as {[len(patches) for patches in slices]} rows, not {[len(r) for r in rows]}")
-        return slices
+    def _slices(self, rows: Sequence[Rows], seconds: float) -> Iterator[np.ndarray]:
+        for chunk in self._client.do_get(flight.Ticket(range_words(rows)), self._bounds(seconds)):
+            yield patches_of(chunk.data, self._settings.patch_bytes)
 
     def _bounds(self, seconds: float) -> flight.FlightCallOptions:
         return flight.FlightCallOptions(timeout=seconds, headers=self._headers)

@@ -1,4 +1,5 @@
-"""The order in which prompts are drawn, as a Grain data set: every source shuffled anew each epoch, mixed by weight.
+"""Opens the sources of a run, and draws prompts from them in an order that is a Grain data set: every source shuffled
+anew each epoch, mixed by weight.
 
 The order is a pure function of (seed, source names and sizes, weights, draw). So the next draw's number is all that a
 resumed run needs in order to go on exactly where the interrupted one was, and any draw can be read again by its number.
@@ -8,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import pathlib
 import zlib
 from collections.abc import Mapping
 from typing import TypeAlias, TypedDict, TypeVar
@@ -16,11 +18,86 @@ import grain
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Prompt
-from .sources import Source, digest_of
+from ..config import Config
+from .locations import exists, is_folder, is_url, local, suffix, why
+from .sources import Fields, JsonlSource, Source, digest_of
 
 log = logging.getLogger("fluxjax.data")
 T = TypeVar("T")
 _ENDLESS = 1 << 40  # draws; more than any run makes
+
+
+def open_sources(config: Config) -> dict[str, Source]:
+    """Opens the training records of every source; embedded data sets are built when they are missing.
+
+    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
+    """
+    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.data.sources.items()}
+
+
+def open_held_out(config: Config) -> dict[str, Source]:
+    """Opens the held-out records of every source that has some."""
+    result: dict[str, Source] = {}
+    for name, source in config.data.sources.items():
+        if source.eval_path or not source.path:
+            result[name] = _open(config, name, source.eval_path, "eval.jsonl", held_out=True)
+        else:
+            log.warning("data.sources.%s has no eval_path: its accuracy is not measured", name)
+    return result
+
+
+def open_warm_start(config: Config) -> dict[str, Source]:
+    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
+    return {
+        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
+        for name, source in config.data.sources.items()
+    }
+
+
+def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
+    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
+    if not path:
+        from ..tasks.embedded import ensure
+
+        # A digit, and half of a clip, is a merged feature of the tiny model.
+        cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
+        folder = ensure(name, cell=cell)
+        found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
+        path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
+    source = config.data.sources[name]
+    return open_source(path, name, Fields(**source.columns), held_out)
+
+
+def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:
+    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards, of which it takes a split: local
+    ones, or URLs. Raises `DataError`."""
+    path = local(str(path))
+    if not is_url(path):
+        path = str(pathlib.Path(path).expanduser())
+    try:
+        found, folder = exists(path), is_folder(path)
+    except OSError as error:
+        raise DataError(f"data.sources.{name}: {path} cannot be read: {why(error)}") from error
+    if not found and "*" not in path:
+        raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
+    if folder or suffix(path) == ".parquet":
+        from .parquet import ParquetSource  # pyarrow takes a third of a second to import
+
+        return ParquetSource(path, name, fields, held_out)
+    if suffix(path) in (".jsonl", ".ndjson"):
+        return JsonlSource(path, name, fields)
+    raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
+
+
+def _how_to_download(path: str) -> str:
+    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    parts = pathlib.PurePath(path).parts
+    if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
+        return ""
+    return (
+        "; data sets are not downloaded by themselves, if this is a Hub id: "
+        f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder, or one of its subsets"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

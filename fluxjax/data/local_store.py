@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
+import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import xxhash
 
 from models.processing import MediaError
 from models.processing.media import MediaSettings
-from models.processing.media_file import Source, opened
-from models.processing.outline import Medium
+from models.processing.media_file import Medium, Source, opened
 from models.shadow import Rows
 
 from ..config.data import DataConfig
-from .decoder_pool import DecoderPool
-from .decoders import DecodeJob, Decoders, ThreadDecoders
+from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
-from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices
-from .media_refs import check_ref, read_ref
-from .spill import SpillFolder
-from .tickets import MediaRef, StaleTicket, Ticket
+from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices, SpillFile
+from .tickets import MediaRef, StaleTicket, Ticket, check_ref, parsed, read_ref
 
 GIB = 1 << 30
-SPILL = ""  # the folder for what leaves memory; empty: the system's for temporary files
+SPILL = ""  # the folder of what leaves memory; empty: the system's for temporary files
 DECODE_SECONDS = 60.0  # that a process may take for a file
 DECODE_MEMORY_GIB = 8.0  # that a process may need for a file
 KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
-BLOCK = 1 << 20  # bytes that are hashed at once
-Given = TypeVar("Given")
-Found = TypeVar("Found")
-_parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 
 @dataclasses.dataclass
@@ -66,13 +57,13 @@ class LocalStore:
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
         """Decodes in so many processes, or in the threads of those who ask if there are none. Raises DataError where
-        there can be no folder for what leaves memory."""
+        there can be no file for what leaves memory."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        spill = SpillFolder(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
+        spill = SpillFile(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
         self.cache = MediaCache(int(config.cache_gib * GIB), spill)
-        self._decoders: Decoders = ThreadDecoders(settings)
+        self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
         self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
         if workers:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
@@ -101,26 +92,22 @@ class LocalStore:
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """Fetches normalised patches, as `MediaStore.fetch` says."""
-        result = []
-        for wanted, pieces in zip(rows, self.fetch_pieces(rows), strict=True):
-            kind = self._ticket(wanted).medium.kind
-            floats = [self.settings.normalised(kind, piece) for piece in pieces]
-            result.append(floats[0] if len(floats) == 1 else np.concatenate(floats))
-        return result
+        fetched = zip(rows, self.fetch_bytes(rows), strict=True)
+        return [self.settings.normalised(self._ticket(wanted).medium.kind, patches) for wanted, patches in fetched]
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only
         of rows that lie in several slices. Raises what `fetch` raises."""
-        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in self.fetch_pieces(rows)]
-
-    def fetch_pieces(self, rows: Sequence[Rows]) -> list[list[np.ndarray]]:
-        """The patches of these rows as `fetch_bytes` has them, but never copied: at least one array for each of the
-        rows."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # of these it is checked when they are read: their server is far
                 check_ref(ticket.ref)
-        return _map(self._fetching, lambda wanted: self._pieces(tickets[wanted.ticket], wanted), rows)
+
+        def read(wanted: Rows) -> list[np.ndarray]:
+            return self._pieces(tickets[wanted.ticket], wanted)
+
+        pieces = map(read, rows) if self._fetching is None or len(rows) < 2 else self._fetching.map(read, rows)
+        return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in pieces]
 
     def stats(self) -> StoreStats:
         load = self._decoders.load()
@@ -169,35 +156,54 @@ class LocalStore:
         with self._locks.holding((content, ref.kind)):
             verdict = self._verdicts.get((content, ref.kind))
             if verdict is None:
-                verdict = self._decode(ref, content, source)
+                try:
+                    verdict, _ = self._decode(ref, content, source)
+                except StaleTicket:
+                    raise
+                except MediaError as error:
+                    verdict = error
+                    self._add(bad_media=1)
                 self._verdicts.put((content, ref.kind), verdict)
             return verdict
 
-    def _decode(self, ref: MediaRef, content: bytes, source: Source) -> Medium | MediaError:
-        def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
-            if number == 0:  # all of the file has been read by then
-                _still(ref, source)
-            self.cache.put((content, self.digest, medium, number), patches)
-            self._count(medium, patches)
+    def _decode(
+        self, ref: MediaRef, content: bytes, source: Source, known: Medium | None = None, run: range = range(0)
+    ) -> tuple[Medium, dict[int, np.ndarray]]:
+        """Decodes a medium and keeps its slices; of a `known` medium only those of `run`, which are returned, too.
+        Raises MediaError: StaleTicket where the file has changed meanwhile."""
+        found: dict[int, np.ndarray] = {}
 
-        job = DecodeJob(ref.name, ref.kind, source, slice_bytes=self.slice_bytes)
+        def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
+            if number == run.start:  # all of the file has been read by then
+                _still(ref, source)
+            kept = self.cache.put((content, self.digest, medium, number), patches)
+            if known is not None:
+                found[number] = kept
+            pairs = len(patches) // (medium.grid[1] * medium.grid[2])
+            frames = pairs * self.settings.layout.temporal_patch_size if medium.kind == "video" else 1
+            self._add(decoded_frames=frames, decoded_patches=len(patches))
+
+        job = DecodeJob(ref.name, ref.kind, source, known, run.start, run.stop, self.slice_bytes)
         try:
-            medium = self._decoders.decode(job, keep)
+            medium = self._decoders.decode(job, keep, urgent=known is not None)
         except StaleTicket:
             raise
-        except MediaError as error:
+        except MediaError:
             _still(ref, source)
-            with self._lock:
-                self._stats.bad_media += 1
-            return error
+            raise
+        self._add(decoded_media=1)
+        return medium, found
+
+    def _add(self, **counts: int) -> None:
+        """Adds to counts of the statistics."""
         with self._lock:
-            self._stats.decoded_media += 1
-        return medium
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def _ticket(self, rows: Rows) -> Ticket:
         """Reads the ticket of these rows. Raises MediaError where this store can't answer it."""
         try:
-            ticket = _parse(rows.ticket)
+            ticket = parsed(rows.ticket)
         except ValueError as error:
             raise MediaError("a ticket", str(error)) from None
         if ticket.settings != self.digest:
@@ -223,41 +229,18 @@ class LocalStore:
         keys: dict[int, Key] = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
         found = {number: self.cache.get(key) for number, key in keys.items()}
         missing = [number for number, array in found.items() if array is None]
-        with self._lock:
-            self._stats.hits += len(found) - len(missing)
-            self._stats.misses += len(missing)
+        self._add(hits=len(found) - len(missing), misses=len(missing))
         if missing:
             with self._locks.holding((content, ticket.ref.kind)):
                 pass  # who decodes all of it will have kept these, too
             with self._locks.holding(*(keys[number] for number in missing)):
                 found |= {number: self.cache.get(keys[number]) for number in missing}
                 for run in _runs(number for number in missing if found[number] is None):
-                    found |= self._decode_again(ticket, content, run)
+                    again, source = self._read(ticket.ref)
+                    if again != content:
+                        raise StaleTicket(ticket.ref.name, "has changed")
+                    found |= self._decode(ticket.ref, content, source, ticket.medium, run)[1]
         return [array for number in sorted(found) if (array := found[number]) is not None]
-
-    def _decode_again(self, ticket: Ticket, content: bytes, run: range) -> dict[int, np.ndarray]:
-        found: dict[int, np.ndarray] = {}
-        again, source = self._read(ticket.ref)
-        if again != content:
-            raise StaleTicket(ticket.ref.name, "has changed")
-
-        def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
-            if number == run.start:
-                _still(ticket.ref, source)
-            found[number] = self.cache.put((content, self.digest, medium, number), patches)
-            self._count(medium, patches)
-
-        job = DecodeJob(ticket.ref.name, ticket.ref.kind, source, ticket.medium, run.start, run.stop, self.slice_bytes)
-        try:
-            self._decoders.decode(job, keep, urgent=True)
-        except StaleTicket:
-            raise
-        except MediaError:
-            _still(ticket.ref, source)
-            raise
-        with self._lock:
-            self._stats.decoded_media += 1
-        return found
 
     def _read(self, ref: MediaRef) -> tuple[bytes, Source]:
         """The hash of a medium's content, and what to decode it from."""
@@ -268,13 +251,6 @@ class LocalStore:
             _still(ref, source)
             self._contents.put(version, content)
         return content, source
-
-    def _count(self, medium: Medium, patches: np.ndarray) -> None:
-        pairs = len(patches) // (medium.grid[1] * medium.grid[2])
-        frames = pairs * self.settings.layout.temporal_patch_size if medium.kind == "video" else 1
-        with self._lock:
-            self._stats.decoded_frames += frames
-            self._stats.decoded_patches += len(patches)
 
 
 def _version(ref: MediaRef) -> tuple[str, str, str]:
@@ -291,14 +267,11 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
     """The xxh3-128 of the content. Raises MediaError for what can't be read."""
     if isinstance(source, bytes):
         return xxhash.xxh3_128_digest(source)
-    digest = xxhash.xxh3_128()
     try:
         with opened(source) as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
+            return hashlib.file_digest(file, xxhash.xxh3_128).digest()
     except OSError as error:
         raise MediaError(ref.name, f"cannot be read: {error.strerror}") from error
-    return digest.digest()
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
@@ -306,12 +279,3 @@ def _runs(numbers: Iterable[int]) -> Iterator[range]:
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)
-
-
-def _map(
-    threads: concurrent.futures.Executor | None, function: Callable[[Given], Found], items: Sequence[Given]
-) -> list[Found]:
-    """Returns the function's results in the order of the items, computed in threads if there are any."""
-    if threads is None or len(items) < 2:
-        return [function(item) for item in items]
-    return list(threads.map(function, items))

@@ -17,8 +17,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .tickets import stamp_of
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile("(file|local)://")
 # Fields of `fs.info` that tell versions apart, the surest first; the names are those of S3, Google, Azure, HTTP, the
@@ -83,6 +81,13 @@ def filesystem(url: str) -> tuple[Any, str]:
         return url_to_fs(url)
 
 
+def _asked(method: str, url: str) -> Any:
+    """The answer of a URL's file system about the file there. Raises OSError."""
+    system, place = filesystem(url)
+    with reaching(url):
+        return getattr(system, method)(place)
+
+
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
     """Makes an OSError of one line of whatever a file system raises."""
@@ -108,16 +113,21 @@ def _to_install(url: str) -> str:
 
 def read(path: str) -> bytes:
     """The content of a file. Raises OSError."""
-    if not is_url(path):
-        return pathlib.Path(path).read_bytes()
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.cat_file(place)
+    return _asked("cat_file", path) if is_url(path) else pathlib.Path(path).read_bytes()
 
 
 def opened(path: str) -> io.BufferedIOBase:
     """A file that is open for reading; that of a URL was read as a whole. Raises OSError."""
     return io.BytesIO(read(path)) if is_url(path) else open(path, "rb")
+
+
+def stamp_of(path: str) -> str:
+    """The version of a local file: its size and the time of its last change. Raises OSError."""
+    try:
+        status = os.stat(path)
+    except ValueError as error:  # a null, or half of a surrogate pair
+        raise OSError(f"is no name of a file: {error}") from None
+    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def version_of(path: str) -> str:
@@ -127,9 +137,7 @@ def version_of(path: str) -> str:
     """
     if not is_url(path):
         return stamp_of(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        info = system.info(place)
+    info = _asked("info", path)
     marks = next(([str(info[key])] for key in (*_CONTENT, *_TIME) if info.get(key) is not None), [])
     return "-".join([str(info.get("size")), *(hashlib.sha256(mark.encode()).hexdigest()[:16] for mark in marks)])
 
@@ -141,20 +149,12 @@ def why(error: OSError) -> str:
 
 def exists(path: str) -> bool:
     """Says whether there is a file or folder at a path. Raises OSError where a URL can't be reached."""
-    if not is_url(path):
-        return os.path.exists(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.exists(place)
+    return _asked("exists", path) if is_url(path) else os.path.exists(path)
 
 
 def is_folder(path: str) -> bool:
     """Says whether a path is a folder. Raises OSError where a URL can't be reached."""
-    if not is_url(path):
-        return os.path.isdir(path)
-    system, place = filesystem(path)
-    with reaching(path):
-        return system.isdir(place)
+    return _asked("isdir", path) if is_url(path) else os.path.isdir(path)
 
 
 def matching(folder: str, pattern: str) -> list[str]:

@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from models.processing.media import MediaSettings
 from models.shadow import Rows
 
-from .tickets import Ticket
+from .tickets import ByteStore, parsed
 
 log = logging.getLogger("fluxjax.data")
 QUESTION_BYTES = 8 << 20  # that are fetched ahead at once: who waits for the first of them waits for all
-_parse = functools.lru_cache(maxsize=4096)(Ticket.parse)
-
-
-@runtime_checkable
-class ByteStore(Protocol):
-    """A source of pixels as bytes: preprocessors, or a store of this process."""
-
-    @property
-    def settings(self) -> MediaSettings: ...
-
-    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, 3, n]` (uint8) of these rows, which stay what they are. From any thread."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +78,7 @@ class NearPixels:
         pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
         settings = self._store.settings
         return [
-            settings.normalised(_parse(asked.ticket).ref.kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
+            settings.normalised(parsed(asked.ticket).ref.kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
             for asked, parts in zip(rows, pieces, strict=True)
         ]
 

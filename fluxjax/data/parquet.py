@@ -5,10 +5,11 @@ the last few groups stay in memory. Only the id column is read at the start, to 
 """
 
 import bisect
-import collections
 import contextlib
 import logging
 import pathlib
+import posixpath
+import re
 import threading
 from collections.abc import Iterator
 
@@ -16,21 +17,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..base.errors import DataError, RecordError
-from ..base.types import Media, MediaKind, Prompt
-from .cells import open_parquet
-from .fields import Fields, answer_text, make_prompt, medium_at, resolve, tell_unused
-from .locations import exists, is_folder, local, parent, stem, version_of, why
-from .media_columns import EMBEDDED, is_answer, is_media, is_text, read_slots
-from .splits import chosen_files
+from ..base.types import Media, Prompt
+from .cells import EMBEDDED, is_answer, is_media, is_text, open_parquet, read_slots
+from .locations import exists, is_folder, joined, local, matching, parent, stem, version_of, why
+from .media_cache import Recent
+from .sources import Fields, answer_text, resolve, tell_unused, to_prompt
 
 log = logging.getLogger("fluxjax.data")
 CACHE_BYTES = 64 << 20  # of texts kept in memory, beside those of the row group in use
 _FIRST_ROWS = 16  # of columns that are not used, read to see what they hold
 LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know
+_SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+_SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"} | {n: n for n in ("train", "validation", "test")}
+_WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])")
+_FOLDERS = {"", "data", "default"}  # whose names tell no subset of a data set from another
 
 
 class ParquetSource:
-    """One file, or those of a folder or a pattern that `splits` chooses; local ones, or URLs.
+    """One file, or those of a folder or a pattern that `chosen_files` chooses; local ones, or URLs.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
@@ -47,13 +51,13 @@ class ParquetSource:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {why(error)}") from error
         self._files = [_open(shard) for shard in self.paths]
-        self._cache: collections.OrderedDict[int, pa.Table] = collections.OrderedDict()
+        self._cache = Recent[pa.Table](CACHE_BYTES, lambda table: table.nbytes, keep_last=True)
         self._lock = threading.Lock()
         schema = self._files[0].schema_arrow
         empty = [column.name for column in schema if column.type == pa.null()]
         self.fields = resolve(schema.names, fields or Fields(), self.paths[0], empty)
         self._columns = [column for column in vars(self.fields).values() if column]
-        self._media = [column for column in (self.fields.images, self.fields.videos) if column]
+        self._media = [column for _, column in self.fields.media]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
         self._starts: list[int] = [0]  # first row of each group, and the end
         self._first_row: list[int] = []  # of each file
@@ -91,8 +95,16 @@ class ParquetSource:
         shard = self._groups[position][0]
         row = self._group(position).slice(index - self._starts[position], 1).to_pylist()[0]
         number = index - self._first_row[shard]
-        id = str(row[self.fields.id]) if self.fields.id else f"{stem(self.paths[shard])}:{number}"
-        return self._to_prompt(row, id, shard, number)
+        path, stamp = self.paths[shard], self._stamps[shard]
+        id = str(row[self.fields.id]) if self.fields.id else f"{stem(path)}:{number}"
+        for kind, column in self.fields.media:
+            if None in row[column]:
+                raise RecordError(id, f"an empty {kind.value}")
+            row[column] = [
+                Media(kind, path, cell=f"{column}/{number}/{k}", stamp=stamp) if slot == EMBEDDED else slot
+                for k, slot in enumerate(row[column])
+            ]
+        return to_prompt(row, self.fields, self.name, id, parent(path), f"{_name(path)}#{number}")
 
     def texts(self) -> Iterator[str]:
         for shard, group in self._groups:
@@ -109,33 +121,6 @@ class ParquetSource:
                 column = file.read(columns=[self.fields.id]).column(0)
             yield from map(str, column.to_pylist())
 
-    def _to_prompt(self, row: dict[str, object], id: str, shard: int, number: int) -> Prompt:
-        text, answer = row[self.fields.prompt], answer_text(row[self.fields.answer])
-        if not isinstance(text, str):
-            raise RecordError(id, "no prompt")
-        if answer is None:
-            raise RecordError(id, "no answer")
-        media: dict[MediaKind, list[Media]] = {}
-        try:
-            for kind, column in ((MediaKind.IMAGE, self.fields.images), (MediaKind.VIDEO, self.fields.videos)):
-                if column:
-                    slots = row[column]
-                    assert isinstance(slots, list)
-                    media[kind] = [
-                        self._medium(kind, slot, shard, f"{column}/{number}/{k}") for k, slot in enumerate(slots)
-                    ]
-            return make_prompt(id, self.name, text, answer, media)
-        except ValueError as error:
-            raise RecordError(id, str(error)) from error
-
-    def _medium(self, kind: MediaKind, slot: str | None, shard: int, cell: str) -> Media:
-        """The medium of a slot. Raises `ValueError` with a short reason."""
-        if slot is None:
-            raise ValueError(f"an empty {kind.value}")
-        if slot == EMBEDDED:
-            return Media(kind, self.paths[shard], cell=cell, stamp=self._stamps[shard])
-        return medium_at(kind, parent(self.paths[shard]), slot)
-
     def _group(self, position: int) -> pa.Table:
         """The rows of a row group, with the slots of media in their place."""
         with self._lock:  # a ParquetFile must not be read from two threads at once
@@ -149,10 +134,7 @@ class ParquetSource:
                         table = table.append_column(column, read_slots(file, group, column))
                 except (pa.ArrowException, OSError) as error:
                     raise DataError(f"{self.paths[shard]}: row group {group} cannot be read: {error}") from error
-                self._cache[position] = table
-                while len(self._cache) > 1 and sum(t.nbytes for t in self._cache.values()) > CACHE_BYTES:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(position)
+                self._cache.put(position, table)
             return table
 
     def _check(self, shard: int) -> None:
@@ -173,16 +155,17 @@ class ParquetSource:
                 )
 
     def _check_ids(self) -> None:
-        if not self.fields.id:
-            return
-        seen: dict[str, str] = {}
-        for path, file in zip(self.paths, self._files, strict=True):
-            column = file.read(columns=[self.fields.id]).column(0)
-            for row, id in enumerate(column.to_pylist()):
-                where = f"{_name(path)}#{row}"
-                if str(id) in seen:
-                    raise DataError(f"{path}: row {row} has the id {id!r}, already used by {seen[str(id)]}")
-                seen[str(id)] = where
+        """Raises `DataError` for an id that is used before."""
+        seen: dict[str, int] = {}
+        for row, id in enumerate(self.ids()):
+            if (first := seen.setdefault(id, row)) != row:
+                (path, number), (before, row_before) = self._place(row), self._place(first)
+                raise DataError(f"{path}: row {number} has the id {id}, already used by {_name(before)}#{row_before}")
+
+    def _place(self, index: int) -> tuple[str, int]:
+        """The file of a row, and the row's number there."""
+        shard = bisect.bisect_right(self._first_row, index) - 1
+        return self.paths[shard], index - self._first_row[shard]
 
 
 def _open(path: str) -> pq.ParquetFile:
@@ -194,3 +177,39 @@ def _open(path: str) -> pq.ParquetFile:
 
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def split_of(path: str) -> str:
+    """The split that a path names, its last part before the folders of that; empty where none does."""
+    words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
+    return next((_SPLITS[word[1]] for word in words if word), "")
+
+
+def chosen_files(path: str, held_out: bool = False) -> list[str]:
+    """The parquet files that a folder, or a pattern of names, stands for, in the order of their names. Of several
+    splits it is the one to train on, or with `held_out` the one that is not.
+
+    Raises `DataError` where that is not clear, and OSError.
+    """
+    if "*" in posixpath.basename(path) and not is_folder(path):
+        if names := matching(parent(path), posixpath.basename(path)):
+            return [joined(parent(path), name) for name in names]
+        raise DataError(f"{path}: no file has such a name")
+    if not (names := matching(path, "*.parquet") or matching(path, "**/*.parquet")):
+        raise DataError(f"{path}: the folder has no .parquet files")
+    splits = {split_of(name) for name in names}
+    meant = [split for split in splits if split and (split != "train") == held_out] if len(splits) > 1 else [*splits]
+    found = ", ".join(sorted(split or "(none)" for split in splits))
+    if len(meant) != 1:
+        example = joined(path, "SPLIT-*.parquet")
+        raise DataError(f"{path}: the files are of the splits {found}; name those that are meant, as in {example}")
+    names = [name for name in names if split_of(name) == meant[0]]
+    if len(subsets := {_subset(name) for name in names}) > 1:
+        raise DataError(f"{path}: the folder has the subsets {', '.join(sorted(subsets))}; give the folder of one")
+    if len(splits) > 1:
+        log.warning("%s: of the splits %s, %s is read (%d files)", path, found, meant[0], len(names))
+    return [joined(path, name) for name in names]
+
+
+def _subset(name: str) -> str:
+    return "/".join(part for part in name.split("/")[:-1] if part not in _FOLDERS and not split_of(part)) or "."

@@ -12,21 +12,20 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 
 from models.inputs import ModelInput
 from models.processing import MediaError, Processor, PromptError
-from models.processing.outline import PromptOutline
+from models.processing.processor import PromptOutline
 from sharding.planner.vision_units import surely_hold
 
 from ..base.errors import DataError
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
 from .loader import Drawn, PromptLoader, SkippedPrompt, at
-from .read_ahead import ReadAhead
 from .tickets import Ticket
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxjax.data")
 _LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
+Item = TypeVar("Item")
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
 Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
@@ -103,15 +103,15 @@ def prepare_prompt(
         if proxy is not None and proxy.can_name(prompt.media) and isinstance(processor, Processor):
             token_ids = tokenised(processor, prompt, chat_template)
             outline = functools.partial(proxy.outline, processor, token_ids, prompt)
-            if refused := _refused_undecoded(outline, prompt, limits):
-                return refused
-            inputs = proxy.inputs(processor, token_ids, prompt)
+            prepare = functools.partial(proxy.inputs, processor, token_ids, prompt)
         else:
             media = _sources(prompt)
             token_ids = tokenised(processor, prompt, chat_template)
-            if refused := _refused_undecoded(functools.partial(processor.outline, token_ids, media), prompt, limits):
-                return refused
-            inputs = processor.prepare_ids(token_ids, media)
+            outline = functools.partial(processor.outline, token_ids, media)
+            prepare = functools.partial(processor.prepare_ids, token_ids, media)
+        if refused := _refused_undecoded(outline, prompt, limits):
+            return refused
+        inputs = prepare()
     except MediaError as error:
         return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
@@ -128,7 +128,7 @@ def prepare_prompt(
 def _sources(prompt: Prompt) -> Media:
     if not prompt.media:
         return []
-    from .media_refs import source_of
+    from .tickets import source_of
 
     return [(item.kind.value, source_of(item)) for item in prompt.media]
 
@@ -151,6 +151,100 @@ def _refused_undecoded(
             if refused is None or sizes.certain:
                 return refused
     return None
+
+
+class ReadAhead(Generic[Item]):
+    """The items `first`, `first + 1`, ..., of which `ahead` are made beyond those that were taken, in threads.
+
+    No further item is begun until all of a `take` were handed over: woken threads would compete with the taker for the
+    interpreter's lock. Grain's own iterator begins another item with each one taken.
+
+    `make` is called from `threads` threads. What it raises is raised by the `take` that comes to this item, and by all
+    later ones. `ready` hears of each item once, in their order, and must not block. One thread takes at a time.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Item],
+        first: int,
+        *,
+        ahead: int,
+        threads: int,
+        ready: Callable[[Item], object] = lambda item: None,
+    ) -> None:
+        self._make, self._ready, self._ahead = make, ready, ahead
+        self._changed = threading.Condition()
+        self._begun = first  # the first item that nobody makes yet
+        self._taken = first  # the first one that was not taken
+        self._most = first + ahead  # the first one that is not to be begun
+        self._made: dict[int, Item | Exception] = {}  # those behind one that is not made
+        self._queue: collections.deque[Item] = collections.deque()
+        self._failed: Exception | None = None  # the item behind the queue
+        self._closed = False
+        for _ in range(threads):
+            threading.Thread(target=self._work, name="prepare", daemon=True).start()
+
+    def there(self, count: int) -> bool:
+        """Says whether `take(count)` returns at once."""
+        return len(self._queue) >= count
+
+    def take(self, count: int) -> list[Item]:
+        """Returns the next items, and waits for them."""
+        with self._changed:
+            self._make_to(self._taken + count)
+            while len(self._queue) < count:
+                if self._failed is not None:
+                    raise self._failed
+                if self._closed:
+                    raise RuntimeError("what reads ahead is closed")
+                self._changed.wait()
+            self._taken += count
+            items = [self._queue.popleft() for _ in range(count)]
+            self._make_to(self._taken + self._ahead)
+        return items
+
+    def close(self) -> list[Item]:
+        """Ends the threads, each after the item that it is making, without waiting for that. Returns the items of which
+        `ready` has heard and that nobody took."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            return list(self._queue)
+
+    def _make_to(self, number: int) -> None:
+        """Lets the threads make all items before `number`. The caller holds the lock."""
+        if number > self._most:
+            self._most = number
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (number := self._another()) is not None:
+            try:
+                item = self._make(number)
+            except Exception as error:
+                item = error
+            with self._changed:
+                self._made[number] = item
+                self._line_up()
+
+    def _another(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._begun < self._most)
+            if self._closed:
+                return None
+            self._begun += 1
+            return self._begun - 1
+
+    def _line_up(self) -> None:
+        """Puts the next items that are made into the queue. The caller holds the lock."""
+        while not (self._closed or self._failed) and (number := self._taken + len(self._queue)) in self._made:
+            item = self._made.pop(number)
+            if isinstance(item, Exception):
+                self._failed = item
+            else:
+                self._queue.append(item)
+                self._ready(item)
+        self._changed.notify_all()
 
 
 class Preparer:
@@ -286,18 +380,15 @@ class Preparer:
         """Reads the next `count` items. Blocks."""
         with self._lock:
             if self._reading is None:
-                self._reading = self._read_ahead()
+                order = self.loader.order
+                self._reading = ReadAhead(
+                    lambda draw: self._prepare(at(order, draw)),
+                    self._next_index,
+                    ahead=self._ahead,
+                    threads=self._threads,
+                    ready=self._expect,
+                )
             return self._reading.take(count)
-
-    def _read_ahead(self) -> ReadAhead[Result]:
-        order = self.loader.order
-        return ReadAhead(
-            lambda draw: self._prepare(at(order, draw)),
-            self._next_index,
-            ahead=self._ahead,
-            threads=self._threads,
-            ready=self._expect,
-        )
 
     def _expect(self, item: Result) -> None:
         if self._proxy is not None and isinstance(item, PreparedPrompt):

@@ -1,26 +1,117 @@
-"""Prompts with shadows in the place of pixels: a store looks at their media, engines and trainer fetch the pixels."""
+"""Prompts with shadows in the place of pixels: a store looks at their media, engines and trainer fetch the pixels.
+
+Media that are known are not looked at again: whoever decodes a file that has changed meanwhile finds out
+(`StaleTicket`), and `MediaIndex.forget` makes the next look one at the file. A newer file never gives its pixels to an
+older ticket.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from models.inputs import ModelInput, OutlinedInput, PromptInput
 from models.processing import MediaError, Processor
-from models.processing.outline import Medium, PromptOutline
+from models.processing.media import MediaSettings
+from models.processing.media_file import Facts, MediaUnavailable, Medium
+from models.processing.processor import PromptOutline
 from models.shadow import Rows, ShadowTensor
 
 from ..base.types import Media, Prompt
-from .media_refs import read_ref, ref_of
-from .tickets import MediaRef, MediaStore, StaleTicket, Ticket
+from .locations import local
+from .media_cache import Recent
+from .tickets import MediaRef, MediaStore, StaleTicket, Ticket, read_ref, ref_of
 
 if TYPE_CHECKING:
-    from .media_index import MediaIndex
     from .near_pixels import NearPixels
+
+Verdict: TypeAlias = Medium | MediaError  # what decoding showed: the medium, or why it can't be used
+KNOWN = 1 << 17  # media; those that were not asked for longest are forgotten
+
+
+@dataclasses.dataclass(frozen=True)
+class _KnownMedium:
+    """A medium in one version of its file."""
+
+    stamp: str
+    facts: Facts | None = None
+    settings: str = ""  # the digest of those by which the verdict was found
+    verdict: Verdict | None = None
+
+
+class MediaIndex:
+    """Known media, by kind, path and cell. Read and written from any thread."""
+
+    def __init__(self) -> None:
+        self._media = Recent[_KnownMedium](KNOWN)
+        self._lock = threading.Lock()  # of changes
+
+    def ref(self, media: Media) -> MediaRef:
+        """The reference of a medium: the known one, without a look at the medium's file, or else as `ref_of` makes it.
+        Raises MediaError as `ref_of` does."""
+        if media.stamp or media.data is not None:
+            return ref_of(media)
+        kind, path = media.kind.value, local(media.path)
+        known = self._media.get((kind, path, media.cell))
+        return ref_of(media) if known is None else MediaRef(kind, path, known.stamp, media.cell)
+
+    def facts(self, ref: MediaRef) -> Facts | None:
+        """The medium's size, if it is known."""
+        return self._known(ref).facts
+
+    def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
+        """The result of decoding by the settings of this digest: the medium, or why it can't be used. None: not
+        known."""
+        known = self._known(ref)
+        said = known.verdict if known.settings == settings else None
+        return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
+
+    def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
+        """The medium, and whether decoding or counting its frames has confirmed it (else only its header says so); None
+        where it is not known. Raises MediaError for a medium that can't be used."""
+        said = self.verdict(ref, settings.digest)
+        if isinstance(said, MediaError):
+            raise said
+        if said is not None:
+            return said, True
+        facts = self.facts(ref)
+        return None if facts is None else settings.medium_by(ref.kind, ref.name, facts)
+
+    def note(self, ref: MediaRef, facts: Facts) -> None:
+        """Adds facts about a medium. A header's word does not take the place of counted frames."""
+        with self._lock:
+            known = self._known(ref)
+            if known.facts is None or facts.counted or not known.facts.counted:
+                self._media.put(_key_of(ref), dataclasses.replace(known, facts=facts))
+
+    def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
+        """Adds the answers of a store that was asked to look at media by the settings of this digest. Errors that may
+        pass (`MediaUnavailable`) are not kept."""
+        for ref, said in zip(refs, found, strict=True):
+            if isinstance(said, StaleTicket):
+                self.forget(ref)
+            elif not isinstance(said, MediaUnavailable):
+                verdict = said.medium if isinstance(said, Ticket) else said
+                with self._lock:
+                    known = dataclasses.replace(self._known(ref), settings=settings, verdict=verdict)
+                    self._media.put(_key_of(ref), known)
+
+    def forget(self, ref: MediaRef) -> None:
+        """Forgets a medium, whatever the version of its file, so that its file is looked at again."""
+        self._media.drop(_key_of(ref))
+
+    def _known(self, ref: MediaRef) -> _KnownMedium:
+        known = self._media.get(_key_of(ref))
+        return known if known is not None and known.stamp == ref.stamp else _KnownMedium(ref.stamp)
+
+
+def _key_of(ref: MediaRef) -> tuple[str, str, str]:
+    return ref.kind, ref.path, ref.cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +171,11 @@ class ProxyMedia:
 
     def _glance(self, processor: Processor, ref: MediaRef, count: bool) -> tuple[Medium, bool]:
         known = self.index.medium(ref, processor.settings)
-        if known is not None and (known[1] or not count):
-            return known
-        facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
-        self.index.note(ref, facts)
-        try:
-            return processor.settings.medium_of(ref.kind, ref.name, facts), facts.counted
-        except MediaError:
-            if facts.counted:
-                raise
-        return self._glance(processor, ref, True)
+        if known is None or (count and not known[1]):
+            facts = processor.settings.facts(ref.kind, read_ref(ref), count=count)
+            self.index.note(ref, facts)
+            known = processor.settings.medium_by(ref.kind, ref.name, facts)
+        return known or self._glance(processor, ref, True)
 
 
 def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:

@@ -1,25 +1,186 @@
-"""Sources of prompts: their protocol, JSONL manifests, and opening whatever the configuration names."""
+"""Records and sources of prompts: which field of a record is which, the prompt that it means, JSONL manifests.
+
+A record is a mapping with a question, an answer and perhaps media. Manifests of this project say `prompt`,
+`answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
+"""
 
 import collections
+import dataclasses
+import decimal
+import difflib
 import itertools
 import json
 import logging
 import pathlib
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import urllib.request
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
 from ..base.errors import DataError, RecordError
 from ..base.types import Media, MediaKind, Prompt
-from ..config import Config, DataConfig
-from .fields import MARK, Fields, answer_text, make_prompt, medium_at, resolve, tell_unused
-from .locations import exists, is_folder, is_url, local, opened, parent, suffix, why
+from ..config import DataConfig
+from .locations import joined, local, opened, parent, why
 
 log = logging.getLogger("fluxjax.data")
 _WORD = re.compile(r"[^\W\d_]{2,}")
+ALIASES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "problem", "question", "query", "instruction"),
+    "answer": ("answer", "solution", "ground_truth", "label"),
+    "images": ("images", "image"),
+    "videos": ("videos", "video"),
+    "id": ("id", "question_id", "uid"),
+}
+REQUIRED, MEDIA = ("prompt", "answer"), ("images", "videos")
+MARKS = {MediaKind.IMAGE: "<image>", MediaKind.VIDEO: "<video>"}
+MARK = re.compile("<image>|<video>")
+_TYPO = 0.75  # difflib ratio from which an unknown name counts as a misspelt one
+_MEDIA_NAME = re.compile(r"(?is)data:(image|video)/.*|.*\.(png|jpe?g|webp|gif|bmp|tiff?|avif|mp4|mov|mkv|webm|avi)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The name of each field in one file; empty where the file has none (or, as a request: to be detected)."""
+
+    prompt: str = ""
+    answer: str = ""
+    images: str = ""
+    videos: str = ""
+    id: str = ""
+
+    @property
+    def media(self) -> list[tuple[MediaKind, str]]:
+        """The kinds of media that have a field, with its name."""
+        return [(kind, name) for kind, name in zip(MediaKind, (self.images, self.videos), strict=True) if name]
+
+
+def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
+    """Finds the fields of a file (or line) that has the names `found`, of which `empty` ones hold nothing. `where`
+    opens every error message.
+
+    Raises `DataError` when a name given in `wanted` is absent, when prompt or answer cannot be found, when two fields
+    hold media of a kind, and when an unknown name must be a typo: dropping images silently would be worse.
+    """
+    names = list(found)
+    result: dict[str, str] = {}
+    for role, aliases in ALIASES.items():
+        asked = getattr(wanted, role)
+        if asked and asked not in names:
+            raise DataError(f"{where}: no field {asked!r}{_nearest([asked], names)}")
+        full = [alias for alias in aliases if alias in names and (role in REQUIRED or alias not in empty)]
+        if role in MEDIA and len(full) > 1 and not asked:
+            rivals = " and ".join(map(repr, full))
+            raise DataError(f"{where}: {rivals} hold {role}; name one: data.sources.*.columns.{role}")
+        result[role] = asked or next(iter(full), "")
+    unused = [name for name in names if name not in result.values() and name not in empty]
+    for role in REQUIRED:
+        if not result[role]:
+            raise DataError(f"{where}: no {role} field{_nearest(ALIASES[role], unused or names)}")
+    for role in MEDIA:
+        for name in unused if not result[role] else ():
+            if difflib.get_close_matches(name, ALIASES[role], 1, _TYPO):
+                raise DataError(f"{where}: unknown field {name!r}; did you mean {role!r}?")
+    return Fields(**result)
+
+
+def _nearest(expected: Sequence[str], found: Sequence[str]) -> str:
+    def likeness(pair: tuple[str, str]) -> float:
+        return difflib.SequenceMatcher(None, *pair).ratio()
+
+    name, meant = max(itertools.product(found, expected), key=likeness, default=("", "nothing"))
+    if likeness((name, meant)) >= 0.6:
+        return f"; found {name!r}, expected {meant!r}"
+    return f"; found {', '.join(map(repr, found)) or 'nothing'}; expected {' or '.join(map(repr, expected))}"
+
+
+def answer_text(value: object) -> str | None:
+    """Returns an answer as text, or None where the value is neither text nor a number nor a truth value."""
+    if isinstance(value, decimal.Decimal):
+        return format(value, "f")
+    return str(value) if isinstance(value, str | int | float) else None
+
+
+def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: bool, where: str) -> None:
+    """Warns of fields that hold media, by some of their values, and are not used. Raises `DataError` where these are
+    more than names of files, and no others are used."""
+    for name, values in fields.items():
+        if any(map(_is_media, values)):
+            fix = f"data.sources.{source}.columns.images or .videos"
+            if not any_used and not all(isinstance(value, str) for value in values if value):
+                raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or take it out")
+            log.warning("%s: media in %r are not used; to use them: %s", where, name, fix)
+
+
+def _is_media(value: object) -> bool:
+    """Says whether a value is of media by its looks: bytes, a path, a data URI, the hub's struct, a list of these."""
+    if isinstance(value, list):
+        return any(map(_is_media, value))
+    if isinstance(value, dict):
+        return value.keys() <= {"bytes", "path"} and any(map(_is_media, value.values()))
+    return isinstance(value, bytes) or (isinstance(value, str) and bool(_MEDIA_NAME.fullmatch(value)))
+
+
+def _medium_at(kind: MediaKind, folder: str, path: str | Media) -> Media:
+    """Returns the medium at a path relative to a folder, at a URL, or in a data URI. Raises `ValueError`."""
+    if isinstance(path, Media):
+        return path
+    if not path.startswith("data:"):
+        return Media(kind, joined(folder, path))
+    try:
+        with urllib.request.urlopen(path) as content:
+            return Media(kind, f"{path[:30]}... ({len(path)} characters)", data=content.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a data URI that cannot be read ({error})") from None
+
+
+def to_prompt(record: Mapping[str, object], fields: Fields, source: str, id: str, folder: str, where: str) -> Prompt:
+    """The prompt of a record of the file `where`; its media are paths relative to `folder`, or `Media`, one or a list.
+    Raises `RecordError`."""
+    text, answer = record[fields.prompt], answer_text(record[fields.answer])
+    if not isinstance(text, str):
+        raise _refused(id, "no prompt", where, fields.prompt, record, "a string")
+    if answer is None:
+        raise _refused(id, "no answer", where, fields.answer, record, "a string or a number")
+    media: dict[MediaKind, list[Media]] = {}
+    try:
+        for kind, field in fields.media:
+            value = record[field] or []
+            items = [value] if isinstance(value, str) else value
+            if not isinstance(items, list) or not all(item and isinstance(item, str | Media) for item in items):
+                raise _refused(id, f"no {kind.value}", where, field, record, "a path or a list of paths")
+            media[kind] = [_medium_at(kind, folder, item) for item in items]
+        return _marked(id, source, text, answer, media)
+    except ValueError as error:
+        raise error if isinstance(error, RecordError) else RecordError(id, str(error), where) from error
+
+
+def _refused(id: object, reason: str, where: str, field: str, record: Mapping[str, object], needed: str) -> RecordError:
+    return RecordError(str(id), reason, f"{where}: {field!r} must be {needed}, found {reprlib.repr(record[field])}")
+
+
+def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
+    """Makes a prompt whose media stand in the order of the marks. Text without any mark gets them in front, which is
+    how records without marks are meant. Marks are words where the record has no field of media at all.
+
+    Raises `ValueError` with a short reason when marks and media disagree, and when there is nothing to answer."""
+    if not text and not any(media.values()):
+        raise ValueError("an empty prompt")
+    if not media:
+        return Prompt(id, source, text, answer)
+    marks = MARK.findall(text)
+    wanted = [MARKS[kind] for kind in MediaKind for _ in media.get(kind, ())]
+    if not marks:
+        text, marks = "".join(wanted) + text, wanted
+    if sorted(marks) != sorted(wanted):
+        raise ValueError(
+            f"{marks.count('<image>')} <image> and {marks.count('<video>')} <video> marks in the prompt for "
+            f"{wanted.count('<image>')} images and {wanted.count('<video>')} videos"
+        )
+    queues = {MARKS[kind]: iter(items) for kind, items in media.items()}
+    return Prompt(id, source, text, answer, tuple(next(queues[mark]) for mark in marks))
 
 
 @runtime_checkable
@@ -107,7 +268,10 @@ class JsonlSource(PromptList):
             for field in record.keys() - vars(found).values() - unused.keys() - set(empty):
                 unused[field] = [record[field]]
             try:
-                prompt = _to_prompt(record, name, str(number), parent(path), found, where)
+                id = record[found.id] if found.id else str(number)
+                if isinstance(id, bool) or not isinstance(id, str | int):
+                    raise _refused(id, "no id", where, found.id, record, "a string or an integer")
+                prompt = to_prompt(record, found, name, str(id), parent(path), where)
                 if (line := lines.setdefault(prompt.id, number)) != number:
                     raise RecordError(prompt.id, "an id that is used before", f"{where}, first in line {line}")
             except RecordError as error:
@@ -119,79 +283,6 @@ class JsonlSource(PromptList):
             raise DataError(f"{first.detail}: {first.reason}; all records are unusable")
         tell_unused(unused, name, any(isinstance(prompt, Prompt) and prompt.media for prompt in prompts), path)
         super().__init__(prompts)
-
-
-def open_sources(config: Config) -> dict[str, Source]:
-    """Opens the training records of every source; embedded data sets are built when they are missing.
-
-    Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
-    """
-    return {name: _open(config, name, source.path, "train.jsonl") for name, source in config.data.sources.items()}
-
-
-def open_held_out(config: Config) -> dict[str, Source]:
-    """Opens the held-out records of every source that has some."""
-    result: dict[str, Source] = {}
-    for name, source in config.data.sources.items():
-        if source.eval_path or not source.path:
-            result[name] = _open(config, name, source.eval_path, "eval.jsonl", held_out=True)
-        else:
-            log.warning("data.sources.%s has no eval_path: its accuracy is not measured", name)
-    return result
-
-
-def open_warm_start(config: Config) -> dict[str, Source]:
-    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
-    return {
-        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
-        for name, source in config.data.sources.items()
-    }
-
-
-def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
-    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
-    if not path:
-        from ..tasks.embedded import ensure
-
-        # A digit, and half of a clip, is a merged feature of the tiny model.
-        cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
-        folder = ensure(name, cell=cell)
-        found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
-        path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
-    source = config.data.sources[name]
-    return open_source(path, name, Fields(**source.columns), held_out)
-
-
-def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:
-    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards, of which it takes a split: local
-    ones, or URLs. Raises `DataError`."""
-    path = local(str(path))
-    if not is_url(path):
-        path = str(pathlib.Path(path).expanduser())
-    try:
-        found, folder = exists(path), is_folder(path)
-    except OSError as error:
-        raise DataError(f"data.sources.{name}: {path} cannot be read: {why(error)}") from error
-    if not found and "*" not in path:
-        raise DataError(f"data.sources.{name}: {path} does not exist{_how_to_download(path)}")
-    if folder or suffix(path) == ".parquet":
-        from .parquet import ParquetSource  # pyarrow takes a third of a second to import
-
-        return ParquetSource(path, name, fields, held_out)
-    if suffix(path) in (".jsonl", ".ndjson"):
-        return JsonlSource(path, name, fields)
-    raise DataError(f"data.sources.{name}: {path} is neither .jsonl nor .parquet nor a folder of .parquet files")
-
-
-def _how_to_download(path: str) -> str:
-    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
-    parts = pathlib.PurePath(path).parts
-    if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
-        return ""
-    return (
-        "; data sets are not downloaded by themselves, if this is a Hub id: "
-        f"hf download {path} --repo-type dataset --local-dir {parts[1]}, then give that folder, or one of its subsets"
-    )
 
 
 def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
@@ -211,36 +302,6 @@ def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
                 yield number, record
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {why(error)}") from error
-
-
-def _to_prompt(
-    record: Mapping[str, object], source: str, default_id: str, folder: str, fields: Fields, where: str
-) -> Prompt:
-    """The prompt of a record. Raises `RecordError`, whose detail names the line."""
-    id = record[fields.id] if fields.id else default_id
-
-    def refused(reason: str, field: str, needed: str) -> RecordError:
-        return RecordError(str(id), reason, f"{where}: {field!r} must be {needed}, found {reprlib.repr(record[field])}")
-
-    if isinstance(id, bool) or not isinstance(id, (str, int)):
-        raise refused("no id", fields.id, "a string or an integer")
-    text, answer = record[fields.prompt], answer_text(record[fields.answer])
-    if not isinstance(text, str):
-        raise refused("no prompt", fields.prompt, "a string")
-    if answer is None:
-        raise refused("no answer", fields.answer, "a string or a number")
-    media: dict[MediaKind, list[Media]] = {}
-    try:
-        for kind, field in ((MediaKind.IMAGE, fields.images), (MediaKind.VIDEO, fields.videos)):
-            if field:
-                value = record[field] or []
-                paths = [value] if isinstance(value, str) else value
-                if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-                    raise refused(f"no {kind.value}", field, "a path or a list of paths")
-                media[kind] = [medium_at(kind, folder, path) for path in paths]
-        return make_prompt(str(id), source, text, answer, media)
-    except ValueError as error:
-        raise error if isinstance(error, RecordError) else RecordError(str(id), str(error), where) from error
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:

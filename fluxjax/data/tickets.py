@@ -1,4 +1,4 @@
-"""Media by reference, and stores that turn references into pixels: what travels in the place of pixels.
+"""Media by reference, the bytes that they refer to, and tickets: what travels in the place of pixels.
 
 A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
 store can answer any ticket, whoever has decoded the medium before, and what it answers is what everybody else got. A
@@ -8,16 +8,22 @@ file that has changed since makes its tickets stale, which is an error, never ne
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from models.processing import MediaError
-from models.processing.outline import Medium
+from models.processing.media_file import MediaUnavailable, Medium, Source
 from models.shadow import Rows, ShadowTensor
+
+from ..base.medium import Media
+from .locations import is_url, local, read, version_of, why
+
+if TYPE_CHECKING:
+    from models.processing.media import MediaSettings
 
 
 class StaleTicket(MediaError):
@@ -43,13 +49,83 @@ class MediaRef:
         return f"{self.path}#{self.cell}" if self.cell else self.path
 
 
-def stamp_of(path: str) -> str:
-    """The version of a local file: its size and the time of its last change. Raises OSError."""
+def ref_of(media: Media) -> MediaRef:
+    """The reference of a medium, in the version that its file has now. Raises MediaError for a file that is missing,
+    and for a medium that is in no file."""
+    if media.data is not None:
+        raise MediaError(media.name, "is in no file")
+    path = local(media.path)
+    return MediaRef(media.kind.value, path, media.stamp or current_stamp(path), media.cell)
+
+
+def current_stamp(path: str) -> str:
+    """The version that a file or URL has now. Raises MediaError where that can't be told."""
     try:
-        status = os.stat(path)
-    except ValueError as error:  # a null, or half of a surrogate pair
-        raise OSError(f"is no name of a file: {error}") from None
-    return f"{status.st_size}-{status.st_mtime_ns}"
+        return version_of(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def check_ref(ref: MediaRef) -> None:
+    """Raises StaleTicket where the file is not the one that was referred to, MediaError where it is missing.
+
+    Whoever decodes a local file checks its reference again afterwards: the file may have changed meanwhile.
+    """
+    if (now := current_stamp(ref.path)) != ref.stamp:
+        raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
+
+
+def read_ref(ref: MediaRef) -> Source:
+    """Returns the input of decoders: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
+
+    Raises StaleTicket where the file is not the one that was referred to, MediaError where it can't be read.
+    """
+    if ref.cell:
+        return _read_cell(ref)
+    if not is_url(ref.path):
+        check_ref(ref)
+        return ref.path
+    try:
+        data = read(ref.path)
+    except OSError as error:
+        raise _unreadable(ref.name, error) from error
+    check_ref(ref)  # after reading: what was read can be no older than that
+    return data
+
+
+def source_of(media: Media) -> Source:
+    """Returns the input of decoders, as `read_ref` does, for a medium that has no reference yet. Blocks. Raises
+    MediaError."""
+    if media.data is not None:
+        return media.data
+    if media.cell or is_url(media.path):
+        return read_ref(ref_of(media))
+    return local(media.path)
+
+
+@functools.cache
+def _cells():
+    from .cells import Cells  # pyarrow takes a third of a second to import
+
+    return Cells()
+
+
+def _read_cell(ref: MediaRef) -> bytes:
+    from .cells import CellError, OtherVersion
+
+    try:
+        return _cells().read(ref.path, ref.stamp, ref.cell)
+    except OtherVersion as error:
+        raise StaleTicket(ref.name, str(error)) from None
+    except CellError as error:
+        raise MediaError(ref.name, str(error)) from None
+    except OSError as error:
+        raise _unreadable(ref.name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> MediaError:
+    missing = isinstance(error, FileNotFoundError)
+    return MediaUnavailable(name, "no such file" if missing else f"cannot be read: {why(error)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +167,9 @@ class Ticket:
         return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
 
 
+parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
+
+
 @runtime_checkable
 class MediaStore(Protocol):
     """Turns media into pixels: in this process, or wherever preprocessors are. Its methods block, and are called from
@@ -113,4 +192,16 @@ class MediaStore(Protocol):
 
     def close(self) -> None:
         """Ends what belongs to the store."""
+        ...
+
+
+@runtime_checkable
+class ByteStore(Protocol):
+    """A source of pixels as bytes: preprocessors, or a store of this process."""
+
+    @property
+    def settings(self) -> MediaSettings: ...
+
+    def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
+        """The patches `[P, 3, n]` (uint8) of these rows, which stay what they are. From any thread."""
         ...

@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from models.decoder import Decoder
+from models.decoder import Decoder, first_weights, value_model, values
 from models.inputs import PackedTokens
-from models.values import first_weights, value_model, values
 from sharding.links import Links
 from sharding.walk import Params, Tally, Walk
 

@@ -14,8 +14,8 @@ from models.inputs import PromptInput
 
 from ..algorithms import find_algorithm
 from ..config import Config, ConfigError, RolloutEngine, run_folder
+from ..data.loader import open_sources, open_warm_start
 from ..data.prepare import Preparer
-from ..data.sources import open_sources, open_warm_start
 from ..hosts.coming import ComingPrompts
 from ..hosts.gang import Gang, brought
 from ..hosts.orders import (

@@ -15,9 +15,8 @@ from ..base.timeline import Span
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
 from ..data.materializer import Materializer, Tree
-from ..data.media_index import MediaIndex
 from ..data.near_pixels import NearPixels
-from ..data.shadows import ProxyMedia
+from ..data.shadows import MediaIndex, ProxyMedia
 from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..report.pictures import look_lanes, media_picture

@@ -27,8 +27,9 @@ from ..config.cli import remarks
 from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..coordinator.messages import Finish
+from ..data.loader import open_held_out, open_sources, open_warm_start
 from ..data.prepare import Preparer
-from ..data.sources import given, open_held_out, open_sources, open_warm_start
+from ..data.sources import given
 from ..hosts.gang import Gang, check_across_processes
 from ..hosts.orders import Begin, End, Restore, Save, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm

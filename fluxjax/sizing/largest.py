@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
-from models.inputs import ModelInput
-from models.processing.vision_input import common_bound, pack_patches
+from models.inputs import ModelInput, common_bound
+from models.processing.processor import pack_patches
 from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch

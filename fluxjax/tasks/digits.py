@@ -13,7 +13,7 @@ import pathlib
 import numpy as np
 from PIL import Image
 
-from .building import Record, write_manifests
+from .embedded import Record, write_manifests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,34 +5,43 @@
     reverse  strings to write backwards                         text only
 
 Each data set has a folder whose name contains a hash of its recipe: another recipe has another folder, and an existing
-folder is never rebuilt.
+folder is never rebuilt. It is built completely or not at all: files are written to a temporary folder that is renamed
+at the end. A killed build leaves only that folder, which the next one removes; two builds at once wait for each other
+by a file lock.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import itertools
 import json
+import math
+import os
 import pathlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sharding.door import ByName
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, DataError
+from ..base.file_lock import lock_file
 from ..base.process import cache_folder
-from .building import build_once
 
-if TYPE_CHECKING:
-    from .digits import DigitsRecipe
-    from .pans import PansRecipe
-    from .strings import StringsRecipe
-
-    Recipe: TypeAlias = DigitsRecipe | PansRecipe | StringsRecipe
-
+Record: TypeAlias = Mapping[str, object]
+Recipe: TypeAlias = Any  # `StringsRecipe`, or its like in `digits.py` and `pans.py`
 RECIPES: Mapping[str, Recipe] = ByName(
     __name__,
-    {"digits": "digits:DigitsRecipe", "pans": "pans:PansRecipe", "reverse": "strings:StringsRecipe"},
+    {"digits": "digits:DigitsRecipe", "pans": "pans:PansRecipe", "reverse": "embedded:StringsRecipe"},
     lambda recipe, name: recipe(),
 )
 
@@ -63,3 +72,103 @@ def digest(recipe: Recipe) -> str:
     """Returns 12 hexadecimal digits of a hash of everything that determines the content."""
     text = json.dumps([type(recipe).__name__, dataclasses.asdict(recipe)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """Creates `folder` by `write(temporary folder)`, unless it exists already.
+
+    Raises `DataError` if the disk is full or the folder cannot be written to; nothing is left behind then.
+    """
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(folder.with_name(f".{folder.name}.lock")):
+            if folder.is_dir():  # another process built it while this one waited
+                return
+            prefix = f".{folder.name}.building-"
+            for dead in folder.parent.glob(f"{prefix}*"):  # this process holds the lock: nobody writes there
+                shutil.rmtree(dead, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
+                temporary = pathlib.Path(name)
+                write(temporary)
+                temporary.chmod(0o755)  # a temporary folder is private; the cache may be shared
+                temporary.rename(folder)
+    except OSError as error:
+        raise DataError(_explain(folder, error)) from error
+
+
+def _explain(folder: pathlib.Path, error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason += "; free some space, or choose another place with XDG_CACHE_HOME=FOLDER"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        reason += "; choose another place with XDG_CACHE_HOME=FOLDER"
+    return f"the embedded data set cannot be built in {folder}: {reason}"
+
+
+def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_manifests(
+    folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
+) -> list[Record]:
+    """Writes `NAME.jsonl` for each name of `sizes`, with as many records from `make(NAME, index)`; returns all records.
+
+    Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
+    each quarter.
+    """
+    tasks = [(name, index) for name, size in sizes.items() for index in range(size)]
+    quarter = math.ceil(len(tasks) / 4)
+    records: list[Record] = []
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build") as pool, bar:
+        shown = bar.add_task(title, total=len(tasks))
+        for record in pool.map(lambda task: make(*task), tasks):
+            records.append(record)
+            bar.advance(shown)
+            if bar.disable and (len(records) % quarter == 0 or len(records) == len(tasks)):
+                print(f"{title}: {len(records)}/{len(tasks)}", file=sys.stderr, flush=True)
+    written = iter(records)
+    for name, size in sizes.items():
+        write_manifest(folder / f"{name}.jsonl", itertools.islice(written, size))
+    return records
+
+
+@dataclasses.dataclass(frozen=True)
+class StringsRecipe:
+    """A text-only task: write a string backwards."""
+
+    version: int = 1  # grows when the code below changes the data
+    seed: int = 0
+    train: int = 2000  # records
+    held_out: int = 200
+    letters: str = "abcdef"
+    max_length: int = 5
+    question: str = "Reverse {}:"
+
+    def enlarged(self, cell: int) -> StringsRecipe:
+        """Returns the recipe as it is: there are no pictures."""
+        return self
+
+    def build(self, folder: pathlib.Path) -> None:
+        """Writes `train.jsonl` and `eval.jsonl`; no string is in both. All lengths are equally frequent until the short
+        strings are used up."""
+        rng = np.random.default_rng(self.seed)
+        by_length = []
+        for length in range(1, self.max_length + 1):
+            words = ["".join(letters) for letters in itertools.product(self.letters, repeat=length)]
+            by_length.append([words[i] for i in rng.permutation(len(words))])
+        words = [word for round_ in itertools.zip_longest(*by_length) for word in round_ if word is not None]
+        words = words[: self.train + self.held_out]
+        words = [words[i] for i in rng.permutation(len(words))]
+        for name, part in (("train", words[self.held_out :]), ("eval", words[: self.held_out])):
+            records = (
+                {"id": f"{name}-{index:05d}", "prompt": self.question.format(word), "answer": word[::-1]}
+                for index, word in enumerate(part)
+            )
+            write_manifest(folder / f"{name}.jsonl", records)

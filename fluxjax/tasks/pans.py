@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from ..base.errors import DataError
-from .building import Record, write_manifest, write_manifests
+from .embedded import Record, write_manifest, write_manifests
 
 # The window moves by (dy, dx); the picture in it seems to move the other way.
 DIRECTIONS = {"left": (0, 1), "right": (0, -1), "up": (1, 0), "down": (-1, 0)}

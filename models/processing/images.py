@@ -1,15 +1,23 @@
-"""Reads image files as RGB pixels, and computes the sizes that images and frames are resized to."""
+"""Reads image files: as RGB pixels, or their size alone; computes the sizes that images and frames are resized to.
+
+Files with zeros where their picture should be are refused, as unfinished downloads and bad disks leave them. Such zeros
+decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats that
+store pixels uncompressed, zeros are black. That leaves JPEG, WebP and AVIF.
+"""
 
 import contextlib
 import math
+import os
+import struct
 from collections.abc import Iterator
 
+import av
 import numpy as np
-from PIL import Image, ImageOps
+from av.error import FFmpegError, InvalidDataError
+from PIL import ExifTags, Image, ImageOps
 
-from .containers import check_size
-from .holes import refuse_holes
-from .media_file import MediaError, OpenFile, Source, opened, source_name
+from .containers import CODED, check_size
+from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
 MAX_ASPECT = 200  # the published processors refuse larger ratios
@@ -17,6 +25,16 @@ MAX_ASPECT = 200  # the published processors refuse larger ratios
 # Ghostscript), that only some systems' Pillow can read, or that hold files of a size they don't declare (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 BAND_PIXELS = 1 << 20  # pixels converted at once
+ORIENTATION = ExifTags.Base.Orientation
+LYING = range(5, 9)  # EXIF orientations that exchange width and height
+PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
+PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
+# An encoder with fixed Huffman tables never writes 64 zeros in a row. One with fitted tables may, for an even area.
+# Such zeros are therefore a reason to look closer. Files without them, nearly all photographs, are decoded once only.
+HOLE = bytes(64)
+SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
+# Zeros at its end may be 1 / SHARE of a coded picture: libwebp's are a twentieth for pictures of one colour.
+SHARE = 8
 
 
 @contextlib.contextmanager
@@ -82,6 +100,95 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
     return image.convert("RGB")
+
+
+def image_facts(source: Source, limits: DecodeLimits) -> Facts:
+    """The facts of an image, by its header. Raises MediaError where the header shows that it can't be used."""
+    with open_image(source, limits) as (file, content):
+        width, height = file.size
+        if width != height and _orientation(file, content) in LYING:
+            width, height = height, width
+        return Facts(width, height)
+
+
+def _orientation(file: Image.Image, content: OpenFile) -> int:
+    """The EXIF orientation; 1 for TIFF files, whose size in Pillow is that of the upright picture already."""
+    if file.format == "TIFF":
+        return 1
+    if file.format == "PNG" and "exif" not in file.info and not _notes_behind_pixels(content):
+        return Image.Image.getexif(file).get(ORIENTATION, 1)  # PNG's own `getexif` decodes all pixels
+    return file.getexif().get(ORIENTATION, 1)
+
+
+def _notes_behind_pixels(png: OpenFile) -> bool:
+    there = png.tell()
+    png.seek(PNG_SIGNATURE)
+    behind = found = False
+    while not found and len(head := png.read(8)) == 8:
+        size, name = struct.unpack(">I4s", head)
+        behind |= name == b"IDAT"
+        found = behind and name in PNG_NOTES
+        png.seek(size + PNG_CHECKSUM, os.SEEK_CUR)
+    png.seek(there)
+    return found
+
+
+def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
+    """Raises MediaError where zeros stand in the place of the picture's data, as far as that can be told. `format` is
+    Pillow's name of the file's format."""
+    if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
+        return
+    content.seek(0)
+    data = content.read()
+    if format == "WEBP":
+        damaged = _ends_in_zeros(data[: 8 + int.from_bytes(data[4:8], "little")])
+    elif format == "AVIF":
+        damaged = _ends_in_zeros(_media_data(data))
+    else:
+        damaged = _jpeg_has_hole(data, limits)
+    if damaged:
+        raise MediaError(name, "is damaged: zeros stand where its picture should be")
+
+
+def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
+    """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
+    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read it.
+
+    Some holes are missed, small ones more often, and all whose zeros decode to the right number of blocks.
+    """
+    if HOLE not in jpeg:
+        return False
+    there = jpeg.rstrip(b"\0")
+    if len(jpeg) - len(there) >= len(HOLE) and there.rfind(END) < there.rfind(SCAN):
+        return True
+    decoder = av.CodecContext.create("mjpeg", "r")
+    decoder.thread_count = 1  # one thread holds no frame back
+    decoder.options = {"err_detect": "explode", "max_pixels": str(CODED * limits.pixels)}
+    try:
+        decoder.decode(av.Packet(jpeg))
+    except InvalidDataError:
+        return True
+    except FFmpegError:  # FFmpeg does not know this kind of JPEG
+        return False
+    return False
+
+
+def _ends_in_zeros(coded: bytes) -> bool:
+    zeros = len(coded) - len(coded.rstrip(b"\0"))
+    return zeros >= max(len(HOLE), len(coded) // SHARE)
+
+
+def _media_data(avif: bytes) -> bytes:
+    """The last box with coded pictures; a file has one such box (ISO/IEC 14496-12, 4.2 and 8.1.1)."""
+    place, found = 0, b""
+    while place + 8 <= len(avif):
+        size, kind = struct.unpack(">I4s", avif[place : place + 8])
+        if size < 8:  # 0: the box extends to the end of the file; 1: its size has 64 bits
+            return avif[place:] if kind == b"mdat" else found
+        if kind == b"mdat":
+            found = avif[place : place + size]
+        place += size
+    return found
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -11,32 +11,22 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..config import JsonObject, PatchLayout
 from ..qwen2_5_vl.positions import Grid
 from .containers import check_size
-from .facts import Facts, image_facts, video_facts
-from .images import load_image, resized, target_size
-from .media_file import MediaError, Source, source_name
-from .outline import Medium
+from .images import image_facts, load_image, resized, target_size
+from .media_file import Facts, MediaError, Medium, Source, source_name
 from .patches import arrange, normalise, patchify
 from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
 from .video_slices import load_slice
-from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames
+from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames, video_facts
 
 PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
-
-
-class Chunk(NamedTuple):
-    """Frame pairs of a medium that is being loaded."""
-
-    first_pair: int
-    patches: np.ndarray  # [P, 3, n] u8, in window order
-    grid: Grid  # of the complete medium, as far as is known so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,60 +97,47 @@ class MediaSettings:
         from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError for a file
         that can't be used, as far as that shows in what is read."""
         facts = self.facts(kind, source, count=count)
+        found = self.medium_by(kind, source_name(source), facts)
+        return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)
+
+    def medium_by(self, kind: str, name: str, facts: Facts) -> tuple[Medium, bool] | None:
+        """Returns (the medium that has these facts, whether that is certain); None where only a count can tell. Raises
+        MediaError for a medium that can't be used."""
         try:
-            return self.medium_of(kind, source_name(source), facts), facts.counted
+            return self.medium_of(kind, name, facts), facts.counted
         except MediaError:
             if facts.counted:
                 raise
-        return self.glance(kind, source, count=True)
+            return None
 
     def load(self, kind: str, source: Source) -> tuple[Medium, np.ndarray]:
         """A medium and its patches `[P, 3, n]` (uint8) in window order. Raises MediaError."""
-        patches = np.empty((0, 0, 0), np.uint8)
-        for item in self.load_chunks(kind, source, PAIRS_AT_ONCE):
-            if isinstance(item, Medium):
-                return item, patches
-            if item is not None:
-                pairs, rows, columns = item.grid
-                if item.first_pair == 0:
-                    patches = np.empty((pairs * rows * columns, *item.patches.shape[1:]), np.uint8)
-                start = item.first_pair * rows * columns
-                patches[start : start + len(item.patches)] = item.patches
-        raise AssertionError("a medium ends what is loaded")
-
-    def load_chunks(self, kind: str, source: Source, pairs_per_chunk: int) -> Iterator[Chunk | Medium | None]:
-        """Yields the patches that `load` returns, in order, in chunks of `pairs_per_chunk` frame pairs; the last item
-        is the medium. This function holds one chunk at a time.
-
-        An item None voids all chunks before it: a video's header was wrong about the frames, and all chunks are yielded
-        again. Raises MediaError as `load` does, also after some chunks, which are void then.
-        """
         if kind == "image":
             picture, name = load_image(source, self.limits), source_name(source)
             height, width = target_size(name, picture.width, picture.height, self.layout.factor, self.image)
             patches, grid = self._patches([resized(picture, height, width, self.image.resample)])
-            yield Chunk(0, patches, grid)
-            yield Medium(kind, grid)
-            return
+            return Medium(kind, grid), patches
         patch = self.layout.temporal_patch_size
+        patches, grid = np.empty((0, 0, 0), np.uint8), (0, 0, 0)
         frames: list[np.ndarray] = []
-        grid = (0, 0, 0)
         for item in read_video(source, self.layout, self.video, self.frames, self.limits):
             if isinstance(item, Sampled):
                 frames.append(item.pixels)
                 last = item.slot + 1
-                if last % (pairs_per_chunk * patch) and last < item.count:
+                if last % (PAIRS_AT_ONCE * patch) and last < item.count:
                     continue
                 first = (last - len(frames)) // patch
-                patches, (_, rows, columns) = self._patches(frames)
+                part, (_, rows, columns) = self._patches(frames)
                 grid, frames = (-(-item.count // patch), rows, columns), []
-                yield Chunk(first, patches, grid)
-            elif item is None:
+                if first == 0:
+                    patches = np.empty((math.prod(grid), *part.shape[1:]), np.uint8)
+                patches[first * rows * columns :][: len(part)] = part
+            elif item is None:  # the header was wrong about the frames: they come again
                 frames = []
-                yield None
             else:
                 seconds = seconds_per_grid(item.seconds, len(item.indices), patch)
-                yield Medium(kind, grid, seconds, item.seekable)
+                return Medium(kind, grid, seconds, item.seekable), patches
+        raise AssertionError("a sampling ends a video")
 
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
@@ -171,22 +148,16 @@ class MediaSettings:
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:
             raise ValueError(f"frame pairs {first} to {last} were asked for, of {pairs}")
-        patches = np.empty(((last - first) * rows * columns, 3, self.patch_bytes // 3), np.uint8)
         if first == last:
-            return patches
+            return np.empty((0, 3, self.patch_bytes // 3), np.uint8)
         if medium.seekable and (first, last) != (0, pairs):
             wanted, settings = range(first, last), (self.layout, self.video, self.frames, self.limits)
             if (part := load_slice(source, medium, wanted, *settings)) is not None:
                 return self._patches(part.frames)[0]
-        for item in self.load_chunks(medium.kind, source, 1):
-            if isinstance(item, Medium):
-                if item != medium:
-                    break
-                return patches
-            if item is not None and item.grid == medium.grid and first <= item.first_pair < last:
-                start = (item.first_pair - first) * rows * columns
-                patches[start : start + rows * columns] = item.patches
-        raise MediaError(source_name(source), "is not what it was")
+        found, patches = self.load(medium.kind, source)
+        if found != medium:
+            raise MediaError(source_name(source), "is not what it was")
+        return patches[first * rows * columns : last * rows * columns]
 
     def _patches(self, frames: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, Grid]:
         """The patches of frames of one size, in window order, and their grid."""

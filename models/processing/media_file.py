@@ -1,12 +1,15 @@
-"""Opens the bytes of a medium, from a local file or from memory. Decoders get an open file in either case.
+"""Media: their files, from which decoders get an open file in any case, and the facts that are known of them.
 
 Here are also the errors of media and prompts that cannot be used; each message is one line.
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 from collections.abc import Iterator
+
+from ..qwen2_5_vl.positions import Grid
 
 Source = str | bytes  # a local path, or an encoded file's content
 OpenFile = io.BytesIO | io.BufferedReader
@@ -38,6 +41,32 @@ class PromptError(ValueError):
     def __init__(self, message: str, reason: str = "marks and media disagree") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The facts of an image or a video. Sides are those of the upright picture, in pixels.
+
+    `seconds` is None where nothing tells how long a video lasts. `counted` is False where a header gives `frames` and
+    `seconds`.
+    """
+
+    width: int
+    height: int
+    frames: int = 1
+    seconds: float | None = None
+    counted: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Medium:
+    """An image or a video as the model sees it."""
+
+    kind: str  # "image" or "video"
+    grid: Grid
+    seconds_per_grid: float = 0.0  # seconds that a frame pair of a video spans
+    # Decoding has shown that packets tell the time of each frame. This says how to read a medium: equality ignores it.
+    seekable: bool = dataclasses.field(default=False, compare=False)
 
 
 def source_name(source: Source) -> str:

@@ -18,12 +18,11 @@ from tokenizers import Tokenizer
 from ..config import JsonObject, ModelConfigError, PatchLayout
 from ..folder import one_line, read_json, why_missing, write_json
 from ..hf_config import read_qwen2_5_vl
-from ..inputs import ModelInput
-from ..qwen2_5_vl.positions import rope_index
+from ..inputs import ModelInput, VisionInput, frame_bound
+from ..qwen2_5_vl.positions import Grid, rope_index
 from ..shadow import ShadowTensor
-from .media_file import PromptError, Source
-from .outline import Medium, PromptOutline
-from .patches import arrange
+from .media_file import Medium, PromptError, Source
+from .patches import Arrangement, arrange
 from .settings import (
     BICUBIC,
     VIDEO_PIXELS,
@@ -36,8 +35,7 @@ from .settings import (
     read_pixels,
     write_configs,
 )
-from .tokens import load_tokenizer, named_tokens, read_settings
-from .vision_input import arranged
+from .tokens import find_template, load_tokenizer, named_tokens, read_settings, render
 
 if TYPE_CHECKING:
     from .media import MediaSettings
@@ -47,6 +45,36 @@ MARK = re.compile("|".join(MARKS))
 PADS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptOutline:
+    """A tokenised prompt with one placeholder for each medium, and these media, in order.
+
+    `certain` is False where a number of frames comes from a video's header: decoding may show another one.
+    """
+
+    token_ids: np.ndarray  # i32, placeholders not expanded
+    media: tuple[Medium, ...]
+    merge_size: int  # patches a side of the square that becomes one token
+    certain: bool = True
+
+    def __len__(self) -> int:
+        """The number of tokens that the model sees."""
+        return len(self.token_ids) - len(self.media) + self.num_patches // self.merge_size**2
+
+    @property
+    def grids(self) -> list[Grid]:
+        return [medium.grid for medium in self.media]
+
+    @property
+    def num_patches(self) -> int:
+        return sum(pairs * rows * columns for pairs, rows, columns in self.grids)
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of the largest frame pair; 0 without media."""
+        return max((rows * columns for _, rows, columns in self.grids), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +109,6 @@ class Processor:
         image, video = read_configs(folder)
         if video.get("resample") not in (None, BICUBIC):
             raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
-        from .chat import find_template
-
         return cls(
             tokenizer=tokenizer,
             vision="vision_config" in config if config else bool(image),
@@ -205,8 +231,6 @@ class Processor:
         special = named_tokens(config)
         messages: list[JsonObject] = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
-        from .chat import render
-
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
         # as in transformers: text tokenizers add no such tokens here; processors do, unless the template has added them
@@ -235,16 +259,14 @@ class Processor:
     ) -> PromptOutline:
         """The outline of the input that `prepare_ids` returns, read from the headers of `media`. `count` reads all
         packets of videos, without decoding them. Raises the errors of `prepare_ids` that the reading shows."""
-        ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [kind for kind, _ in media])
+        self._check_placeholders(token_ids, [kind for kind, _ in media])
         found = [self.settings.glance(kind, source, count=count) for kind, source in media]
-        certain = all(sure for _, sure in found)
-        return PromptOutline(ids, tuple(medium for medium, _ in found), self.layout.spatial_merge_size, certain)
+        return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
         """The outline of these ids and media. Raises PromptError where they don't fit together."""
         ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [medium.kind for medium in media])
+        self._check_placeholders(ids, [medium.kind for medium in media])
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _pads(self) -> dict[str, int]:
@@ -256,7 +278,7 @@ class Processor:
             pad_of[kind] = pad_id
         return pad_of
 
-    def check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
+    def _check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
         """Raises PromptError where the placeholders are not those of media of these `kinds`, in order."""
         self._check_vision(kinds)
         if not self.vision:
@@ -271,15 +293,14 @@ class Processor:
 
     def prepare_ids(self, token_ids: Sequence[int], media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
         """The model input of a tokenised prompt that holds one unexpanded placeholder for each medium, in order."""
-        ids = np.array(token_ids, np.int32)
-        self.check_placeholders(ids, [kind for kind, _ in media])
+        self._check_placeholders(token_ids, [kind for kind, _ in media])
         found: list[Medium] = []
         parts: list[np.ndarray] = []
         for kind, source in media:
             medium, patches = self.settings.load(kind, source)
             found.append(medium)
             parts.append(self.settings.normalised(kind, patches))
-        outline = PromptOutline(ids, tuple(found), self.layout.spatial_merge_size)
+        outline = self.outline_of(token_ids, found)
         return self.lay_out(outline, np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None)
 
     def lay_out(self, outline: PromptOutline, patches_PX: np.ndarray | ShadowTensor | None = None) -> ModelInput:
@@ -312,6 +333,28 @@ class Processor:
         feature_index_T[_are_among(tokens_T, pad_of.values())] = arrangement.feature_order
         vision = arranged(arrangement, patches_PX)
         return ModelInput(tokens_T, positions_3T, feature_index_T, next_position, vision)
+
+
+def arranged(arrangement: Arrangement, packed_PX: np.ndarray | ShadowTensor) -> VisionInput:
+    """The tower's input, of patches that are in window order."""
+    return VisionInput(
+        packed_PX,
+        arrangement.positions_P2,
+        arrangement.frame_segments_P,
+        arrangement.window_segments_P,
+        frame_bound=frame_bound(arrangement.frame_segments_P),
+    )
+
+
+def pack_patches(
+    patches_PX: np.ndarray, grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout
+) -> tuple[VisionInput, np.ndarray]:
+    """Packs the patches of all media, given in raster order, into window order; see `Arrangement.feature_order`.
+
+    Raises ValueError where patches and grids do not fit together.
+    """
+    arrangement = arrange(grid_thw, layout)
+    return arranged(arrangement, arrangement.packed(patches_PX)), arrangement.feature_order
 
 
 def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:

@@ -1,11 +1,24 @@
-"""Tokenizers of checkpoint folders, put together from their several files as transformers puts them together."""
+"""Tokenizers and chat templates of checkpoint folders, put together from their several files, and rendered, as
+transformers does."""
 
+from __future__ import annotations
+
+import datetime
+import functools
+import json
 import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer
 
 from ..config import JsonObject
 from ..folder import read_json
+from .media_file import PromptError
+
+if TYPE_CHECKING:
+    import jinja2.nodes
+    import jinja2.parser
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
@@ -49,3 +62,54 @@ def named_tokens(settings: JsonObject) -> dict[str, str]:
     """The special tokens that have a name, such as `bos_token`. The files have them as texts or as dictionaries."""
     entries = ((name, entry.get("content") if isinstance(entry, dict) else entry) for name, entry in settings.items())
     return {name: token for name, token in entries if name.endswith("_token") and token and isinstance(token, str)}
+
+
+def find_template(folder: pathlib.Path) -> str:
+    """The checkpoint's chat template, or "" if it has none. Files are tried in the order of transformers."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = read_json(folder / "chat_template.json").get("chat_template")
+    template = template or read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), "")
+    return template or ""
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """The environment in which templates are rendered, as in transformers."""
+    import jinja2.ext  # takes a tenth of a second, and few runs have a template
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class GenerationTag(jinja2.ext.Extension):
+        """The tag around an assistant's turns, which training code reads. Its content is rendered like any other."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Scope:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def render(template: str, messages: Sequence[JsonObject], **variables: str) -> str:
+    """The conversation as text, up to the assistant's answer. Raises PromptError if the template refuses it."""
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        return _environment().from_string(template).render({**variables, **given})
+    except Exception as error:  # a template may raise anything, for example for a medium where it expects a text
+        text = " ".join(str(error).split())
+        raise PromptError(f"the chat template refuses the prompt: {text}", "the chat template refuses it") from error

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import fractions
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -25,14 +24,12 @@ from av.packet import Packet
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .containers import check_size, open_container
+from .containers import EntryPoints, check_size, is_shown, open_container
 from .images import target_size
-from .media_file import OpenFile, Source, opened, source_name
-from .outline import Medium
-from .packets import EntryPoints, is_shown
-from .resize import resize_frame
+from .media_file import Medium, Source, opened, source_name
+from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
-from .videos import bounded, increasing, rated, sample_indices, seconds_per_grid, span, too_many_frames, upright
+from .videos import VideoReader, bounded, duration_of, increasing, seconds_per_grid, too_many_frames, upright
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,31 +85,25 @@ def load_slice(
     MediaError for a file that can't be used.
     """
     with opened(source) as file, contextlib.suppress(_Unexpected, FFmpegError, OSError):
-        return _Slicer(file, source_name(source), medium, layout, pixels, frames, limits).read(pairs)
+        return _Slicer(file, source_name(source), layout, pixels, frames, limits, medium).read(pairs)
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slicer:
-    """Reads one video from an open file."""
+class _Slicer(VideoReader):
+    """Reads frame pairs of one video from an open file."""
 
-    file: OpenFile
-    name: str  # for messages
     medium: Medium
-    layout: PatchLayout
-    settings: PixelSettings
-    frames: FrameSettings
-    limits: DecodeLimits
 
     def read(self, pairs: range) -> Slice:
         container, stream = open_container(self.file, self.name, self.limits)
         with container:
             plan = self._plan(container, stream, pairs)
             with contextlib.suppress(_Unexpected, FFmpegError):
-                return self._decode(_sought(container, stream, plan), stream, plan)
+                return self._slice(_sought(container, stream, plan), stream, plan)
         container, stream = open_container(self.file, self.name, self.limits)
         with container:  # not every format supports seeking
-            return self._decode(_checked(container.demux(stream), stream, plan, 0), stream, plan)
+            return self._slice(_checked(container.demux(stream), stream, plan, 0), stream, plan)
 
     def _plan(self, container: InputContainer, stream: VideoStream, pairs: range) -> _Plan:
         notes = self._notes(container, stream)
@@ -146,12 +137,10 @@ class _Slicer:
 
     def _indices(self, stream: VideoStream, times: list[int], durations: list[int]) -> np.ndarray:
         """The indices of the sampled frames. Raises _Unexpected where they don't fit the medium."""
-        base = stream.time_base
-        ticks = fractions.Fraction(base.numerator, base.denominator) if base else None
-        seconds = span(times, durations, ticks, rated(len(times), stream))
+        seconds = duration_of(times, durations, stream.time_base, stream)
         patch = self.layout.temporal_patch_size
         try:
-            indices = sample_indices(len(times), seconds, self.frames, patch)
+            indices = self._sample(len(times), seconds)
         except ValueError:
             raise _Unexpected from None
         found = -(-len(indices) // patch), seconds_per_grid(seconds, len(indices), patch)
@@ -159,7 +148,7 @@ class _Slicer:
             raise _Unexpected
         return indices
 
-    def _decode(self, packets: Iterator[Packet], stream: VideoStream, plan: _Plan) -> Slice:
+    def _slice(self, packets: Iterator[Packet], stream: VideoStream, plan: _Plan) -> Slice:
         stream.codec_context.thread_count = 1  # many slices are decoded at a time; one thread decodes no frame ahead
         reformatter = VideoReformatter()
         wanted, result, place, decoded = set(plan.wanted), [], 0, 0

@@ -1,9 +1,10 @@
-"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass.
+"""Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass; or tells their facts.
 
 Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers, and is
 repeated with counted ones if those were wrong. Only sampled frames are converted and resized; none is kept.
 """
 
+import contextlib
 import dataclasses
 import fractions
 import itertools
@@ -17,11 +18,10 @@ from av.error import ArgumentError, FFmpegError
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from .containers import Ending, check_size, open_container, reason_of
+from .containers import Ending, check_size, is_shown, open_container, reason_of
 from .images import target_size
-from .media_file import MediaError, OpenFile, Source, opened, source_name
-from .packets import is_shown
-from .resize import resize_frame
+from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
+from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
@@ -75,15 +75,6 @@ class Sampling:
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """The result of one pass over the file."""
-
-    count: int
-    seconds: float | None
-    seekable: bool
-
-
 def read_video(
     source: Source, layout: PatchLayout, pixels: PixelSettings, frames: FrameSettings, limits: DecodeLimits
 ) -> Iterator[Sampled | Sampling | None]:
@@ -96,11 +87,11 @@ def read_video(
     `limits`. All frames yielded before are void then.
     """
     with opened(source) as file:
-        yield from _VideoReader(file, source_name(source), layout, pixels, frames, limits).video()
+        yield from VideoReader(file, source_name(source), layout, pixels, frames, limits).video()
 
 
 @dataclasses.dataclass(frozen=True)
-class _VideoReader:
+class VideoReader:
     """Reads one video from an open file."""
 
     file: OpenFile
@@ -123,18 +114,18 @@ class _VideoReader:
                     if decoded:
                         raise MediaError(self.name, str(error)) from None
                     indices = np.zeros(0, np.int64)  # this pass only counts
-                found = yield from self._decode(container, stream, indices, total)
-            if found.count == 0:
+                count, duration, seekable = yield from self._decode(container, stream, indices, total)
+            if count == 0:
                 raise MediaError(self.name, "no frame can be decoded")
-            if len(indices) and found.count == total:
-                if found.seconds is None and total > self.layout.temporal_patch_size:
+            if len(indices) and count == total:
+                if duration is None and total > self.layout.temporal_patch_size:
                     raise MediaError(self.name, "has neither timestamps nor a frame rate")
-                if not self.frames.fps or np.array_equal(indices, self._sample(total, found.seconds)):
-                    yield Sampling(indices, found.seconds, found.seekable)
+                if not self.frames.fps or np.array_equal(indices, self._sample(total, duration)):
+                    yield Sampling(indices, duration, seekable)
                     return
             if len(indices):
                 yield None
-            total, seconds, decoded = found.count, found.seconds, True
+            total, seconds, decoded = count, duration, True
         raise MediaError(self.name, f"gives another number of frames each time it is decoded (last: {total})")
 
     def _sample(self, total: int, seconds: float | None) -> np.ndarray:
@@ -142,7 +133,9 @@ class _VideoReader:
 
     def _decode(
         self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int
-    ) -> Generator[Sampled, None, _Pass]:
+    ) -> Generator[Sampled, None, tuple[int, float | None, bool]]:
+        """Yields the frames of these indices; returns the number of all frames, their duration, and whether they can be
+        found again by their time."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in the next two lists
@@ -178,9 +171,8 @@ class _VideoReader:
             raise MediaError(self.name, reason) from error
         if reason := ending.cut_off(self.file, times, damaged):
             raise MediaError(self.name, f"is cut off: {reason}")
-        ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
         seekable = not damaged and base == stream.time_base and increasing(times) and _sorted(told) == times
-        return _Pass(len(times), span(times, durations, ticks, rated(len(times), stream)), seekable)
+        return len(times), duration_of(times, durations, base, stream), seekable
 
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
@@ -218,6 +210,14 @@ def rated(count: int, stream: VideoStream) -> float | None:
     """The duration of `count` frames in seconds at the header's frame rate."""
     rate = stream.average_rate or stream.guessed_rate
     return float(count / rate) if rate else None
+
+
+def duration_of(
+    times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, stream: VideoStream
+) -> float | None:
+    """The seconds that frames of these times and durations, in ticks of `base`, span, as `span` has it."""
+    ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
+    return span(times, durations, ticks, rated(len(times), stream))
 
 
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
@@ -258,3 +258,60 @@ def span(
     if base and durations and all(durations):
         return float(sum(durations) * base)
     return at_rate
+
+
+def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
+    """The facts of a video. Reads all packets with `count`, or where the header has no credible number of frames.
+
+    Raises MediaError for a file that can't be used, as far as that can be told without decoding.
+    """
+    name = source_name(source)
+    with opened(source) as file:
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            width, height, begin = _first_frame(container, stream, name, limits)
+            said, seconds = stream.frames, rated(stream.frames, stream)
+        if 0 < said <= limits.frames and not count:
+            return Facts(width, height, said, seconds, counted=False)
+        container, stream = open_container(file, name, limits)
+        with container, _errors(name):
+            frames, seconds = _count(container, stream, begin, name, limits)
+    return Facts(width, height, frames, seconds)
+
+
+def _first_frame(
+    container: InputContainer, stream: VideoStream, name: str, limits: DecodeLimits
+) -> tuple[int, int, int | None]:
+    """Width and height of the first frame, upright, and its time in ticks."""
+    stream.codec_context.thread_count = 1  # threads do not speed up a single frame
+    for frame in container.decode(stream):
+        check_size(frame.width, frame.height, name, limits)
+        sides = (frame.height, frame.width) if round(frame.rotation / 90) % 2 else (frame.width, frame.height)
+        return *sides, frame.pts
+    raise MediaError(name, "no frame can be decoded")
+
+
+def _count(
+    container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
+) -> tuple[int, float | None]:
+    """(number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not count:
+    a recording that begins amid a group of pictures lacks the frames that they refer to."""
+    shown: list[tuple[int | None, int]] = []  # time and duration in ticks
+    for packet in container.demux(stream):
+        if is_shown(packet, stream.codec.canonical_name):
+            shown.append((packet.pts, packet.duration or 0))
+            if len(shown) > limits.frames:
+                raise too_many_frames(name, limits)
+    if all(time is not None for time, _ in shown):
+        shown.sort()  # packets are in the order of decoding
+        shown = [frame for frame in shown if begin is None or frame[0] is None or frame[0] >= begin]
+    times, durations = [time for time, _ in shown], [duration for _, duration in shown]
+    return len(shown), duration_of(times, durations, stream.time_base, stream)
+
+
+@contextlib.contextmanager
+def _errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (FFmpegError, OSError) as error:
+        raise MediaError(name, f"cannot be read: {reason_of(error)}") from error

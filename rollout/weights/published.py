@@ -20,9 +20,8 @@ from jaxtyping import PyTree
 import models
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.folder import write_json
-from models.hf import SINGLE, disk_tensors, stored
+from models.hf import SINGLE, disk_tensors, stored, write_weights
 from models.hf_config import write_config
-from models.weight_file import write_weights
 
 from ..engine import EngineError
 from .checksums import Checksums

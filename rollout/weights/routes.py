@@ -17,8 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from models.config import AnyConfig
-from models.hf import SINGLE
-from models.weight_file import StoredTensor
+from models.hf import SINGLE, StoredTensor
 
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
 from .delta import as_bytes

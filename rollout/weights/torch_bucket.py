@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from models.weight_file import DTYPES as NAMES
-from models.weight_file import StoredTensor
+from models.hf import DTYPES as NAMES
+from models.hf import StoredTensor
 
 DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"

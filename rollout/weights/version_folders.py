@@ -26,9 +26,8 @@ import orbax.checkpoint as ocp
 from filelock import FileLock
 
 from models.folder import read_json, write_json
-from models.hf import INDEX, SINGLE
-from models.weight_file import DTYPES as NAMES
-from models.weight_file import StoredTensor, write_weights
+from models.hf import DTYPES as NAMES
+from models.hf import INDEX, SINGLE, StoredTensor, write_weights
 
 from .delta import FORMAT, Delta, DeltaError, checksum, folder_name, open_weights, read_delta, tensors_of, write_delta
 from .published import Published, sweep

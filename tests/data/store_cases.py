@@ -12,8 +12,8 @@ from PIL import Image
 from fluxjax.config.data import DataConfig
 from fluxjax.data import local_store
 from fluxjax.data.local_store import GIB, LocalStore
-from fluxjax.data.media_refs import read_ref
-from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
+from fluxjax.data.locations import stamp_of
+from fluxjax.data.tickets import MediaRef, Ticket, read_ref
 from models.processing.media import MediaSettings
 from models.processing.settings import FrameSettings
 from models.shadow import Rows

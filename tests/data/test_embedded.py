@@ -15,12 +15,11 @@ from store_cases import ROOT, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config import Config, ConfigError, DataConfig, SourceConfig
-from fluxjax.data.sources import open_held_out, open_sources, open_warm_start
-from fluxjax.tasks import building, embedded
+from fluxjax.data.loader import open_held_out, open_sources, open_warm_start
+from fluxjax.tasks import embedded
 from fluxjax.tasks.digits import DigitsRecipe, draw_length
-from fluxjax.tasks.embedded import digest, ensure
+from fluxjax.tasks.embedded import StringsRecipe, digest, ensure
 from fluxjax.tasks.pans import DIRECTIONS, PansRecipe, encode, load_photos
-from fluxjax.tasks.strings import StringsRecipe
 
 DIGITS = DigitsRecipe(train=12, held_out=12, warm_start=12)
 PANS = PansRecipe(train=6, held_out=6, warm_start=2)
@@ -216,7 +215,7 @@ def test_two_builds_are_equal_and_another_recipe_is_another_folder(root, tmp_pat
 
 def test_what_is_there_is_not_built_again(root, monkeypatch):
     folder = ensure("digits", root, DIGITS)
-    monkeypatch.setattr(building.pathlib.Path, "rename", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(embedded.pathlib.Path, "rename", lambda *_: pytest.fail("built again"))
     assert ensure("digits", root, DIGITS) == folder
 
 
@@ -255,7 +254,7 @@ def run(script, *args, **kwargs):
 
 BUILD = """
     import os, pathlib, time
-    from fluxjax.tasks.building import build_once
+    from fluxjax.tasks.embedded import build_once
     target = pathlib.Path(sys.argv[1])
     def write(folder):
         with open(target.parent / "builds", "a") as file:

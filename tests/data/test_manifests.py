@@ -9,9 +9,8 @@ import pytest
 
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import MediaKind
-from fluxjax.data.fields import Fields
-from fluxjax.data.loader import SkippedPrompt, read_row
-from fluxjax.data.sources import all_texts, common_words, open_source
+from fluxjax.data.loader import SkippedPrompt, open_source, read_row
+from fluxjax.data.sources import Fields, all_texts, common_words
 
 GOOD = {"id": "a", "prompt": "<image>How many?", "answer": "3", "images": ["pictures/a.png"]}
 

@@ -14,16 +14,13 @@ from PIL import Image
 from turns import third_of
 
 from fluxjax.base.types import Media, MediaKind
-from fluxjax.data import media_index
-from fluxjax.data.media_index import MediaIndex
-from fluxjax.data.media_refs import check_ref, read_ref
-from fluxjax.data.sources import open_source
-from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket
+from fluxjax.data import shadows
+from fluxjax.data.loader import open_source
+from fluxjax.data.shadows import MediaIndex
+from fluxjax.data.tickets import MediaRef, StaleTicket, Ticket, check_ref, read_ref
 from models.processing import MediaError
-from models.processing.facts import Facts
 from models.processing.media import MediaSettings
-from models.processing.media_file import MediaUnavailable
-from models.processing.outline import Medium
+from models.processing.media_file import Facts, MediaUnavailable, Medium
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
 
 sys.path.insert(0, str(ROOT / "tests/models"))
@@ -92,7 +89,7 @@ def test_errors_that_another_time_may_not_have_are_not_kept():
 
 
 def test_media_that_were_not_asked_for_longest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(media_index, "KNOWN", 3)
+    monkeypatch.setattr(shadows, "KNOWN", 3)
     index = MediaIndex()
     for number in (0, 1, 2, 0, 3):
         index.note(ref(number), Facts(number + 1, 1))

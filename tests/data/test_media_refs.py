@@ -20,12 +20,10 @@ from PIL import Image
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Media, MediaKind
 from fluxjax.config import Config
-from fluxjax.data.loader import PromptLoader
+from fluxjax.data.loader import PromptLoader, open_source
 from fluxjax.data.locations import joined, parent, stem, suffix
-from fluxjax.data.media_refs import check_ref, read_ref, ref_of, source_of
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.sources import open_source
-from fluxjax.data.tickets import MediaRef, StaleTicket
+from fluxjax.data.tickets import MediaRef, StaleTicket, check_ref, read_ref, ref_of, source_of
 from models.config import PatchLayout
 from models.processing import MediaError, tiny
 from models.processing.media_file import MediaUnavailable

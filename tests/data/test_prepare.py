@@ -20,17 +20,15 @@ from run_cases import write_jsonl
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Media, MediaKind, PreparedPrompt, Prompt
 from fluxjax.config import Config
-from fluxjax.data.loader import PromptLoader, SkippedPrompt
+from fluxjax.data.loader import PromptLoader, SkippedPrompt, open_source
 from fluxjax.data.local_store import LocalStore
-from fluxjax.data.media_index import MediaIndex
 from fluxjax.data.prepare import Preparer, PromptLimits, prepare_prompt
-from fluxjax.data.shadows import ProxyMedia
-from fluxjax.data.sources import all_texts, common_words, open_source
+from fluxjax.data.shadows import MediaIndex, ProxyMedia
+from fluxjax.data.sources import all_texts, common_words
 from fluxjax.runtime.ports import PromptSource
 from fluxjax.tasks.digits import DigitsRecipe
-from fluxjax.tasks.embedded import ensure
+from fluxjax.tasks.embedded import StringsRecipe, ensure
 from fluxjax.tasks.pans import PansRecipe
-from fluxjax.tasks.strings import StringsRecipe
 from models.config import PatchLayout
 from models.processing import Processor, tiny
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxjax.data.read_ahead import ReadAhead
+from fluxjax.data.prepare import ReadAhead
 
 
 class Making:

@@ -8,9 +8,9 @@ import pytest
 
 from fluxjax.base.errors import DataError
 from fluxjax.config import Config
-from fluxjax.data.loader import PromptLoader, at
+from fluxjax.data.loader import PromptLoader, at, open_source
 from fluxjax.data.prepare import Preparer
-from fluxjax.data.sources import all_texts, open_source
+from fluxjax.data.sources import all_texts
 from models.config import PatchLayout
 from models.processing import tiny
 

@@ -21,7 +21,8 @@ from fluxjax.data.flight_client import FlightPlace
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.flight_wire import PROTOCOL, ref_words
 from fluxjax.data.local_store import LocalStore
-from fluxjax.data.tickets import MediaRef, Ticket, stamp_of
+from fluxjax.data.locations import stamp_of
+from fluxjax.data.tickets import MediaRef, Ticket
 from fuzz.draws import each_of
 from models.shadow import Rows
 

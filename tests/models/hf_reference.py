@@ -5,23 +5,18 @@ Weights are drawn so that activations stay of order 1: a tolerance of 1e-4 then 
 
 import dataclasses
 import pathlib
-import warnings
 from typing import Any
 
 import numpy as np
-import pytest
+from media_files import parity
 
 import models
 from models.decoder import Decoder
 from models.inputs import PackedTokens
-from models.processing.vision_input import pack_patches
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 
-REASON = "parity needs PyTorch and transformers: pip install -e '.[parity]'"
-torch = pytest.importorskip("torch", reason=REASON)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # at import, about other packages
-    transformers = pytest.importorskip("transformers", reason=REASON)
+torch, transformers = parity("torch", "transformers")
 
 VOCAB = 160
 IMAGE, VIDEO, START, END = 150, 151, 152, 153

@@ -7,11 +7,13 @@ import io
 import os
 import pathlib
 import struct
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import av
 import numpy as np
+import pytest
 from PIL import Image
 
 from models.processing.media_file import Source
@@ -35,6 +37,15 @@ CODECS = {
     "h264": "libx264",
     "mp4": "libx264",
 }
+
+
+def parity(*modules: str) -> Any:
+    """These modules, one or a list, of torch and transformers. Without the `parity` extra the test is skipped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import, about other packages
+        reason = "parity needs the `parity` extra"
+        _, *found = (pytest.importorskip(module, reason=reason) for module in ("torch", *modules))
+    return found if len(found) > 1 else found[0]
 
 
 def moving_frames(count: int, height: int, width: int, seed: int = 0) -> np.ndarray:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from media_files import parity
 
 import models
 from models.config import NameLayout, Qwen2Config, Qwen25VLConfig
@@ -96,8 +97,7 @@ def test_published_parameter_counts(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen2.5-VL-72B"])
 def test_counts_and_names_equal_those_of_transformers(name: str) -> None:
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    torch, transformers = parity("torch", "transformers")
     file, count = FILES[name]
     with torch.device("meta"):
         reference = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**file))

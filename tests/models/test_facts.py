@@ -12,9 +12,10 @@ from PIL import Image
 from turns import third_of
 
 from models.processing import MediaError, tiny
-from models.processing.facts import Facts, image_facts, video_facts
-from models.processing.images import load_image
+from models.processing.images import image_facts, load_image
+from models.processing.media_file import Facts
 from models.processing.settings import DecodeLimits, FrameSettings, PixelSettings
+from models.processing.videos import video_facts
 from models.shadow import ShadowTensor
 
 LIMITS = DecodeLimits()

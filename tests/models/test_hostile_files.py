@@ -13,7 +13,7 @@ from turns import third_of
 
 from models.config import ModelConfigError
 from models.hf_config import read_config, write_config
-from models.processing import Processor, chat
+from models.processing import Processor, tokens
 from models.processing import tiny as tiny_processor
 
 CONFIGS = [write_config(dataclasses.replace(config, extra="{}")) for config in (qwen2_config(), vl_config())]
@@ -52,7 +52,7 @@ def test_a_size_that_is_none_is_named(name, value):
 )
 def test_a_template_that_fails_is_one_line(template):
     with pytest.raises(ValueError, match=r"the chat template (fails on|refuses) the prompt: ") as caught:
-        chat.render(template, [{"role": "user", "content": "x"}])
+        tokens.render(template, [{"role": "user", "content": "x"}])
     assert "\n" not in str(caught.value)
 
 

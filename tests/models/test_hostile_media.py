@@ -21,7 +21,7 @@ from PIL import Image
 
 from models.processing import MediaError, tiny
 from models.processing.images import load_image
-from models.processing.resize import resize_frame
+from models.processing.patches import resize_frame
 from models.processing.settings import DecodeLimits
 
 SESSION = (  # of two streams; a player binds their ports and waits
@@ -158,7 +158,7 @@ def peak_of(tmp_path, statement, data=b""):
         import numpy as np
         from models.processing import MediaError
         from models.processing.images import load_image
-        from models.processing.resize import resize_frame
+        from models.processing.patches import resize_frame
         from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout
         sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
         from media_files import load_video
@@ -272,7 +272,7 @@ def test_bands_are_converted_as_the_whole(monkeypatch, mode):
 def test_strips_are_resized_as_the_whole(monkeypatch):
     frame = np.random.default_rng(0).integers(0, 256, (41, 53, 3), dtype=np.uint8)
     whole = resize_frame(frame, 24, 32)
-    monkeypatch.setattr("models.processing.resize.STRIP_PIXELS", 7 * 53)
+    monkeypatch.setattr("models.processing.patches.STRIP_PIXELS", 7 * 53)
     np.testing.assert_array_equal(resize_frame(frame, 24, 32), whole)
 
 

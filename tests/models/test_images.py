@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from media_files import parity
 from PIL import Image
 from turns import third_of
 
@@ -18,7 +19,7 @@ from models.processing.images import load_image, resized, smart_resize, target_s
 from models.processing.patches import normalise, patchify
 from models.processing.settings import PatchLayout, PixelSettings, read_pixels
 
-MERGE = 2
+THEIRS = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
 
 def patches_of(path, layout, pixels):
@@ -29,10 +30,7 @@ def patches_of(path, layout, pixels):
 
 
 def expected_of(path, layout, pixels):
-    reason = "parity needs the `parity` extra"
-    pytest.importorskip("torch", reason=reason)
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason=reason)
-    processor = module.Qwen2VLImageProcessorPil(
+    processor = parity(THEIRS).Qwen2VLImageProcessorPil(
         size={"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels},
         patch_size=layout.patch_size,
         temporal_patch_size=layout.temporal_patch_size,
@@ -118,7 +116,7 @@ sides = st.integers(1, 5000)
     ratio=st.floats(0.2, 50.0),
 )
 def test_smart_resize_equals_transformers(height, width, factor, low, ratio):
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="needs parity")
+    module = parity(THEIRS)
     high = int(low * ratio)
     assume(high >= factor * factor)
     try:

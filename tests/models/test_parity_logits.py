@@ -19,7 +19,8 @@ import models
 from models.config import NameLayout, RopeConfig
 from models.decoder import logits, logprobs
 from models.hf import tensor_names
-from models.processing.vision_input import pack_patches, pad
+from models.inputs import pad
+from models.processing.processor import pack_patches
 from sharding.walk import Walk
 
 tied_or_not = pytest.mark.parametrize("vl", [False, True], ids=["untied", "tied"], indirect=True, scope="module")

@@ -8,6 +8,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from hf_reference import TOLERANCE, build_text, build_vl, question, torch, worst
 from lora_cases import LORA, given_adapters
+from media_files import parity
 from tiny import run
 
 import models
@@ -38,9 +39,7 @@ def computed(model, adapters, lora, inputs):
 
 @pytest.fixture
 def peft() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # at import, about other packages
-        return pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[parity]'")
+    return parity("peft")
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media_files import parity
 from turns import third_of
 
 from models.config import PatchLayout
-from models.processing.vision_input import concatenate, pack_patches, pad
+from models.inputs import concatenate, pad
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903
@@ -93,11 +95,8 @@ def test_rope_index_follows_the_authors_rule(items, tokens_per_second):
 @given(items=media)
 def test_rope_index_equals_transformers_where_there_is_no_video(items):
     """Behind a video transformers 5.3 and later counts spatial sides only: `positions.py` says who does not."""
-    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
-    modeling = pytest.importorskip(
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", reason="parity needs the `parity` extra"
-    )
-    transformers = pytest.importorskip("transformers")
+    qwen2_5_vl = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
+    torch, modeling, transformers = parity("torch", qwen2_5_vl, "transformers")
     items = [item for item in items if item[0] != "video"]
     ids, images, _, _ = prompt_of(items)
     config = transformers.Qwen2_5_VLConfig(vision_config={"spatial_merge_size": MERGE})
@@ -134,7 +133,7 @@ def test_a_video_at_the_end_of_a_prompt_is_followed_by_the_answer():
 
 def test_ticks_are_rounded_as_the_authors_round_them():
     """Ticks are float32 products, the frame pair's time first: the other order differs in one case of some hundred."""
-    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    torch = parity("torch")
     rng = np.random.default_rng(0)
     swapped = 0
     for seconds in np.concatenate([2 / rng.integers(1, 60, 200), rng.uniform(0.05, 2, 100)]).astype(np.float32):
@@ -158,8 +157,7 @@ def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
 @settings(max_examples=third_of(100), deadline=None)
 @given(sizes=st.lists(grids, min_size=1, max_size=4), window=st.sampled_from([28, 56, 84, 112]))
 def test_window_order_equals_transformers(sizes, window):
-    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
-    vision = pytest.importorskip("transformers.vision_utils", reason="parity needs the `parity` extra")
+    torch, vision = parity("torch", "transformers.vision_utils")
     layout = dataclasses.replace(LAYOUT, window_size=window)
     num_patches = sum(int(np.prod(size)) for size in sizes)
     patches = np.arange(num_patches, dtype=np.float32)[:, None]

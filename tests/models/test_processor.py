@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import pickle
-import warnings
 
 import numpy as np
 import pytest
-from media_files import in_raster_order, moving_frames, write_video
+from media_files import in_raster_order, moving_frames, parity, write_video
 from PIL import Image
 
 from models.inputs import ModelInput
@@ -45,13 +44,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def hf_tokenizer(processor, tmp_path):
-    reason = "parity needs the `parity` extra"
-    pytest.importorskip("torch", reason=reason)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers", reason=reason)
-        processor.save(tmp_path)
-        return transformers.AutoTokenizer.from_pretrained(tmp_path)
+    processor.save(tmp_path)
+    return parity("transformers").AutoTokenizer.from_pretrained(tmp_path)
 
 
 def test_tokens_equal_transformers(processor, hf_tokenizer):
@@ -200,9 +194,7 @@ def _equal(first: ModelInput, second: ModelInput) -> None:
 
 
 def test_transformers_reads_the_saved_settings(processor, tmp_path, files):
-    reason = "parity needs the `parity` extra"
-    pytest.importorskip("torch", reason=reason)
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason=reason)
+    module = parity("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     processor.save(tmp_path)
     reference = module.Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     with Image.open(files / "0.png") as image:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from media_files import parity
 from tiny import vl_config
 from turns import third_of
 
@@ -38,10 +39,7 @@ def hf_file(rope, *, field: str = "rope_scaling", **settings: Any):
 
 def reference(rope, field, **settings):
     """transformers' frequencies and factor of the same dictionary."""
-    reason = "parity needs the `parity` extra"
-    pytest.importorskip("torch", reason=reason)
-    transformers = pytest.importorskip("transformers", reason=reason)
-    utils = pytest.importorskip("transformers.modeling_rope_utils", reason=reason)
+    transformers, utils = parity("transformers", "transformers.modeling_rope_utils")
     config = transformers.Qwen2Config(**hf_file(dict(rope), field=field, **settings))
     frequencies, factor = utils.ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
     return frequencies.numpy(), factor

@@ -1,9 +1,9 @@
 """The tokenizer and the chat template of a checkpoint are read from its files as transformers reads them."""
 
 import json
-import warnings
 
 import pytest
+from media_files import parity
 from tokenizers.processors import TemplateProcessing
 
 from models.processing import Processor, PromptError, tiny
@@ -24,11 +24,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def transformers():
-    reason = "parity needs the `parity` extra"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("torch", reason=reason)
-        return pytest.importorskip("transformers", reason=reason)
+    return parity("transformers")
 
 
 def change(file, **values):

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import ALL, LAYOUT, PIXELS, moving_frames, write_video
 from PIL import Image
-from wild_media import VIDEOS, frames, promising, remux, x264
+from wild_media import VIDEOS, frames, remux, x264
 
 from fluxjax.data.tickets import MediaRef, Ticket
 from models.processing import MediaError, video_slices
-from models.processing.media import Chunk, MediaSettings
-from models.processing.outline import Medium
-from models.processing.packets import EntryPoints
+from models.processing.containers import EntryPoints
+from models.processing.media import MediaSettings
+from models.processing.media_file import Medium
 from models.processing.settings import FrameSettings, PixelSettings
 
 SETTINGS = MediaSettings(LAYOUT, video=PIXELS, frames=ALL)
@@ -101,9 +101,6 @@ def test_bytes_and_images(tmp_path):
     Image.fromarray(moving_frames(1, 40, 60)[0]).save(path)
     medium, whole = SETTINGS.load("image", path)
     np.testing.assert_array_equal(SETTINGS.load_pairs(path, medium, 0, 1), whole)
-    found, [chunk], _ = pieces(path, 3, kind="image")
-    assert found == medium and (chunk.first_pair, chunk.grid) == (0, medium.grid)
-    np.testing.assert_array_equal(chunk.patches, whole)
 
 
 def test_what_is_not_there_and_what_has_changed(tmp_path):
@@ -180,52 +177,6 @@ def test_tickets_carry_how_a_medium_can_be_read():
     assert medium == Medium("video", (4, 8, 8), 0.5), "it is the same medium"
 
 
-def pieces(path, pairs_per_chunk, using=SETTINGS, kind="video"):
-    """(the medium, its patches, the number of voids): what a consumer makes of chunks."""
-    chunks, voids = [], 0
-    for item in using.load_chunks(kind, path, pairs_per_chunk):
-        if isinstance(item, Medium):
-            return item, chunks, voids
-        if item is None:
-            chunks, voids = [], voids + 1
-        else:
-            chunks.append(item)
-    raise AssertionError("no medium")
-
-
-@pytest.mark.parametrize(
-    ("pairs_per_chunk", "count"), [(1, 0), (3, 1), (7, 19), (8, 0), (23, 0), (24, 0), (24, 1), (100, 19)]
-)
-def test_chunks_are_the_whole_in_pieces(tmp_path, pairs_per_chunk, count):
-    path = str(x264(tmp_path / "a.mp4", pictures=frames()[: count or 48]))
-    medium, whole = SETTINGS.load("video", path)
-    found, chunks, _ = pieces(path, pairs_per_chunk)
-    assert found == medium and found.seekable == medium.seekable
-    np.testing.assert_array_equal(np.concatenate([chunk.patches for chunk in chunks]), whole)
-    assert [chunk.first_pair for chunk in chunks] == list(range(0, medium.grid[0], pairs_per_chunk))
-    assert {chunk.grid for chunk in chunks} == {medium.grid}
-
-
-@pytest.mark.parametrize("promised", [0, 2, 47, 49, 500])
-def test_a_header_that_lies_voids_what_came_of_it(tmp_path, promised):
-    path = str(promising(tmp_path / "a.avi", promised))
-    medium, whole = SETTINGS.load("video", path)
-    found, chunks, voids = pieces(path, 2)
-    assert found == medium and voids == (1 if promised else 0)
-    np.testing.assert_array_equal(np.concatenate([chunk.patches for chunk in chunks]), whole)
-
-
-def test_errors_come_behind_chunks(tmp_path):
-    path = write_video(tmp_path / "a.mkv", frames())
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    items, some = SETTINGS.load_chunks("video", str(path), 1), 0
-    with pytest.raises(MediaError, match=r"a\.mkv"):
-        for item in items:
-            some += isinstance(item, Chunk)
-    with pytest.raises(MediaError, match=r"a\.mkv"):
-        SETTINGS.load("video", str(path))
-
-
 def peak_of(function):
     """The bytes that are held at a time while it runs, at most."""
     tracemalloc.start()
@@ -236,14 +187,8 @@ def peak_of(function):
         tracemalloc.stop()
 
 
-def test_chunks_hold_one_piece_and_the_whole_is_held_once(tmp_path):
+def test_the_whole_is_held_once(tmp_path):
     path = str(write_video(tmp_path / "a.mp4", moving_frames(64, 128, 192)))
     using = dataclasses.replace(SETTINGS, video=PixelSettings(256, 128 * 192))
     whole = using.load("video", path)[1].nbytes
-
-    def consume():
-        for _ in using.load_chunks("video", path, 2):
-            pass
-
-    assert peak_of(consume) < whole / 3
     assert peak_of(lambda: using.load("video", path)) < 1.6 * whole

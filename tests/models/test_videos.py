@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_files import load_video, moving_frames, write_video
+from media_files import load_video, moving_frames, parity, write_video
 from turns import third_of
 
 from models.processing.images import smart_resize
-from models.processing.patches import normalise, patchify
-from models.processing.resize import resize_frame
+from models.processing.patches import normalise, patchify, resize_frame
 from models.processing.settings import VIDEO_PIXELS, FrameSettings, PatchLayout, PixelSettings, read_frames
 from models.processing.videos import sample_indices
 
@@ -31,7 +30,7 @@ ALL = FrameSettings(num_frames=0, fps=0)
 
 def expected_patches(frames, layout, pixels):
     """The published steps in torch: fixed-point bicubic resize, fused rescale and normalise, raster patches."""
-    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    torch = parity("torch")
     height, width = smart_resize(frames.shape[1], frames.shape[2], layout.factor, pixels.min_pixels, pixels.max_pixels)
     video = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
     video = torch.nn.functional.interpolate(video, (height, width), mode="bicubic", antialias=True)
@@ -56,9 +55,7 @@ def expected_patches(frames, layout, pixels):
     ],
 )
 def test_real_videos_equal_transformers(shared, name, pixels, frames):
-    reason = "parity needs the `parity` extra"
-    pytest.importorskip("torch", reason=reason)
-    video_utils = pytest.importorskip("transformers.video_utils", reason=reason)
+    video_utils = parity("transformers.video_utils")
     path, layout = str(shared / "data" / "media" / name), PatchLayout()
     every, metadata = video_utils.load_video(path, backend="pyav")
     metadata.frames_indices = sample_indices(len(every), len(every) / metadata.fps, frames, 2)
@@ -106,7 +103,7 @@ def test_sampled_frames_exist_and_fill_patches(total, seconds, fps, patch):
     seed=st.integers(0, 99),
 )
 def test_resizing_equals_torch(source, target, seed):
-    torch = pytest.importorskip("torch", reason="parity needs the `parity` extra")
+    torch = parity("torch")
     frame = np.random.default_rng(seed).integers(0, 256, (*source, 3), dtype=np.uint8)
     planes = torch.from_numpy(frame).permute(2, 0, 1)[None].contiguous()
     expected = torch.nn.functional.interpolate(planes, target, mode="bicubic", antialias=True)

@@ -12,12 +12,12 @@ from PIL import Image, ImageCms
 from wild_media import COUNT, TIMES, VIDEOS, encode, frames, x264
 
 from models.processing import MediaError
-from models.processing.facts import video_facts
 from models.processing.images import load_image
 from models.processing.media import MediaSettings
-from models.processing.outline import Medium
+from models.processing.media_file import Medium
+from models.processing.patches import arrange
 from models.processing.settings import DecodeLimits, FrameSettings
-from models.processing.vision_input import arrange
+from models.processing.videos import video_facts
 
 SETTINGS = MediaSettings(LAYOUT, PIXELS, PIXELS, ALL)  # nothing here is resized, unless a test says so
 

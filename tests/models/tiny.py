@@ -10,7 +10,7 @@ import models
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
-from models.processing.vision_input import pack_patches
+from models.processing.processor import pack_patches
 
 GRID = (1, 4, 8)  # of the image of every prompt: 32 patches, 8 features
 

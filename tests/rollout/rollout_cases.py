@@ -15,7 +15,7 @@ import models
 from models import decoder
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, PackedTokens
-from models.processing.vision_input import pack_patches
+from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 from rollout.engine import FinishReason, GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine

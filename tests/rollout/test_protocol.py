@@ -34,9 +34,8 @@ from rollout_cases import Answer, collect, full_logits, full_logprobs, request, 
 
 import models
 from models.decoder import Decoder
-from models.hf import SINGLE
+from models.hf import SINGLE, StoredTensor, write_weights
 from models.inputs import ModelInput
-from models.weight_file import StoredTensor, write_weights
 from rollout.engine import EngineError, FinishReason
 from rollout.fleet_engine import FleetEngine
 from rollout.sglang import ServerClient

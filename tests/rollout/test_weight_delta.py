@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from models.hf import SINGLE
-from models.weight_file import StoredTensor, write_weights
+from models.hf import SINGLE, StoredTensor, write_weights
 from rollout.weights.delta import Delta, DeltaError, folder_name, read_delta, tensors_of, write_delta
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

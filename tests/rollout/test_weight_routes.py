@@ -21,7 +21,7 @@ from protocol_cases import ROOT, client_at
 from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serving
 
 import models
-from models.weight_file import StoredTensor
+from models.hf import StoredTensor
 from rollout.engine import EngineError
 from rollout.sglang import Refused, ServerClient
 from rollout.weights import published as published_module
