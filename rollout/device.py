@@ -21,16 +21,24 @@ from sharding.walk import Walk
 from sharding.weights import by_path
 
 from .engine import EngineError
-from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
-from .fetched_pixels import FetchedPixels
+from .engine_weights import (
+    EngineLayout,
+    LayerParams,
+    by_name,
+    check_finite,
+    check_shapes,
+    engine_model,
+    outputs_last,
+    served,
+    split_layers,
+)
 from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
 from .sampling import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
-from .weights.published import by_name, check_shapes, served
 
 if TYPE_CHECKING:
-    from .prompt_features import FeatureWork
+    from .prompt_pixels import FeatureWork, FetchedPixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +89,11 @@ class DeviceState:
         dtype: DTypeLike | None,
         fetch: Fetch | None = None,
     ) -> None:
-        self.pixels = FetchedPixels(fetch)
+        self.pixels: FetchedPixels | None = None
+        if fetch is not None:
+            from .prompt_pixels import FetchedPixels
+
+            self.pixels = FetchedPixels(fetch)
         self._engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text
@@ -207,6 +219,7 @@ class DeviceState:
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
         """Fills in the patches of a request. Failed fetches leave them blank, and add the request to `lost`."""
         try:
+            assert self.pixels is not None, "requests are checked"
             if rid not in lost:
                 into_PX[:] = self.pixels.take(tensor)
         except Exception as error:

@@ -33,11 +33,10 @@ from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
-from .fetched_pixels import AHEAD_PATCHES
-from .pages import PAGE_TOKENS, pages_for
 from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
+from .slots import PAGE_TOKENS, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache where devices don't report their free memory
 LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share compiled programs
@@ -256,7 +255,8 @@ class JaxEngine:
             self._closed = True
             self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
-        self._device.pixels.close()
+        if self._device.pixels is not None:
+            self._device.pixels.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -338,7 +338,8 @@ class JaxEngine:
                 except Exception as error:
                     self._lose(self._scheduler.clear(), _described(error), error)
                 self._deliver(self._scheduler.reap())
-        self._device.pixels.expect(())
+        if self._device.pixels is not None:
+            self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
         """Runs one turn. If it fails, the scheduler is told which jobs it served, to find the faulty one."""
@@ -378,9 +379,9 @@ class JaxEngine:
         return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
-        if self._limits.shadows:
+        if self._device.pixels is not None:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
-            ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)
+            ahead = turns.pixels_ahead(self._scheduler, self._limits)
             self._device.pixels.expect(itertools.chain(now, ahead))
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:

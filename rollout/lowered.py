@@ -18,12 +18,11 @@ from sharding.mesh import make_mesh
 from sharding.walk import Params, Walk
 
 from .engine_weights import EngineLayout, LayerParams, engine_model
-from .pages import PAGE_TOKENS, pages_for
 from .programs import KVCache, programs
-from .prompt_features import FeatureWork, PromptFeatures
+from .prompt_pixels import FeatureWork, PromptFeatures
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
-from .slots import SlotTable
+from .slots import PAGE_TOKENS, SlotTable, pages_for
 from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan
 
 

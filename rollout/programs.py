@@ -3,7 +3,7 @@
 They are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes only, not
 on values, so that the number of compilations stays small.
 
-The cache is a pool of pages (`rollout.pages`); a sample's entries are those of its pages, in order. A round of decoding
+The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. A round of decoding
 reads a *view*: the pages of the active slots, as many as the longest sample needs, gathered once into rows. New keys
 and values collect in a small buffer of the round and are written back once. So an engine pays only for the slots that
 run, and the loop over tokens never copies the cache. A view that would take much memory is gathered layer by layer at
@@ -32,32 +32,13 @@ from sharding.target import Target, compiling_for
 from sharding.walk import Walk
 
 from .engine_weights import LayerParams, model_by_layers
-from .pages import PAGE_TOKENS
 from .sampling import SlotSampling, allowed_tokens, sample, sample_keys, stopped
+from .slots import PAGE_TOKENS, DecodeRound
 
 VIEW_BYTES = 1 << 30  # largest view that a round gathers at once; a larger one layer by layer, at each token
 T = TypeVar("T")
 Rows = tuple[Array, Array]  # keys and values [L, B, K, T, H] of a prefill
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
-
-
-def doubling(size: int, least: int, most: int | None = None) -> int:
-    """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but at most `most`.
-
-    It depends on nothing that an engine did before, since the last bits of a result depend on the shape.
-    """
-    bucket = least
-    while bucket < size:
-        bucket *= 2
-    return bucket if most is None else min(bucket, max(most, size))
-
-
-def geometric(size: int, least: int) -> int:
-    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`: 16, 24, 32, 48, 64, 96, ..."""
-    bucket = doubling(size, least)
-    if bucket > least and size <= bucket * 3 // 4:
-        bucket = bucket * 3 // 4
-    return bucket
 
 
 @jax.tree_util.register_dataclass
@@ -165,21 +146,6 @@ class Starts:
     row_B: Int[AnyArray, " B"]
     last_B: Int[AnyArray, " B"]  # the column of the sample's last token
     index_B: Int[AnyArray, " B"]
-    sampling: SlotSampling
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeRound:
-    """Samples to decode. Their last token is not in the cache yet: it is the first input."""
-
-    pages_BC: Int[AnyArray, "B C"]  # pages of its entries, as many as the longest sample has; out of range: none
-    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages; out of range: none
-    token_B: Int[AnyArray, " B"]  # last token of the sample
-    position_B: Int[AnyArray, " B"]  # its rotary position
-    length_B: Int[AnyArray, " B"]  # entries in the cache
-    index_B: Int[AnyArray, " B"]  # tokens of the response so far
-    remaining_B: Int[AnyArray, " B"]  # tokens that it may still get; 0: padding
     sampling: SlotSampling
 
 

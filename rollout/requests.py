@@ -26,7 +26,7 @@ from models.inputs import ModelInput, VisionInput
 from models.shadow import ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from .pages import PAGE_TOKENS, pages_for
+from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # that one request may have

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .pages import PAGE_TOKENS, PagePool
 from .requests import EngineLimits, checked, ended_before
-from .slots import SlotTable
+from .slots import PAGE_TOKENS, PagePool, SlotTable
 
 if TYPE_CHECKING:
-    from .prompt_features import PromptFeatures
+    from .prompt_pixels import PromptFeatures
 
 PREFILL_TOKENS = 4096  # of one turn, so that rounds run in between; a prompt that can't be cut may have more
 CHUNK_TOKENS = 2048  # of one prompt, or of a sample's tokens, in one prefill; a multiple of a page

@@ -34,11 +34,12 @@ from models.weight_file import DTYPES, StoredTensor, write_weights
 from sharding.walk import Params
 from sharding.weights import map_weights
 
+from .engine_weights import served
 from .jax_engine import JaxEngine
-from .serve_calls import AsciiJSON
+from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
-from .weights.published import scratch_folder, served
-from .weights.pulls import Pulls
+from .weights.agent import pull_route
+from .weights.published import scratch_folder
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]
@@ -64,7 +65,7 @@ class WeightRoutes:
         yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
         yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
         yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
-        yield Pulls().route()
+        yield pull_route(set())
         yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
 

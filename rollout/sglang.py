@@ -91,7 +91,7 @@ class ServerClient:
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
-        """Sends each rank a bucket in base64, flattened (`weights.torch_bucket`) or, to our own server, of the form
+        """Sends each rank a bucket in base64, flattened (`weights.torch_buckets`) or, to our own server, of the form
         `safetensors`. The last bucket brings the version."""
         body = {"serialized_named_tensors": list(buckets), "load_format": form, **_tail(version)}
         encoded = await asyncio.to_thread(_encoded, body)

@@ -8,7 +8,7 @@ A prompt, or a prompt with its response so far, is computed `CHUNK_TOKENS` at a 
 written to pages, which later chunks attend to; so does a sample that starts later than others of its prompt. If a
 prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
 prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
-groups of frame pairs when chunks need them (`rollout.prompt_features`).
+groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
 from models.shadow import ShadowTensor
 
-from .pages import PAGE_TOKENS, pages_for
 from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
+from .slots import PAGE_TOKENS, pages_for
 
 if TYPE_CHECKING:
-    from .prompt_features import FeatureWork
+    from .prompt_pixels import FeatureWork
 
 SMALL_MODEL = 10**7  # weights; up to so many, few rows cost as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
@@ -209,16 +209,19 @@ def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> Fea
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
-    from .prompt_features import FeatureWork, PromptFeatures
+    from .prompt_pixels import FeatureWork, PromptFeatures
 
     kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
     job.features = None if end > shown[-1] else kept
     return None if part.vision is None else FeatureWork(job.request.rid, kept, kept.plan(part.feature_index_T))
 
 
-def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Iterator[ShadowTensor]:
-    """The patches to fetch for the turns after the planned one, in about the order of their use: about `most`
-    patches, and at least the first tensor."""
+def pixels_ahead(scheduler: Scheduler, limits: EngineLimits) -> Iterator[ShadowTensor]:
+    """The patches to fetch for the turns after the planned one, in about the order of their use: about `AHEAD_PATCHES`
+    of them, and at least the first tensor."""
+    from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
+
+    most = AHEAD_PATCHES
     for job in scheduler.upcoming():
         prompt = job.request.prompt
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
@@ -228,8 +231,6 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
             continue
         tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
         if by_groups(prompt.vision):
-            from .prompt_features import PromptFeatures
-
             kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
@@ -421,7 +422,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not read in a prefill
     vision = None
     if visions:
-        from .prompt_features import padded_patches
+        from .prompt_pixels import padded_patches
 
         joined = concatenate(visions)
         vision = pad(joined, padded_patches(joined.num_patches, merge_unit))

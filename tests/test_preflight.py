@@ -29,8 +29,8 @@ from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.pages import PAGE_TOKENS
 from rollout.requests import EngineLimits
+from rollout.slots import PAGE_TOKENS
 from sharding.kernels.tiles import tile_size
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for

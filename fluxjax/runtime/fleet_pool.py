@@ -21,13 +21,14 @@ import jax
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
+from rollout.engine_weights import served
 from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
 from rollout.fleet_job import FleetOptions, ServerStatus
 from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
-from rollout.weights.published import SharedFolders, served
+from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device

@@ -9,7 +9,7 @@ import functools
 import jax
 
 import models
-from rollout.pages import PAGE_TOKENS
+from rollout.slots import PAGE_TOKENS
 
 from ..config import FSDP, Config, Remat
 from ..runtime.engine_pool import engine_count

@@ -21,11 +21,9 @@ from models.hf import SINGLE
 from models.weight_file import StoredTensor
 
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
-from .delta import as_bytes
 from .published import Published
-from .torch_bucket import bucket_of, write_bucket
-from .torch_ipc import Bytes, SharedBucket, device_tensors
-from .version_folders import VersionFolders, contents, pull, pulled
+from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
+from .version_folders import VersionFolders, as_bytes, contents, pull, pulled
 
 
 class SyncRoute:
@@ -92,7 +90,7 @@ class Buckets(SyncRoute):
 
 class CudaIpc(Buckets):
     """`ipc`: each bucket goes from the trainer's arrays into memory on their GPU that servers of this host open by CUDA
-    IPC (`torch_ipc`). A server must see that GPU. What the trainer no longer has comes from the folder.
+    IPC (`torch_buckets`). A server must see that GPU. What the trainer no longer has comes from the folder.
 
     On a CPU it is PyTorch's shared memory; with GPUs it has never been run, for want of one."""
 

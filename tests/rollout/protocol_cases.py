@@ -28,6 +28,7 @@ from models.inputs import ModelInput
 from models.processing import Processor
 from models.processing.tiny import build as build_processor
 from rollout.engine import Engine
+from rollout.engine_weights import served
 from rollout.fleet import Fleet
 from rollout.fleet_engine import FleetEngine
 from rollout.fleet_job import FleetOptions
@@ -35,7 +36,7 @@ from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
-from rollout.weights.published import SharedFolders, served
+from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 

@@ -19,10 +19,9 @@ from turns import third_of
 from rollout import scheduler as scheduling
 from rollout import turns
 from rollout.engine import EngineError, FinishReason, GenerateRequest, SamplingParams
-from rollout.pages import PAGE_TOKENS, PagePool, pages_for
 from rollout.requests import EngineLimits
 from rollout.scheduler import Scheduler
-from rollout.slots import SlotTable
+from rollout.slots import PAGE_TOKENS, PagePool, SlotTable, pages_for
 
 STOP, SOME_IDS = 0, 9
 LONGEST = 96

@@ -41,9 +41,9 @@ from rollout.engine import EngineError, FinishReason
 from rollout.fleet_engine import FleetEngine
 from rollout.sglang import ServerClient
 from rollout.weights.checksums import WeightsMismatch
-from rollout.weights.delta import tensors_of
 from rollout.weights.published import Published
 from rollout.weights.routes import Buckets, SharedMemory
+from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]

@@ -42,10 +42,9 @@ from models.processing import MediaError
 from models.shadow import ShadowTensor
 from rollout import fetched_pixels, lowered, turns
 from rollout.engine import EngineError, SamplingParams
-from rollout.fetched_pixels import FetchedPixels
 from rollout.jax_engine import JaxEngine
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.prompt_features import PromptFeatures
+from rollout.prompt_pixels import FetchedPixels, PromptFeatures
 from sharding.walk import Walk
 
 WORDS = (36, 37, 38, 39)  # never generated

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from models.hf import SINGLE
 from models.weight_file import StoredTensor, write_weights
-from rollout.weights.delta import Delta, DeltaError, folder_name, read_delta, tensors_of, write_delta
+from rollout.weights.version_folders import Delta, DeltaError, folder_name, read_delta, tensors_of, write_delta
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = {"float32": (np.dtype(np.float32), np.uint32), "bfloat16": (BFLOAT16, np.uint16)}
