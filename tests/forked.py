@@ -7,8 +7,8 @@ flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
 ever, and so is all where `FLUXJAX_TESTS_FORK=0`. What `fluxjax.launch` starts is forked, too, by a server of its own,
-which is called `SERVER` among its children. What is to end with its parent (`rollout/local_server.py`) does so as a fork,
-too; with the fixture `forked_servers`, that is every rollout server.
+which is called `SERVER` among its children. What is to end with its parent (`rollout/local_server.py`) does so as a
+fork, too; with the fixture `forked_servers`, that is every rollout server.
 """
 
 from __future__ import annotations
