@@ -33,10 +33,9 @@ from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
-from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
-from .slots import PAGE_TOKENS, pages_for
+from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache where devices don't report their free memory
 LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share compiled programs

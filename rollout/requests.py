@@ -298,7 +298,7 @@ class Mailbox:
 class TokenStream(AsyncIterator[TokenChunk]):
     """The stream that `generate` returns. `abandon` is called once, on the event loop, when the consumer goes away."""
 
-    def __init__(self, mailbox: Mailbox, abandon: Callable[[], None]) -> None:
+    def __init__(self, mailbox: Mailbox, abandon: Callable[[], object]) -> None:
         self._mailbox, self._abandon = mailbox, abandon
         self._dropped = weakref.finalize(self, _from_any_thread, mailbox.loop, abandon)
         self._dropped.atexit = False
@@ -323,7 +323,7 @@ class TokenStream(AsyncIterator[TokenChunk]):
             self._abandon()
 
 
-def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]) -> None:
+def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], object]) -> None:
     """Abandons a stream on its loop; any thread may have collected the stream. Does nothing if the loop has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(abandon)

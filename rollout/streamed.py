@@ -25,7 +25,7 @@ from sharding.weights import by_path, map_weights
 
 from . import streamed_plan
 from .engine import EngineError
-from .programs import doubling, geometric
+from .slots import doubling, geometric
 from .streamed_plan import DeviceSpeed, streamed_places, travel
 from .streamed_programs import KeyValues, Parts, programs
 

@@ -24,10 +24,10 @@ from models.inputs import ModelInput, PackedTokens, VisionInput
 from models.processing.vision_input import concatenate, pad
 from models.shadow import ShadowTensor
 
-from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
+from .programs import Context, PageWrites, Rows, Starts
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
-from .slots import PAGE_TOKENS, pages_for
+from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork

@@ -25,7 +25,7 @@ from .hosts_shown import HostTable, host_lines
 from .rewards_shown import reward_words
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
     from ..base.preprocessor_status import PreprocessorStatus
 

@@ -28,7 +28,7 @@ from ..report.metrics import Summary, TrainingResult, dump_samples
 from ..runtime.runtime import Observer, StepReport
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
 
 @runtime_checkable

@@ -22,9 +22,8 @@ from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
 from rollout.engine_weights import served
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions, ServerStatus
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions, Seat, ServerStatus
 from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
@@ -90,7 +89,7 @@ class FleetPool:
         }
         self._degree, self.fleet = config.parallelism.degree, self._fleets[config.parallelism.degree]
         self._launched = {self._degree}  # degrees whose servers were started
-        self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(self.fleet.seats)]
+        self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(len(self.fleet.seats))]
         self._file = ServerFile(logs / "addresses", self.fleet, agents, functools.partial(_check_reachable, config))
         # Who joins before the others have started would have them start too early.
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
@@ -151,7 +150,7 @@ class FleetPool:
             await _done(self.fleet.call(self.fleet.take(weights)))
             await self._on_seats(self.fleet, self.fleet.wake)
             self._degree = degree
-            seats = self.fleet.seats
+            seats = len(self.fleet.seats)
             for seat, engine in enumerate(self.engines[:seats]):  # the first is always the same
                 engine.move(self.fleet, seat, self._shared(seat))
             new = range(len(self.engines), seats)
@@ -159,8 +158,8 @@ class FleetPool:
         return self.engines
 
     @staticmethod
-    async def _on_seats(fleet: Fleet, order: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        await asyncio.gather(*(_done(fleet.call(order(seat))) for seat in range(fleet.seats)))
+    async def _on_seats(fleet: Fleet, order: Callable[[Seat], Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*(_done(fleet.call(order(seat))) for seat in fleet.seats))
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Starts the servers, unless they have to wait for others that share their memory. `tell` is called, from

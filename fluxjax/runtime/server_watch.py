@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rollout.fleet_job import ServerStatus
+from rollout.fleet_server import ServerStatus
 
 from ..base.timeline import Span, Timeline
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import LONGEST, media_prompt, text_prompt
 
-from rollout.programs import doubling, geometric
+from rollout.slots import doubling, geometric
 from rollout.turns import Place, Prefix, plan
 
 IMAGES = (("image", (1, 4, 4)), ("image", (1, 4, 8)), ("video", (2, 4, 4)))

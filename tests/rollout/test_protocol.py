@@ -38,11 +38,11 @@ from models.hf import SINGLE
 from models.inputs import ModelInput
 from models.weight_file import StoredTensor, write_weights
 from rollout.engine import EngineError, FinishReason
-from rollout.fleet_engine import FleetEngine
+from rollout.fleet import FleetEngine
 from rollout.sglang import ServerClient
 from rollout.weights.checksums import WeightsMismatch
 from rollout.weights.published import Published
-from rollout.weights.routes import Buckets, SharedMemory
+from rollout.weights.routes import Buckets, Pause, SharedMemory
 from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
@@ -326,14 +326,15 @@ async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     await begun(engine)
 
     class LeavesOut(Buckets):
-        async def deliver(self, client: ServerClient, published: Published) -> None:
+        async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
             tensors = dict(tensors_of(published.folder))
             tensors.pop("model.layers.1.mlp.down_proj.weight")
             contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
             write_weights(tmp_path / SINGLE, contents, tensors.values())
             shutil.copy(published.folder / "config.json", tmp_path)
             lacking = dataclasses.replace(published, folder=tmp_path)
-            await (super().deliver(client, lacking) if way == "bucket" else SharedMemory().deliver(client, lacking))
+            deliver = super().deliver if way == "bucket" else SharedMemory().deliver
+            await deliver(client, lacking, pause)
 
     patience = 2.0 if engine.name == "serve" else 10.0
     fleet = fleet_by(
