@@ -367,10 +367,10 @@ class JaxEngine:
 
     async def _new_tokens(self) -> NewTokens:
         if not self._scheduler.to_start():
-            plan_of_round = turns.plan_round(self._scheduler, self._limits)
+            plan_of_round = turns.plan_round(self._scheduler)
             self._expect_pixels(())
             return await self._in_thread(self._device.decode, plan_of_round)
-        plan = turns.plan_starts(self._scheduler, self._limits)
+        plan = turns.plan_starts(self._scheduler)
         self._expect_pixels(plan)
         prefilled = sum(step.batch.tokens for step in plan if step.batch.outputs is None)
         new = await self._in_thread(self._device.start, plan)
@@ -380,7 +380,7 @@ class JaxEngine:
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
         if self._device.pixels is not None:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
-            ahead = turns.pixels_ahead(self._scheduler, self._limits)
+            ahead = turns.pixels_ahead(self._scheduler)
             self._device.pixels.expect(itertools.chain(now, ahead))
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:

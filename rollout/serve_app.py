@@ -112,25 +112,17 @@ class RolloutServer:
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
         del raw
-        call = Call(body, lambda: self._engine.stats().version, self._decode, self._leave)
-        for answer in call.answers:
-            if answer.sample.rid in self._answers:
-                raise BadRequest(f"rid: {answer.sample.rid!r} is in flight already")
-        self._answers |= {answer.sample.rid: answer for answer in call.answers}
+        for sample in body.samples:
+            if sample.rid in self._answers:
+                raise BadRequest(f"rid: {sample.rid!r} is in flight already")
+        call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(self._reader.requests, body), self._engine.generate)
+            call.submit(await asyncio.to_thread(self._reader.requests, body))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()
             raise
         return call
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._processor.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def _leave(self, call: Call) -> None:
-        for answer in call.answers:
-            self._answers.pop(answer.sample.rid, None)
 
     async def _abort(self, prefix: str) -> None:
         """Aborts all samples whose rid begins with `prefix`; samples not submitted yet, at their submission."""
@@ -279,7 +271,7 @@ class SampleAnswer:
             return not self.complete
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
-    def as_json(self, version: int, decode: Callable[[Sequence[int], bool], str]) -> Json:
+    def as_json(self, version: int, processor: Processor) -> Json:
         """The reply, or an event, with all tokens so far. Only the last one has text."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
@@ -295,31 +287,27 @@ class SampleAnswer:
         if self.complete:
             meta["weight_versions"] = spans_json(self.versions)
             meta["num_retractions"] = self.preemptions
-        text = decode(self.token_ids, self.sample.skip_special_tokens) if self.complete else ""
+        skip = self.sample.skip_special_tokens
+        text = processor.decode(self.token_ids, skip_special_tokens=skip) if self.complete else ""
         return {"text": text, "output_ids": self.token_ids, "meta_info": meta}
 
 
 class Call(Response):
-    """The reply to a body. If the client leaves or the reply is cancelled, the samples end."""
+    """The reply to a body. If the client leaves or the reply is cancelled, the samples end. Until then, their answers
+    are among those `in_flight`."""
 
-    def __init__(
-        self,
-        body: Body,
-        version: Callable[[], int],
-        decode: Callable[[Sequence[int], bool], str],
-        leave: Callable[[Call], None],
-    ) -> None:
+    def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
         super().__init__()
-        self.body = body
+        self.body, self._engine, self._processor, self._in_flight = body, engine, processor, in_flight
         self.answers = [SampleAnswer(sample) for sample in body.samples]
-        self._version, self._decode, self._leave = version, decode, leave
+        in_flight.update((answer.sample.rid, answer) for answer in self.answers)
         self._streams: list[tuple[Incoming, TokenStream]] = []
         self._news = asyncio.Event()
 
-    def submit(self, incoming: Sequence[Incoming], generate: Callable[..., TokenStream]) -> None:
+    def submit(self, incoming: Sequence[Incoming]) -> None:
         """Queues all requests in the engine. Raises EngineError for a bad one; `close` ends the rest."""
         for part in incoming:
-            self._streams.append((part, generate(part.request)))
+            self._streams.append((part, self._engine.generate(part.request)))
             prompt = len(part.request.prompt)
             for index, place in enumerate(part.places):
                 answer = self.answers[place]
@@ -328,7 +316,8 @@ class Call(Response):
 
     async def close(self) -> None:
         """Ends the samples that still run. May be called again."""
-        self._leave(self)
+        for answer in self.answers:
+            self._in_flight.pop(answer.sample.rid, None)
         streams, self._streams = self._streams, []
         for _, stream in streams:
             await stream.aclose()
@@ -385,7 +374,7 @@ class Call(Response):
             await self._news.wait()
 
     def _json(self, answer: SampleAnswer) -> Json:
-        return answer.as_json(self._version(), self._decode)
+        return answer.as_json(self._engine.stats().version, self._processor)
 
 
 def _event(content: Json) -> bytes:

@@ -92,11 +92,11 @@ class PagedDevice:
         if not scheduler.jobs:
             return
         if scheduler.to_start():
-            slots_B = self.start(turns.plan_starts(scheduler, self.limits))
+            slots_B = self.start(turns.plan_starts(scheduler))
             count_B, steps = np.ones(len(slots_B), np.int32), 1
             tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
         else:
-            slots_B, batch = turns.plan_round(scheduler, self.limits)
+            slots_B, batch = turns.plan_round(scheduler)
             assert len(slots_B), "a turn that serves nobody"
             steps = STEPS
             tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), steps)).astype(np.int32)

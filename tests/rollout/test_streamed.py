@@ -17,9 +17,8 @@ import models
 from models.config import Qwen2Config
 from models.folder import CheckpointError
 from rollout.engine import EngineError
-from rollout.streamed import StreamedModel, finish
+from rollout.streamed import DeviceSpeed, StreamedModel, finish, pass_bytes
 from rollout.streamed_judge import StreamedJudge, in_loop
-from rollout.streamed_plan import DeviceSpeed, pass_bytes
 
 LAYERS = 5
 DEEP = Qwen2Config(dataclasses.replace(TEXT.text, num_layers=LAYERS))

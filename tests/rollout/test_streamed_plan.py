@@ -9,7 +9,7 @@ from rollout_cases import TEXT
 from streamed_program import CONFIG as SEVEN
 
 from rollout.engine import EngineError
-from rollout.streamed_plan import (
+from rollout.streamed import (
     PARTS,
     DeviceSpeed,
     layer_weights,
