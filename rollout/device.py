@@ -28,7 +28,6 @@ from .engine_weights import (
     check_finite,
     check_shapes,
     engine_model,
-    outputs_last,
     served,
     split_layers,
 )
@@ -64,14 +63,6 @@ class NewTokens:
 
 def _ids(sampling: SlotSampling) -> tuple[int, int]:
     return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
-
-
-def _as_on_disk(
-    weights: Sequence[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]],
-) -> Iterator[tuple[str, np.ndarray]]:
-    for entry, layers, inputs in weights:
-        for name, value in zip(entry.full_names, layers, strict=True):
-            yield name, entry.to_disk(outputs_last(np.asarray(value), inputs))
 
 
 class DeviceState:
@@ -141,14 +132,18 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         layers = [by_path(layer) for layer in params["layers"]]
         outer = by_path({name: value for name, value in params.items() if name != "layers"})
-        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # the number of turned inputs
         for entry in tensor_names(served(self._abstract.config)):
             if entry.path[0] == "layers":
                 path = entry.path[1:]
                 held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
             else:
                 held.append((entry, outer[entry.path] if entry.stacked else [outer[entry.path]], 0))
-        return _as_on_disk(held)
+        return (
+            (name, entry.to_disk(np.moveaxis(np.asarray(value), range(-inputs, 0), range(inputs))))
+            for entry, layers, inputs in held
+            for name, value in zip(entry.full_names, layers, strict=True)
+        )
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, where names, shapes or dtypes

@@ -208,11 +208,6 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
     return turned, matrices
 
 
-def outputs_last(matrix: np.ndarray, inputs: int) -> np.ndarray:
-    """The matrix of an engine, turned to how the model declares it: inputs first."""
-    return np.moveaxis(matrix, range(-inputs, 0), range(inputs))
-
-
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
     """Returns (the model, its layers). The model's own `layers` is the first of them: there is no stack here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]

@@ -366,7 +366,7 @@ class JaxEngine:
             self._lose(self._scheduler.blame(broken), reason)
 
     async def _new_tokens(self) -> NewTokens:
-        if not self._scheduler.to_start():
+        if not self._scheduler.starting:
             plan_of_round = turns.plan_round(self._scheduler)
             self._expect_pixels(())
             return await self._in_thread(self._device.decode, plan_of_round)

@@ -37,7 +37,7 @@ class FetchedPixels:
         self._fetch = fetch
         self._wanted: deque[ShadowTensor] = deque()  # to be fetched, in this order
         self._held: dict[tuple[Rows, ...], concurrent.futures.Future[list[np.ndarray]]] = {}
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
         """Announces the tensors that `take` will get, in this order, and no others; begins to fetch the first ones."""
@@ -52,13 +52,8 @@ class FetchedPixels:
         while self._wanted and (not self._held or held + len(self._wanted[0]) <= AHEAD_PATCHES):
             tensor = self._wanted.popleft()
             if tensor.elsewhere and tensor.elsewhere not in self._held:
-                self._held[tensor.elsewhere] = self._begun(tensor.elsewhere)
+                self._held[tensor.elsewhere] = self._threads.submit(self._fetched, tensor.elsewhere)
                 held += len(tensor)
-
-    def _begun(self, rows: tuple[Rows, ...]) -> concurrent.futures.Future[list[np.ndarray]]:
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
-        return self._threads.submit(self._fetched, rows)
 
     def _fetched(self, rows: tuple[Rows, ...]) -> list[np.ndarray]:
         fetched = list(self._fetch(rows))
@@ -73,7 +68,7 @@ class FetchedPixels:
         rows = tensor.elsewhere
         if not rows:
             return tensor.materialize(lambda _: [])
-        future = self._held.pop(rows, None) or self._begun(rows)
+        future = self._held.pop(rows, None) or self._threads.submit(self._fetched, rows)
         self._begin()
         fetched = future.result()
         return tensor.materialize(lambda _: fetched)
@@ -81,8 +76,7 @@ class FetchedPixels:
     def close(self) -> None:
         """Cancels the fetches; those under way end when they return. May be called again."""
         self.expect(())
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class FrameGroup(NamedTuple):

@@ -27,14 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from models.config import AnyConfig, Qwen25VLConfig
 from models.processing import Processor
 
-from .engine import FinishReason, TokenChunk
+from .engine import FinishReason, GenerateRequest, TokenChunk
 from .jax_engine import JaxEngine
 from .requests import TokenStream
 from .serve_guard import Guarded, error_handlers, error_json, health_route
 from .serve_requests import Body, BodySample, RequestReader, read_body, read_json_object
 from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
-from .wire import BadRequest, Incoming, Json, finish_json, spans_json
+from .wire import BadRequest, Json, finish_json, spans_json
 
 MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
@@ -301,18 +301,17 @@ class Call(Response):
         self.body, self._engine, self._processor, self._in_flight = body, engine, processor, in_flight
         self.answers = [SampleAnswer(sample) for sample in body.samples]
         in_flight.update((answer.sample.rid, answer) for answer in self.answers)
-        self._streams: list[tuple[Incoming, TokenStream]] = []
+        self._streams: list[tuple[list[int], TokenStream]] = []
         self._news = asyncio.Event()
 
-    def submit(self, incoming: Sequence[Incoming]) -> None:
+    def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
         """Queues all requests in the engine. Raises EngineError for a bad one; `close` ends the rest."""
-        for part in incoming:
-            self._streams.append((part, self._engine.generate(part.request)))
-            prompt = len(part.request.prompt)
-            for index, place in enumerate(part.places):
+        for request, places in incoming:
+            self._streams.append((places, self._engine.generate(request)))
+            for index, place in enumerate(places):
                 answer = self.answers[place]
-                answer.engine_id = f"{part.request.rid}/{index}"
-                answer.prompt_tokens = prompt + answer.sample.begun
+                answer.engine_id = f"{request.rid}/{index}"
+                answer.prompt_tokens = len(request.prompt) + answer.sample.begun
 
     async def close(self) -> None:
         """Ends the samples that still run. May be called again."""
@@ -323,7 +322,7 @@ class Call(Response):
             await stream.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        collecting = [asyncio.create_task(self._collect(part, stream)) for part, stream in self._streams]
+        collecting = [asyncio.create_task(self._collect(places, stream)) for places, stream in self._streams]
         for task in collecting:
             task.add_done_callback(lambda _: self._news.set())
         tasks = [asyncio.create_task(self._reply(collecting, send)), asyncio.create_task(_disconnected(receive))]
@@ -337,9 +336,9 @@ class Call(Response):
             await asyncio.gather(*tasks, *collecting, return_exceptions=True)
             await self.close()
 
-    async def _collect(self, part: Incoming, stream: TokenStream) -> None:
+    async def _collect(self, places: list[int], stream: TokenStream) -> None:
         async for chunk in stream:
-            self.answers[part.places[chunk.sample]].add(chunk)
+            self.answers[places[chunk.sample]].add(chunk)
             self._news.set()
 
     async def _reply(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:

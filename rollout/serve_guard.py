@@ -83,27 +83,15 @@ def health_route(path: str = "/health") -> Route:
 
 
 def error_handlers() -> Any:
-    """The functions that turn exceptions into answers, by type, for Starlette."""
-    return {
-        BadRequest: _refused,
-        EngineError: _refused,
-        HTTPException: _http_error,
-        ClientDisconnect: _client_left,
-        Exception: _failed,
-    }
+    """The function that turns exceptions into answers, by their types, for Starlette."""
+    return dict.fromkeys((BadRequest, EngineError, HTTPException, ClientDisconnect, Exception), _answer)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    return error_response(str(error), 400)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return error_response(error.detail, error.status_code)
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=LEFT)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=LEFT)
+    if isinstance(error, HTTPException):
+        return error_response(error.detail, error.status_code)
+    if isinstance(error, BadRequest | EngineError):
+        return error_response(str(error), 400)
     return error_response(f"{type(error).__name__}: {error}", 500)

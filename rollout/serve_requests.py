@@ -24,7 +24,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import checked_sampling
-from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
+from .wire import FIELDS, BadRequest, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
 
 MOST = (1 << 31) - 1
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
@@ -218,8 +218,9 @@ class RequestReader:
         self._config, self._processor, self._shadows = config, processor, shadows
         self._store = ServedMedia(capacity)
 
-    def requests(self, body: Body) -> list[Incoming]:
-        """The requests of a body, not yet checked by the engine. Decodes media: call it in a thread."""
+    def requests(self, body: Body) -> list[tuple[GenerateRequest, list[int]]]:
+        """The requests of a body, not yet checked by the engine, each with the places of its samples in the body.
+        Decodes media: call it in a thread."""
         sent: dict[str, Json] = {}  # only one sample of a batch has the patches
         ours = [self._ours(sample, sent) for sample in body.samples]
         shown = list(map(_prompt_key, body.samples, ours))
@@ -245,7 +246,7 @@ class RequestReader:
                 prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
                 samples=tuple(sample.number for sample in samples),
             )
-            incoming.append(Incoming(request, tuple(places), tuple(sample.rid for sample in samples)))
+            incoming.append((request, places))
         return incoming
 
     def _ours(self, sample: BodySample, sent: dict[str, Json]) -> dict[str, Json]:

@@ -113,7 +113,7 @@ def plan_starts(scheduler: Scheduler) -> StartPlan:
 
     Samples that wait for pages get rows, too, so that a prompt is computed once.
     """
-    jobs = scheduler.to_start()
+    jobs = scheduler.starting
     steps: StartPlan = []
     wanted: list[tuple[Prefix, list[RunningSample]]] = []
     ready: list[RunningSample] = []

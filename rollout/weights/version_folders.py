@@ -138,7 +138,8 @@ class VersionFolders:
         with self._lock:
             there = _versions(self.source)
             versions = {published.version for published in (*wanted, *filter(None, [self.last]))} & there.keys()
-            needed = {folder for version in versions for folder in _chain(self.source, version, {})}
+            chains = [_chain(self.source, version, {}) for version in versions]
+            needed = {folder for seed, deltas in chains for folder in (seed, *(delta.folder for delta in deltas))}
             for folder in set(there.values()) - needed:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,9 +153,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; `local` then has what it had.
     """
     if not (source / folder_name(version)).is_dir():  # before anything of this host is touched
-        raise PullError(
-            f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
-        )
+        raise _missing(source, version)
     place = pulled(local, source)
     us = {os.geteuid()}
     for folder, owners in ((local, us | {0}), (place, us)):
@@ -173,11 +172,11 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         target = place / folder_name(version)
         if version not in here:
             try:
-                _make(target, _chain(source, version, here))
+                _make(target, *_chain(source, version, here))
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, _chain(source, version, {}))  # in case it is the copy of this host that is damaged
+                _make(target, *_chain(source, version, {}))  # in case it is the copy of this host that is damaged
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -198,33 +197,30 @@ def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
     return "" if status.st_uid in owners else f"it belongs to user {status.st_uid}"
 
 
-def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> list[pathlib.Path]:
-    """The folders that lead to a version: one that is `here` or a whole one, then deltas."""
-    chain: list[pathlib.Path] = []
-    while True:
-        if version in here:
-            return [here[version], *chain]
+def _missing(source: pathlib.Path, version: int) -> PullError:
+    there = sorted(_versions(source)) or "none"
+    return PullError(f"{source / folder_name(version)}: no such version; there are {there}")
+
+
+def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> tuple[pathlib.Path, list[Delta]]:
+    """The way to a version: a folder that is `here` or a whole version, then deltas."""
+    deltas: list[Delta] = []
+    while version not in here:
         folder = source / folder_name(version)
         if not folder.is_dir():
-            raise PullError(f"{folder}: no such version; there are {sorted(_versions(source)) or 'none'}")
-        chain.insert(0, folder)
+            raise _missing(source, version)
         if (delta := read_delta(folder)) is None:
-            return chain
+            return folder, deltas
+        deltas.insert(0, delta)
         version = delta.base
+    return here[version], deltas
 
 
-def _delta(folder: pathlib.Path) -> Delta:
-    delta = read_delta(folder)
-    assert delta is not None
-    return delta
-
-
-def _make(folder: pathlib.Path, chain: Sequence[pathlib.Path]) -> None:
+def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
     """Makes a checkpoint folder out of a `_chain`; it appears under its name when it is complete."""
-    seed, *deltas = chain
     part = folder.with_name(f"part-{folder.name}")
     try:
-        _write(part, seed, [_delta(delta) for delta in deltas])
+        _write(part, seed, deltas)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

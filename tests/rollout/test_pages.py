@@ -91,7 +91,7 @@ class PagedDevice:
             return
         if not scheduler.jobs:
             return
-        if scheduler.to_start():
+        if scheduler.starting:
             slots_B = self.start(turns.plan_starts(scheduler))
             count_B, steps = np.ones(len(slots_B), np.int32), 1
             tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
@@ -284,7 +284,7 @@ def test_rounds_come_between_the_chunks_of_a_long_prompt(monkeypatch):
     kinds = []
     for seed in range(8):
         device.turn(seed + 3)
-        kinds.append("start" if device.scheduler.to_start() else "round")
+        kinds.append("start" if device.scheduler.starting else "round")
     assert kinds == ["start", "round"] * 4
 
 
