@@ -33,7 +33,7 @@ from .engine_weights import (
 )
 from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
-from .sampling import SlotSampling
+from .slots import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 if TYPE_CHECKING:

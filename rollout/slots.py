@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int, UInt32
 
 from models.inputs import AnyArray
 
 from .engine import GenerateRequest
-from .sampling import SlotSampling, seed_words
 
 PAGE_TOKENS = 16
 LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a request has more
@@ -84,6 +83,25 @@ class PagePool:
             self.holders[page] -= 1
             if not self.holders[page]:
                 heapq.heappush(self._free, page)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotSampling:
+    """`SamplingParams` and seeds of `B` slots as arrays. Lists of ids are filled up with -1."""
+
+    temperature_B: Float[AnyArray, " B"]  # 0 is greedy
+    top_p_B: Float[AnyArray, " B"]
+    top_k_B: Int[AnyArray, " B"]  # 0 is off
+    stop_ids_BI: Int[AnyArray, "B I"]
+    forbidden_ids_BI: Int[AnyArray, "B J"]
+    seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
+    sample_B: Int[AnyArray, " B"]  # number of the sample in its request
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A seed of any size and sign as the two 32-bit words (its lowest 64 bits, high word first)."""
+    return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
 
 @jax.tree_util.register_dataclass
