@@ -21,6 +21,8 @@ import numpy as np
 from jaxtyping import Array, UInt32
 from safetensors import safe_open
 
+from ..engine import WeightsMismatch
+
 VOCABULARY_MULTIPLE = 64  # rows of embedding and head in SGLang; what is missing is zeros
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _JOINED = (
@@ -43,10 +45,6 @@ PLACES = np.array([0x27D4EB2D, 0x165667B1], np.uint32)
 TURNS = np.array([15, 13], np.uint32)
 MIX = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 ALL = (1 << 64) - 1
-
-
-class WeightsMismatch(RuntimeError):
-    """A server does not hold what was sent to it. It must not generate."""
 
 
 class Checksums:

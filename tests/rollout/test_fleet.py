@@ -28,14 +28,14 @@ from rollout_cases import collect, until
 from safetensors.numpy import load_file
 
 import models
-from rollout.engine import EngineError, FinishReason
+from rollout.engine import EngineError, FinishReason, WeightsMismatch
 from rollout.fleet import Fleet, FleetEngine
 from rollout.fleet_requests import FleetJob
 from rollout.fleet_server import FleetOptions, Server
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import WeightsMismatch, sha256
+from rollout.weights.checksums import sha256
 from rollout.weights.published import SHARED_MEMORY, SharedFolders
 
 # --- without processes ----------------------------------------------------------------------------

@@ -24,11 +24,10 @@ from protocol_cases import model
 from rollout_cases import collect, until
 
 import models
-from rollout.engine import EngineError
+from rollout.engine import EngineError, WeightsMismatch
 from rollout.fleet import FleetEngine
 from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
-from rollout.weights.checksums import WeightsMismatch
 
 pytestmark = pytest.mark.slow
 OPTIONS = FleetOptions(patience=1.0, start_seconds=60.0, look_every=0.1, attempts=12, interval=2)

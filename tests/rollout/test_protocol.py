@@ -37,10 +37,9 @@ from models.decoder import Decoder
 from models.hf import SINGLE
 from models.inputs import ModelInput
 from models.weight_file import StoredTensor, write_weights
-from rollout.engine import EngineError, FinishReason
+from rollout.engine import EngineError, FinishReason, WeightsMismatch
 from rollout.fleet import FleetEngine
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import WeightsMismatch
 from rollout.weights.published import Published
 from rollout.weights.routes import Buckets, Pause, SharedMemory
 from rollout.weights.version_folders import tensors_of
