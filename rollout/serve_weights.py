@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import pathlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from .jax_engine import JaxEngine
 from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.agent import pull_route
+from .weights.checksums import sha256
 from .weights.published import scratch_folder
 from .wire import BadRequest, Json
 
@@ -159,7 +160,7 @@ class WeightRoutes:
             return AsciiJSON({"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400)
         async with self._lock:
             tensors = await self._engine.disk_tensors()
-            checksums = await asyncio.to_thread(_checksums, tensors)
+            checksums = await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in tensors})
         whole = "".join(name + checksums[name] for name in sorted(checksums))
         size = len(self._engine.devices)
         place = {"role": "target", "tp_rank": 0, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0,
@@ -209,7 +210,3 @@ def _on_host(model: Decoder) -> Params:
     except RuntimeError:  # JAX_PLATFORMS=cuda
         place = jax.local_devices()[0]
     return map_weights(lambda *_: SingleDeviceSharding(place), model)
-
-
-def _checksums(tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors}

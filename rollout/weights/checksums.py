@@ -124,10 +124,14 @@ def _differ(wanted: Mapping[str, str], held: Mapping[str, str]) -> int:
     return sum(held.get(name) != checksum for name, checksum in wanted.items())
 
 
+def as_bytes(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
 def sha256(parts: Sequence[np.ndarray]) -> str:
     hashed = hashlib.sha256()
     for part in parts:
-        hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        hashed.update(as_bytes(part).data)
     return hashed.hexdigest()[:16]
 
 
@@ -152,7 +156,7 @@ def gpu_hash(parts: Sequence[np.ndarray]) -> str:
 
     32-bit words are mixed with their place, added up by tiles of 8,192, and the tiles' 64-bit hashes added up. The test
     compares with SGLang's own kernel in Triton's interpreter."""
-    data = b"".join(np.ascontiguousarray(part).reshape(-1).view(np.uint8).tobytes() for part in parts)
+    data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0
     for start in range(0, len(words), TILE * TILES):

@@ -21,9 +21,10 @@ from models.hf import SINGLE
 from models.weight_file import StoredTensor
 
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
+from .checksums import as_bytes
 from .published import Published
 from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
-from .version_folders import VersionFolders, as_bytes, contents, pull, pulled
+from .version_folders import VersionFolders, contents, pull, pulled
 
 Pause: TypeAlias = Callable[[], Awaitable[None]]
 

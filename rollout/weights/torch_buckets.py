@@ -32,6 +32,8 @@ from models.weight_file import DTYPES as NAMES
 from models.weight_file import StoredTensor
 from sharding.weights import by_path
 
+from .checksums import as_bytes
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,7 @@ def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
     """A pickle of a flattened bucket. Raises KeyError for a dtype that it cannot say."""
     # Each must begin at a multiple of its own width: the reader views the bytes in place.
     tensors = sorted(tensors, key=lambda entry: -entry[1].itemsize)
-    flat = b"".join(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data for _, tensor in tensors)
+    flat = b"".join(as_bytes(tensor).data for _, tensor in tensors)
     return bucket_of(_byte_tensor(flat), [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
 
 

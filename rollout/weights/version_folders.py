@@ -42,6 +42,7 @@ from models.hf import INDEX, SINGLE
 from models.weight_file import DTYPES as NAMES
 from models.weight_file import StoredTensor, write_weights
 
+from .checksums import as_bytes
 from .published import Published, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
@@ -407,7 +408,3 @@ def open_weights(folder: pathlib.Path) -> safe_open:
         return safe_open(folder / SINGLE, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise DeltaError(f"{folder / SINGLE}: {error}") from None
-
-
-def as_bytes(tensor: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
