@@ -1,9 +1,9 @@
 """The routes of a rollout server: the embedded engine behind SGLang's HTTP contract, as an ASGI application.
 
-Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are four differences: an update
-of weights does not wait for running samples, which continue under the new weights; versions are numbers; a reply's text
-comes with its last token; and no message of a client ends the server. All routes run on the engine's event loop;
-threads read JSON and media of requests.
+Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are five differences: media
+come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples, which
+continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of a
+client ends the server. All routes run on the engine's event loop; threads read JSON and media of requests.
 """
 
 from __future__ import annotations

@@ -182,10 +182,10 @@ class BadRequest(ValueError):
     """A body that can't be read as a request; the message names the field."""
 
 
-def our_media(entry: Any) -> Json | None:
-    """The media in an entry of `image_data` or `video_data`, if the entry has our format. Raises BadRequest."""
+def our_media(field: str, entry: Any) -> Json:
+    """The media in an entry of `image_data` or `video_data`. Raises BadRequest for an entry in another format."""
     if not isinstance(entry, str) or not entry.startswith(FORMAT):
-        return None
+        raise BadRequest(f"{field} must have media in the format of rollout.wire: this server decodes no files")
     try:
         media = json.loads(entry[len(FORMAT) :])
     except ValueError as error:

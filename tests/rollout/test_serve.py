@@ -2,7 +2,7 @@
 
 1. A reply has the tokens and log-probs, bit for bit, that the engine gives in the same process: for whole groups, parts
    of one, continued prefixes, and media in our format. Samples of a prompt are one request, prefilled once.
-2. Ordinary images and videos are prepared as the processor prepares them.
+2. Media come as patches only (`test_serve_bodies.py`).
 3. The events of a stream add up to the reply without one.
 4. Aborts, pauses, updates and disconnections do to samples what they do in the engine.
 """
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import itertools
 from typing import Any
@@ -18,11 +17,7 @@ from typing import Any
 import pytest
 from rollout_cases import HANG, LONGEST, until
 from serve_cases import (
-    CLIP,
-    PICTURE,
     PROMPTS,
-    SAMPLING,
-    SECOND,
     SlowEngine,
     checksums,
     last,
@@ -74,41 +69,6 @@ async def test_prefixes_are_continued(checkpoints):
                 same(reply, answer)
                 assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
                 assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
-
-
-async def test_ordinary_media_are_prepared_as_by_the_processor(checkpoints, tmp_path):
-    async with serving(checkpoints["vl"]) as served:
-        files = {"image": PICTURE, "second": SECOND, "video": CLIP}
-        for name, data in files.items():
-            (tmp_path / name).write_bytes(data)
-        text, _ = PROMPTS["mixed"]
-        for name in ("image", "video"):
-            text = text.replace(f"<{name}>", f"<|vision_start|><|{name}_pad|><|vision_end|>")
-        sampling = {"max_new_tokens": 10, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True,
-                    "logit_bias": {str(id): -1e30 for id in SAMPLING.forbidden_ids}}  # fmt: skip
-        request = served.request("mixed", seed=3)
-        (answer,) = await served.in_process(request)
-        for entry in (
-            lambda name: base64.b64encode(files[name]).decode(),
-            lambda name: "data:image/png;base64," + base64.b64encode(files[name]).decode(),
-            lambda name: str(tmp_path / name),
-        ):
-            body = {
-                "input_ids": served.processor.encode(text),
-                "image_data": [entry("image"), entry("second")],
-                "video_data": entry("video"),
-                "sampling_params": sampling,
-            }
-            same(await served.ok("/generate", body), answer)
-        for changed, complaint in [
-            ({"input_ids": request.prompt.token_ids_T.tolist()}, "the server expands it"),
-            ({"image_data": [entry("image")]}, "image_data.*1 for 2 placeholders"),
-            ({"video_data": None}, "video_data.*0 for 1 placeholders"),
-            ({"image_data": ["https://host/a.png", entry("image")]}, "nothing is fetched"),
-            ({"image_data": ["/no/such/file", entry("image")]}, "no file and no base64"),
-            ({"image_data": [base64.b64encode(b"GIF89a").decode(), entry("image")]}, "media of"),
-        ]:
-            await refused(served, body | changed, complaint)
 
 
 async def test_events_add_up_to_the_reply(checkpoints):
