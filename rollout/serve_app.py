@@ -1,9 +1,9 @@
 """The routes of a rollout server: the embedded engine behind SGLang's HTTP contract, as an ASGI application.
 
 Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are five differences: media
-come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples, which
-continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of a
-client ends the server. All routes run on the engine's event loop; threads read JSON and media of requests.
+come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples,
+which continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of
+a client ends the server. All routes run on the engine's event loop; threads read JSON and media of requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
 from .wire import BadRequest, Json, finish_json, spans_json
 
-MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
 MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory that sleep frees
 
@@ -57,11 +56,10 @@ class RolloutServer:
         dtype: DTypeLike | None = None,
         info: Json | None = None,
         token: str = "",
-        media_bytes: int = MEDIA_BYTES,
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
-        self._reader = RequestReader(config, processor, media_bytes, shadows=engine.shadows)
+        self._reader = RequestReader(config, processor, shadows=engine.shadows)
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False

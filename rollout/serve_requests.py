@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import json
 import secrets
-import threading
 import uuid
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
@@ -176,46 +175,12 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
     return value
 
 
-class ServedMedia:
-    """Media in our format by their key, for samples without patches. Beyond `capacity` bytes, the media whose last use
-    is longest ago are dropped; the newest stay. Threads may share it."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity, self._bytes = capacity, 0
-        self._kept: collections.OrderedDict[str, Json] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def put(self, media: Json) -> None:
-        """Stores media with patches that were read successfully: unreadable media must not take a key."""
-        with self._lock:
-            if (old := self._kept.pop(media["key"], None)) is not None:
-                self._bytes -= _size(old)
-            self._kept[media["key"]] = media
-            self._bytes += _size(media)
-            while self._bytes > self._capacity and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
-                self._bytes -= _size(oldest)
-
-    def get(self, key: str) -> Json:
-        with self._lock:
-            if key not in self._kept:
-                raise BadRequest(f"media {key!r} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-            self._kept.move_to_end(key)
-            return self._kept[key]
-
-
-def _size(media: Json) -> int:
-    patches = media["patches"]
-    return len(json.dumps(patches)) if is_shadow(patches) else len(patches["data"])
-
-
 class RequestReader:
-    """Prepares the prompts of bodies for one model; keeps up to `capacity` bytes of media. `shadows`: patches may be
-    tickets, for an engine that fetches pixels."""
+    """Prepares the prompts of bodies for one model. `shadows`: patches may be tickets, for an engine that fetches
+    pixels."""
 
-    def __init__(self, config: AnyConfig, processor: Processor, capacity: int, *, shadows: bool = False) -> None:
+    def __init__(self, config: AnyConfig, processor: Processor, *, shadows: bool = False) -> None:
         self._config, self._processor, self._shadows = config, processor, shadows
-        self._store = ServedMedia(capacity)
 
     def requests(self, body: Body) -> list[tuple[GenerateRequest, list[int]]]:
         """The requests of a body, not yet checked by the engine, each with the places of its samples in the body.
@@ -270,13 +235,10 @@ class RequestReader:
             raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
         whole = {}
         for field, media in sample.media.items():
-            patches = sent.get(media["key"]) or self._store.get(media["key"])
+            if (patches := sent.get(media["key"])) is None:
+                raise BadRequest(f"{field}: no sample of this body has the patches of media {media['key']!r}")
             whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
-        prompt = given_prompt(sample.ids, sample.begun, whole, self._config)
-        for media in whole.values():
-            if media["key"] in sent:
-                self._store.put({name: media[name] for name in ("key", "patches", "grid_thw")})
-        return prompt
+        return given_prompt(sample.ids, sample.begun, whole, self._config)
 
 
 def _prompt_key(sample: BodySample) -> Hashable:

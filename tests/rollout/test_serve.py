@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from typing import Any
 
@@ -27,9 +26,6 @@ from serve_cases import (
     serving,
     single,
 )
-
-from rollout import wire
-from rollout.serve_requests import ServedMedia
 
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
@@ -114,31 +110,12 @@ async def test_a_body_without_extras_ends_at_the_end_token_and_differs_between_s
         assert first["output_ids"] == second["output_ids"]
 
 
-async def test_media_are_kept_by_their_key_for_a_while(checkpoints):
-    async with serving(checkpoints["vl"], media_bytes=1) as served:
-        bodies = [served.body(served.request(name, n=2), stream=False) for name in ("image", "video")]
-        keyed = copy.deepcopy(bodies)
-        for body in keyed:
-            body["rid"] = body["rid"][1:]
-            for field in set(body) - {"rid", "stream", "return_logprob"}:
-                body[field] = body[field][1:]
-        await refused(served, keyed[0], "not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-        whole = await served.ok("/generate", bodies[0])
-        assert (await served.ok("/generate", keyed[0]))[0]["output_ids"] == whole[1]["output_ids"]
-        await served.ok("/generate", bodies[1])
-        await served.ok("/generate", keyed[1])
-        await refused(served, keyed[0], "not here any more")
-
-
-def test_the_media_that_were_not_asked_for_longest_go():
-    store = ServedMedia(10)
-    for key, size in (("a", 4), ("b", 4), ("a", 4)):
-        store.put({"key": key, "patches": {"data": "x" * size}})
-    store.get("b")
-    store.put({"key": "c", "patches": {"data": "x" * 4}})
-    assert store.get("b") and store.get("c")
-    with pytest.raises(wire.BadRequest):
-        store.get("a")
+async def test_media_belong_to_the_body_that_has_their_patches(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        body = served.body(served.request("image", n=2), stream=False)
+        keyed = {key: value[1:] if isinstance(value, list) else value for key, value in body.items()}
+        await served.ok("/generate", body)
+        await refused(served, keyed, "image_data: no sample of this body has the patches of media")
 
 
 # --- 4: aborts, pauses, weights -------------------------------------------------------------------
