@@ -17,7 +17,6 @@ from models.hf import tensor_names
 from models.inputs import PackedTokens
 from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
-from sharding.walk import Walk
 from sharding.weights import by_path
 
 from .engine import EngineError
@@ -74,7 +73,6 @@ class DeviceState:
     def __init__(
         self,
         model: Decoder,
-        walk: Walk,
         limits: EngineLimits,
         layout: EngineLayout,
         dtype: DTypeLike | None,
@@ -88,7 +86,7 @@ class DeviceState:
         self._engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text
-        self._walk, self._dtype = walk, dtype
+        self._dtype = dtype
         self.limits = limits
         self._served = {  # every weight in the layout of updates and in the dtype that is served
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
@@ -106,7 +104,7 @@ class DeviceState:
         layer = layout.weights(self._engine_model.layers, stacked=False)
         self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
         rows = self._rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
-        self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
+        self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""

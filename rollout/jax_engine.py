@@ -27,7 +27,6 @@ from models.decoder import Decoder, parameter_count
 from models.inputs import ModelInput
 from models.shadow import Fetch
 from sharding.mesh import Device
-from sharding.walk import Walk
 
 from . import turns
 from .device import DeviceState, NewTokens
@@ -76,7 +75,6 @@ class JaxEngine:
         kv_fraction: float = 0.5,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
-        walk: Walk = Walk(),  # noqa: B008 (frozen)
         version: int = 0,
         fetch: Fetch | None = None,
     ) -> None:
@@ -102,7 +100,7 @@ class JaxEngine:
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
         self._kv_known = self._kv_given  # otherwise determined before the first request
         layout = EngineLayout.of(devices)
-        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype, fetch)
+        self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
         self._tokens_prefilled = 0

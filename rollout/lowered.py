@@ -15,7 +15,7 @@ import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from sharding.mesh import make_mesh
-from sharding.walk import Params, Walk
+from sharding.walk import Params
 
 from .engine_weights import EngineLayout, LayerParams, engine_model
 from .programs import KVCache, programs
@@ -79,7 +79,7 @@ def lowered_programs(
     limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
     graphdef, _ = models.split(engine_model(model)[0])
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
-    engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
+    engine = programs(graphdef, limits.steps_per_sync, rows)
     whole = chunk_tokens(prompt)
     fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)
     kept = PromptFeatures.of(prompt, merge_unit, PREFILL_PATCHES) if by_groups(prompt.vision) else None

@@ -162,10 +162,10 @@ class EnginePrograms:
     can be donated. All other layouts follow from the weights'.
     """
 
-    def __init__(
-        self, graphdef: nnx.GraphDef[Decoder], walk: Walk, steps: int, rows: jax.sharding.Sharding | None = None
-    ) -> None:
-        self.graphdef, self.walk, self.steps, self.rows = graphdef, walk, steps, rows
+    walk = Walk()
+
+    def __init__(self, graphdef: nnx.GraphDef[Decoder], steps: int, rows: jax.sharding.Sharding | None = None) -> None:
+        self.graphdef, self.steps, self.rows = graphdef, steps, rows
         self.prefill = jax.jit(self._prefill)
         self.features = jax.jit(self._features)
         self.keep = jax.jit(self._keep, donate_argnums=0)
