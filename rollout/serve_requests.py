@@ -1,7 +1,7 @@
-"""Reads bodies of `POST /generate` as requests of the engine; `rollout.wire` or any client of SGLang writes them.
+"""Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones of SGLang's clients.
 
-A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its media, which must be
-decoded (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
+A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its prompts, whose patches are
+laid out (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
 prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
@@ -72,7 +72,7 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """Reads a body without its media. A response ends with `eos_ids` and its `stop_token_ids`, unless `ignore_eos`."""
+    """Reads a body, but not the arrays of its media. A response ends with `eos_ids` and its `stop_token_ids`, unless `ignore_eos`."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
@@ -184,7 +184,7 @@ class RequestReader:
 
     def requests(self, body: Body) -> list[tuple[GenerateRequest, list[int]]]:
         """The requests of a body, not yet checked by the engine, each with the places of its samples in the body.
-        Decodes media: call it in a thread."""
+        Reads the arrays of media: call it in a thread."""
         sent = self._sent(body)
         shown = list(map(_prompt_key, body.samples))
         groups: dict[Hashable, list[int]] = {}
