@@ -1,4 +1,4 @@
-"""Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones of SGLang's clients.
+"""Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones for SGLang.
 
 A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its prompts, whose patches are
 laid out (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
@@ -72,7 +72,8 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """Reads a body, but not the arrays of its media. A response ends with `eos_ids` and its `stop_token_ids`, unless `ignore_eos`."""
+    """Reads a body, but not the arrays of its media. A response ends with `eos_ids` and its `stop_token_ids`, unless
+    `ignore_eos`."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
