@@ -66,7 +66,7 @@ class Seat:
 
 
 class FleetState:
-    """What the parts of a fleet share: its servers, its seats, news of them. All of it belongs to one thread."""
+    """The state that the parts of a fleet share: servers, seats, news of them. All of it belongs to one thread."""
 
     def __init__(
         self, config: AnyConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
