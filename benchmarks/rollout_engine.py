@@ -43,9 +43,8 @@ from models.inputs import ModelInput
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits

@@ -40,8 +40,7 @@ def main() -> None:
 
     import models
     from models.config import Qwen2Config, TextConfig
-    from rollout.streamed import StreamedModel, finish
-    from rollout.streamed_plan import DeviceSpeed, resident_layers
+    from rollout.streamed import DeviceSpeed, StreamedModel, finish, resident_layers
 
     if args.model:
         model = models.load(args.model)

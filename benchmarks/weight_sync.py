@@ -47,14 +47,13 @@ from fluxjax.run.build import build_model
 from models.config import AnyConfig
 from models.decoder import parameter_count
 from rollout.engine import EngineError
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, SharedMemory, SyncRoute
+from rollout.weights.routes import Buckets, OrbaxFolders, Pause, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders, pull
 
 SIZES = {  # hidden, intermediate, layers, heads, KV heads; a vocabulary of some dozens of characters
@@ -265,7 +264,7 @@ class Measured:
                     ended = time.perf_counter()
                     total[name].append(ended - began)
                     paused[name].append(ended - watch.began[-1])
-                    (published,) = {server.holds for server in fleet._state.servers}
+                    (published,) = {server.holds for server in fleet.members}
                     assert published is not None
                     carried[name] = self._bytes(name, route, published)
                 _say(f"{self._name}, {name}: {total[name][-1]:.2f} s, {paused[name][-1]:.2f} s of them paused")
@@ -307,15 +306,18 @@ class Measured:
 
 
 class Watch:
-    """Notes when a route begins to deliver: the server is paused then."""
+    """Notes when a route has paused a server."""
 
     def __init__(self, route: SyncRoute) -> None:
         self.began: list[float] = []
         deliver = route.deliver
 
-        async def noted(client: ServerClient, published: Published) -> None:
-            self.began.append(time.perf_counter())
-            await deliver(client, published)
+        async def noted(client: ServerClient, published: Published, pause: Pause) -> None:
+            async def noted_pause() -> None:
+                await pause()
+                self.began.append(time.perf_counter())
+
+            await deliver(client, published, noted_pause)
 
         route.deliver = noted  # pyright: ignore[reportAttributeAccessIssue]
 

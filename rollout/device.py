@@ -17,20 +17,26 @@ from models.hf import tensor_names
 from models.inputs import PackedTokens
 from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
-from sharding.walk import Walk
 from sharding.weights import by_path
 
 from .engine import EngineError
-from .engine_weights import EngineLayout, LayerParams, check_finite, engine_model, outputs_last, split_layers
-from .fetched_pixels import FetchedPixels
+from .engine_weights import (
+    EngineLayout,
+    LayerParams,
+    by_name,
+    check_finite,
+    check_shapes,
+    engine_model,
+    served,
+    split_layers,
+)
 from .programs import KVCache, Rows, programs
 from .requests import EngineLimits
-from .sampling import SlotSampling
+from .slots import SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
-from .weights.published import by_name, check_shapes, served
 
 if TYPE_CHECKING:
-    from .prompt_features import FeatureWork
+    from .prompt_pixels import FeatureWork, FetchedPixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +64,6 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
     return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
 
 
-def _as_on_disk(
-    weights: Sequence[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]],
-) -> Iterator[tuple[str, np.ndarray]]:
-    for entry, layers, inputs in weights:
-        for name, value in zip(entry.full_names, layers, strict=True):
-            yield name, entry.to_disk(outputs_last(np.asarray(value), inputs))
-
-
 class DeviceState:
     """Weights and cache on the devices. Layers of `model` are copied, other weights only if they need another layout;
     all are cast to `dtype` (None: not cast). With an abstract model, `params` is None until the first update."""
@@ -75,17 +73,20 @@ class DeviceState:
     def __init__(
         self,
         model: Decoder,
-        walk: Walk,
         limits: EngineLimits,
         layout: EngineLayout,
         dtype: DTypeLike | None,
         fetch: Fetch | None = None,
     ) -> None:
-        self.pixels = FetchedPixels(fetch)
+        self.pixels: FetchedPixels | None = None
+        if fetch is not None:
+            from .prompt_pixels import FetchedPixels
+
+            self.pixels = FetchedPixels(fetch)
         self._engine_model, self._matrices = engine_model(model)
         self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
         self._abstract, self._text = models.abstract(model.config), model.config.text
-        self._walk, self._dtype = walk, dtype
+        self._dtype = dtype
         self.limits = limits
         self._served = {  # every weight in the layout of updates and in the dtype that is served
             name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for name, x in by_name(params).items()
@@ -103,7 +104,7 @@ class DeviceState:
         layer = layout.weights(self._engine_model.layers, stacked=False)
         self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
         rows = self._rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
-        self.programs = programs(self._graphdef, self._walk, self.limits.steps_per_sync, rows)
+        self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""
@@ -129,14 +130,18 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         layers = [by_path(layer) for layer in params["layers"]]
         outer = by_path({name: value for name, value in params.items() if name != "layers"})
-        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # the number of turned inputs
         for entry in tensor_names(served(self._abstract.config)):
             if entry.path[0] == "layers":
                 path = entry.path[1:]
                 held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
             else:
                 held.append((entry, outer[entry.path] if entry.stacked else [outer[entry.path]], 0))
-        return _as_on_disk(held)
+        return (
+            (name, entry.to_disk(np.moveaxis(np.asarray(value), range(-inputs, 0), range(inputs))))
+            for entry, layers, inputs in held
+            for name, value in zip(entry.full_names, layers, strict=True)
+        )
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, where names, shapes or dtypes
@@ -207,6 +212,7 @@ class DeviceState:
     def _fetch(self, rid: str, tensor: ShadowTensor, into_PX: np.ndarray, lost: dict[str, Exception]) -> None:
         """Fills in the patches of a request. Failed fetches leave them blank, and add the request to `lost`."""
         try:
+            assert self.pixels is not None, "requests are checked"
             if rid not in lost:
                 into_PX[:] = self.pixels.take(tensor)
         except Exception as error:

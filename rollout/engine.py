@@ -83,6 +83,10 @@ class EngineError(RuntimeError):
     """The engine can't serve: a request it cannot fit, a dead server, weights of another shape."""
 
 
+class WeightsMismatch(RuntimeError):
+    """A server does not hold what was sent to it. It must not generate."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """An inference engine. All methods are called from one asyncio loop and never block it."""

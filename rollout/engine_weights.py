@@ -27,9 +27,10 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 import models
-from models.config import TextConfig
+from models.config import AnyConfig, NameLayout, Qwen25VLConfig, TextConfig
 from models.decoder import Decoder, DecoderLayer, shapes_only
 from sharding.mesh import Device, make_mesh
 from sharding.walk import Params
@@ -44,6 +45,26 @@ LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
 # threads that ask together may get lists that are too short or too long.
 _placing = threading.Lock()
+
+
+def served(config: AnyConfig) -> AnyConfig:
+    """The configuration under whose names servers read weights: SGLang reads no others."""
+    return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
+
+
+def by_name(params: PyTree) -> dict[str, Any]:
+    """The weights by a name for messages."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Raises EngineError, which names the tensor, unless names and shapes are those of what is served."""
+    for name in sorted(served.keys() | params.keys()):
+        if name not in params or name not in served:
+            raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
+        shape, dtype = getattr(params[name], "shape", None), getattr(params[name], "dtype", None)
+        if shape != served[name].shape or dtype is None:  # None: no array at all
+            raise EngineError(f"weight {name} has shape {shape}, the engine serves {served[name].shape}")
 
 
 def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
@@ -185,11 +206,6 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
             variable.set_value(jax.ShapeDtypeStruct((*stack, *spec.turned().shape), dtype))
             matrices[path] = spec.inputs
     return turned, matrices
-
-
-def outputs_last(matrix: np.ndarray, inputs: int) -> np.ndarray:
-    """The matrix of an engine, turned to how the model declares it: inputs first."""
-    return np.moveaxis(matrix, range(-inputs, 0), range(inputs))
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:

@@ -14,7 +14,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -22,28 +21,28 @@ from typing import Any, TypeVar
 
 from models.config import AnyConfig
 from models.shadow import Fetch
+from sharding.mesh import Device
 
-from .engine import EngineError, EngineStats, GenerateRequest, TokenChunk
-from .fleet_job import FleetOptions, Server, ServerStatus
+from .engine import EngineError, EngineStats, GenerateRequest
 from .fleet_requests import FleetRequests
-from .fleet_state import FleetState
+from .fleet_server import FleetOptions, FleetState, Seat, Server, ServerStatus
 from .local_server import LocalServer
-from .requests import EngineLimits
-from .sglang import CONNECT, Refused, ServerClient, ServerError
+from .requests import EngineLimits, Mailbox, TokenStream, checked
+from .sglang import ServerClient, ServerError
 from .weights.published import Published, SharedFolders
 from .weights.routes import SharedMemory, SyncRoute
 
-log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class Fleet:
-    """Servers for `rollout.fleet_engine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
+    """Servers for `FleetEngine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
 
     `processes` are started by the fleet, `addresses` are of servers that others start; server `i` takes seat
     `i % seats`, and is called by `name` and its number. `limits` are what a server can take. Prompts may have their
     pixels elsewhere where servers fetch these themselves (`shadows`), or else `fetch` has them, for each request when
-    it is sent. Every method but `close` may be called from any thread.
+    it is sent. `start`, `call`, `close`, `join`, `leave` and what the fleet says of itself are for any thread; all
+    else runs in the fleet's thread, by `call`.
     """
 
     def __init__(
@@ -62,17 +61,16 @@ class Fleet:
         shadows: bool = False,
     ) -> None:
         self.limits = dataclasses.replace(limits, shadows=shadows or fetch is not None)
-        self._options = options or FleetOptions()
-        self._folders, self._route = folders, route or SharedMemory()
         self._first = [*processes, *addresses]
-        self.seats = seats or len(self._first)
-        if not self.seats:
+        if not self._first and not seats:
             raise EngineError("a fleet needs a server at least")
-        self._state = FleetState(config, self.limits, self._options, self.seats)
-        self._requests = FleetRequests(self._state, fetch=fetch, shadows=shadows)
+        self._options, self._folders, self._route = options or FleetOptions(), folders, route or SharedMemory()
+        self._state = FleetState(config, self.limits, self._options, self._route, seats or len(self._first))
+        self.seats, self.members = self._state.seats, self._state.servers
+        self.requests = FleetRequests(self._state, fetch=fetch, shadows=shadows)
         self._name, self._joined = name, 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._lock = threading.RLock()  # of the two below, and of what is given to the loop
         self._closed = False
 
@@ -85,10 +83,6 @@ class Fleet:
                 self._thread.start()
                 for member in self._first:
                     self.join(member)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         """Runs in the fleet's thread."""
@@ -132,11 +126,11 @@ class Fleet:
     async def _join(self, member: LocalServer | str) -> str:
         local = member if isinstance(member, LocalServer) else None
         client = ServerClient("" if local else str(member), token=self._options.token)
-        seat = min(range(self.seats), key=lambda seat: (sum(s.seat == seat for s in self._state.servers), seat))
-        server = Server(f"{self._name} {self._joined}", seat, client, local)
+        seat = min(self.seats, key=lambda seat: len(self._state.of_seat(seat)))
+        server = Server(self._state, f"{self._name} {self._joined}", seat, client, local)
         self._joined += 1
-        self._state.servers.append(server)
-        self._state.begin(self._look_after(server))
+        self.members.append(server)
+        self._state.begin(server.live())
         return server.name
 
     def leave(self, name: str) -> None:
@@ -145,135 +139,18 @@ class Fleet:
         self.call(self._leave(name)).result()
 
     async def _leave(self, name: str) -> None:
-        server = next((server for server in self._state.servers if server.name == name), None)
+        server = next((server for server in self.members if server.name == name), None)
         if server is None:
-            raise EngineError(f"no {name} in the fleet; there are {', '.join(s.name for s in self._state.servers)}")
+            raise EngineError(f"no {name} in the fleet; there are {', '.join(s.name for s in self.members)}")
         server.leaving = True
-        self._state.servers.remove(server)
+        self.members.remove(server)
         server.reason = "left"
-        self._lower(server)
+        server.lower()
         server.suspect()
-
-    # --- the life of a server -------------------------------------------------------------------
-
-    async def _look_after(self, server: Server) -> None:
-        try:
-            await self._live(server)
-        finally:  # also of those that left
-            await self._route.forget(server.client)
-            await server.client.close()
-            if server.process is not None:
-                await asyncio.to_thread(server.process.stop)
-
-    async def _live(self, server: Server) -> None:
-        trouble = 0  # in a row
-        while not server.leaving:
-            await self._rest(server)
-            began = time.monotonic()
-            try:
-                await self._raise_up(server)
-                trouble = 0
-                await self._watch(server)
-            except EngineError as error:
-                server.reason = str(error)
-            except Exception as error:
-                self._state.fail(error)
-                server.reason = str(error)
-            else:
-                return
-            self._lower(server)
-            await self._route.forget(server.client)
-            if server.leaving or self._state.failed:
-                return
-            log.info("%r is lost: %s", server, server.reason)  # who shows `servers` tells users
-            if server.process is not None:
-                await asyncio.to_thread(server.process.kill)
-            server.restarts += 1
-            trouble += 1
-            if trouble > 1:  # it did not even come up
-                server.suspected.clear()
-                with contextlib.suppress(TimeoutError):
-                    wait = max(0.0, min(2.0 ** min(trouble, 5), 30.0) - (time.monotonic() - began))
-                    await asyncio.wait_for(server.suspected.wait(), wait)
-
-    async def _rest(self, server: Server) -> None:
-        """Returns when the server may start: its memory may be lent to others."""
-        seat = self._state.seats[server.seat]
-        while server.process is not None and seat.asleep and not server.leaving:
-            if not server.waits:
-                server.waits = True
-                self._state.tell()
-            await self._state.news()
-        server.waits = False
-
-    async def _raise_up(self, server: Server) -> None:
-        if server.process is not None:
-            await server.client.close()
-            server.process.start()  # in this thread: Linux takes it for the parent that the process is bound to
-            server.client = ServerClient(server.process.address, token=self._options.token)
-        deadline = time.monotonic() + self._options.start_seconds
-        while True:
-            server.check_process()
-            if server.leaving:
-                return
-            if server.process is not None and self._state.seats[server.seat].asleep:
-                raise ServerError("it was to sleep before it was up; it starts when it is to wake")
-            try:
-                await server.client.load(CONNECT)
-                break
-            except Refused:  # no waiting helps
-                raise
-            except EngineError as error:
-                if time.monotonic() > deadline:
-                    raise ServerError(
-                        f"not ready after {self._options.start_seconds:g} s (servers.start_seconds); last: {error}"
-                    ) from error
-            await asyncio.sleep(0.25)
-        # One of others may sleep since an earlier run, or a loss.
-        server.holds, server.asleep = None, server.process is None and await server.client.asleep()
-        server.served.clear()
-        server.down.clear()
-        server.trouble = ""
-        await self._bring(server)
-        server.cleared = server.doubts
-        server.up = True
-        self._state.tell()
-
-    async def _watch(self, server: Server) -> None:
-        """Returns when the server leaves. Raises ServerError when it is lost."""
-        while not server.leaving:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.suspected.wait(), self._options.look_every)
-            server.suspected.clear()
-            server.check_process()
-            if server.trouble:
-                raise ServerError(server.trouble)
-            changing = server.lock.locked()  # its weights, say: it may be silent
-            try:
-                if not changing:
-                    await server.look(self._options.patience)
-                    self._state.tell()
-            except ServerError:
-                if not (changing := server.lock.locked()):
-                    raise
-            excused = changing or self._state.seats[server.seat].paused
-            # Before it counts a request, a server reads it, and may have hundreds of others to read.
-            server.check_silence(excused, 3 * self._options.patience, self._options.start_seconds)
-
-    def _lose(self, server: Server, why: str) -> None:
-        """Ends this life of a server: the next one gets the weights and the orders of its seat."""
-        server.trouble = why
-        server.suspect()
-        self._lower(server)
-
-    def _lower(self, server: Server) -> None:
-        server.up = False
-        server.down.set()
-        self._state.tell()
 
     # --- weights --------------------------------------------------------------------------------
 
-    async def publish(self, seat: int, version: int, params: Mapping[str, Any]) -> None:
+    async def publish(self, seat: Seat, version: int, params: Mapping[str, Any]) -> None:
         """Brings the seat's servers to these weights; those that sleep wake. Servers that can't take them are lost, and
         come back with them.
 
@@ -281,102 +158,67 @@ class Fleet:
         self._state.raise_fatal()
         written = await asyncio.to_thread(self._folders.write, version, params)
         await asyncio.to_thread(self._route.publish, written, params)
-        self._state.seats[seat].wanted = written
+        seat.wanted = written
         await self.wake(seat)
-        wanted = [seat.wanted for seat in self._state.seats if seat.wanted is not None]
-        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(wanted)))
+        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(self._wanted())))
         self._state.raise_fatal()
+
+    def _wanted(self) -> list[Published]:
+        return [seat.wanted for seat in self.seats if seat.wanted is not None]
 
     def oldest(self) -> Published | None:
         """The oldest weights that a seat is to have; from any thread."""
-        wanted = [seat.wanted for seat in self._state.seats if seat.wanted is not None]
-        return min(wanted, key=lambda published: published.version, default=None)
+        return min(self._wanted(), key=lambda published: published.version, default=None)
 
     async def take(self, published: Published | None) -> None:
         """Makes these, of another fleet with the same folders, the weights of all seats, which must sleep."""
-        for seat in self._state.seats:
+        for seat in self.seats:
             seat.wanted = published
         if published is not None:
             await asyncio.to_thread(self._route.publish, published)
 
-    async def _bring_all(self, seat: int) -> None:
-        async def bring(server: Server) -> None:
-            client = server.client
-            try:
-                await self._bring(server)
-            except EngineError as error:
-                if server.client is client:  # else it is another life of it by now
-                    place = self._state.seats[seat]
-                    weights = "an order" if place.wanted is None else f"version {place.wanted.version} of the weights"
-                    self._lose(server, f"it did not {'sleep' if place.asleep else f'take {weights}'}: {error}")
-            except Exception as error:
-                self._state.fail(error)
-
-        await asyncio.gather(*(bring(server) for server in self._state.of_seat(seat) if server.up))
-
-    async def _bring(self, server: Server) -> None:
-        """Brings a server to the weights of its seat, and proves it, before it generates anything with them; or puts it
-        to sleep."""
-        seat = self._state.seats[server.seat]
-        async with server.lock:
-            while True:
-                if seat.asleep:
-                    await server.sleep(self._options.patience)
-                    return
-                await server.wake()
-                wanted = seat.wanted
-                if wanted is not None and server.holds is not wanted:
-                    try:
-                        await server.update(wanted, self._route)
-                    except Exception:
-                        if seat.wanted is wanted:  # else its folder may be gone
-                            raise
-                    continue
-                if not seat.paused:
-                    await server.client.resume()
-                if seat.wanted is wanted and not seat.asleep:  # still
-                    return
+    async def _bring(self, seat: Seat) -> None:
+        await asyncio.gather(*(server.bring() for server in self._state.of_seat(seat) if server.up))
 
     # --- orders to a seat -----------------------------------------------------------------------
 
-    async def pause(self, seat: int) -> None:
-        self._state.seats[seat].paused = True
+    async def pause(self, seat: Seat) -> None:
+        seat.paused = True
         await self._on_seat(seat, lambda server: server.client.pause("in_place"))
 
-    async def resume(self, seat: int) -> None:
-        self._state.seats[seat].paused = False
+    async def resume(self, seat: Seat) -> None:
+        seat.paused = False
         self._state.tell()
         if self._options.together:
-            await self._requests.sent(seat, self._options.start_seconds)
+            await self.requests.sent(seat, self._options.start_seconds)
         await self._on_seat(seat, lambda server: server.client.resume())
 
-    async def sleep(self, seat: int) -> None:
+    async def sleep(self, seat: Seat) -> None:
         """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is
         about to, or that ends meanwhile, waits. One that is starting may come up first, or it never would where rounds
         are shorter; samples of other seats end first. Raises EngineError where samples of this one run."""
-        if running := self._requests.running(seat):
+        if running := self.requests.running(seat):
             raise EngineError(f"can't sleep: {running} samples are running; abort them first")
-        place = self._state.seats[seat]
         starting = {server: server.restarts for server in self._state.of_seat(seat) if server.starting}
         await self._until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
-        place.asleep = True
+        seat.asleep = True
         self._state.tell()
         await self._until(lambda: not any(server.open for server in self._state.of_seat(seat) if server.up))
-        await self._bring_all(seat)
-        await self._until(lambda: not place.asleep or all(server.rests for server in self._state.of_seat(seat)))
+        await self._bring(seat)
+        await self._until(lambda: not seat.asleep or all(server.rests for server in self._state.of_seat(seat)))
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not done():
             self._state.raise_fatal()
             await self._state.news()
 
-    async def wake(self, seat: int) -> None:
+    async def wake(self, seat: Seat) -> None:
         """Servers that slept have no weights: they are given those of the seat."""
-        self._state.seats[seat].asleep = False
+        seat.asleep = False
         self._state.tell()
-        await self._bring_all(seat)
+        await self._bring(seat)
 
-    async def _on_seat(self, seat: int, order: Callable[[Server], Awaitable[None]]) -> None:
+    async def _on_seat(self, seat: Seat, order: Callable[[Server], Awaitable[None]]) -> None:
         """Gives an order to the seat's servers at once. One that does not take it is lost."""
 
         async def give(server: Server) -> None:
@@ -385,7 +227,7 @@ class Fleet:
                     if not server.asleep:  # else it hears of it when it wakes
                         await order(server)
             except ServerError as error:
-                self._lose(server, str(error))
+                server.lose(str(error))
 
         await asyncio.gather(*(give(server) for server in self._state.of_seat(seat) if server.up))
 
@@ -393,7 +235,7 @@ class Fleet:
         """Returns when all servers are up, with the weights of their seats or asleep. Raises EngineError, which says
         what is wrong with the others, after `options.start_seconds`."""
         deadline = time.monotonic() + self._options.start_seconds
-        while missing := [server for server in self._state.servers if not server.up]:
+        while missing := [server for server in self.members if not server.up]:
             self._state.raise_fatal()
             if time.monotonic() > deadline:
                 raise EngineError("; ".join(server.state() for server in missing))
@@ -401,33 +243,94 @@ class Fleet:
 
     # --- what it says of itself, from any thread ------------------------------------------------
 
-    def stats(self, seat: int) -> EngineStats:
+    def stats(self, seat: Seat) -> EngineStats:
         """Counts of the seat, a moment old."""
-        place, here = self._state.seats[seat], self._state.of_seat(seat)
         return EngineStats(
-            version=-1 if place.wanted is None else place.wanted.version,
-            running=self._requests.running(seat),
+            version=-1 if seat.wanted is None else seat.wanted.version,
+            running=self.requests.running(seat),
             waiting=0,
-            slots=self.limits.slots * max(len(here), 1),
-            tokens_generated=place.tokens,
+            slots=self.limits.slots * max(len(self._state.of_seat(seat)), 1),
+            tokens_generated=seat.tokens,
             tokens_prefilled=0,
-            preemptions=place.preemptions,
+            preemptions=seat.preemptions,
         )
 
     def servers(self) -> list[ServerStatus]:
         """The servers as they are now."""
-        return [server.status() for server in list(self._state.servers)]
+        return [server.status() for server in list(self.members)]
 
     def busy(self) -> dict[str, list[tuple[float, float]]]:
         """The times in which each server ran samples, by `time.perf_counter`."""
-        return {server.name: server.busy_times() for server in list(self._state.servers)}
+        return {server.name: server.busy_times() for server in list(self.members)}
 
-    # --- requests -------------------------------------------------------------------------------
 
-    async def serve(self, seat: int, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
-        """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
-        await self._requests.serve(seat, request, put)
+class FleetEngine:
+    """A seat of a fleet as an `rollout.engine.Engine`. A sample's tokens come in one chunk, when it has ended.
 
-    async def abort(self, seat: int, rid: str) -> None:
-        """Ends a request (`rid`), or one sample of it (`rid/i`)."""
-        await self._requests.abort(seat, rid)
+    What is drawn is up to the server: `rollout.serve` repeats draws by seed, SGLang does not. `devices` are those of
+    this process that the server shares.
+    """
+
+    def __init__(self, fleet: Fleet, seat: int, devices: Sequence[Device] = ()) -> None:
+        self.move(fleet, seat, devices)
+
+    def move(self, fleet: Fleet, seat: int, devices: Sequence[Device]) -> None:
+        """Makes this engine another seat from now on."""
+        self._fleet, self._seat, self.devices = fleet, fleet.seats[seat], tuple(devices)
+
+    async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
+        job = self._fleet.call(work)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            raise EngineError("the fleet was closed") from None
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Streams a request's chunks (`Engine.generate`). Raises EngineError for one that no server could take."""
+        request = checked(request, self._fleet.limits)
+        mailbox = Mailbox()
+
+        def in_loop(function: Callable[..., None], *args: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may have closed
+                mailbox.loop.call_soon_threadsafe(function, *args)
+
+        job = self._fleet.call(
+            self._fleet.requests.serve(self._seat, request, lambda chunk: in_loop(mailbox.put, chunk))
+        )
+
+        def ended(job: concurrent.futures.Future[None]) -> None:
+            error = EngineError("the fleet was closed") if job.cancelled() else job.exception()
+            in_loop(mailbox.close, error)
+
+        job.add_done_callback(ended)
+        return TokenStream(mailbox, job.cancel)
+
+    async def abort(self, rid: str) -> None:
+        await self._on(self._fleet.requests.abort(self._seat, rid))
+
+    async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
+        await self._on(self._fleet.publish(self._seat, version, params))
+
+    async def set_parallelism(self, devices: Sequence[Device]) -> None:
+        raise EngineError("rollout servers keep their devices")
+
+    async def pause(self) -> None:
+        await self._on(self._fleet.pause(self._seat))
+
+    async def resume(self) -> None:
+        await self._on(self._fleet.resume(self._seat))
+
+    async def sleep(self) -> None:
+        await self._on(self._fleet.sleep(self._seat))
+
+    async def wake(self) -> None:
+        await self._on(self._fleet.wake(self._seat))
+
+    def stats(self) -> EngineStats:
+        return self._fleet.stats(self._seat)
+
+    async def close(self) -> None:
+        """Servers go with the fleet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import time
@@ -13,10 +14,40 @@ from models.shadow import Fetch, ShadowTensor
 
 from . import wire
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .fleet_job import Attempt, FleetJob, Server
-from .fleet_state import FleetState
+from .fleet_server import Attempt, FleetState, Seat, Server
 from .requests import ended_before
 from .sglang import SampleReply, ServerError
+
+
+class FleetJob:
+    """A request under way, and the tokens that each sample has so far."""
+
+    def __init__(self, request: GenerateRequest, seat: Seat, put: Callable[[TokenChunk], None]) -> None:
+        self.request, self.seat, self.put = request, seat, put
+        prefixes = request.prefix_ids or ((),) * request.n
+        self.begun = list(prefixes)  # token ids that were there before
+        self.came = [SampleReply("") for _ in range(request.n)]  # since then, all of it certain
+        self.open = set(range(request.n))
+        self.aborted: set[int] = set()
+        self.running: Attempt | None = None
+        self.lost: collections.Counter[str] = collections.Counter()  # attempts, by the names of their servers
+
+    def ids(self, sample: int) -> tuple[int, ...]:
+        return (*self.begun[sample], *self.came[sample].ids)
+
+    def end(self, sample: int, finish: FinishReason) -> None:
+        if sample in self.open:
+            self.open.remove(sample)
+            came = self.came[sample]
+            tokens = tuple(came.ids), tuple(came.logprobs), tuple(came.versions)
+            self.put(TokenChunk(self.request.rid, sample, *tokens, finish))
+
+    def keep(self, sample: int, reply: SampleReply) -> None:
+        """Adds the certain tokens of a reply: those whose version is known."""
+        came, certain = self.came[sample], len(reply.versions)
+        came.ids += reply.ids[:certain]
+        came.logprobs += reply.logprobs[:certain]
+        came.versions += reply.versions
 
 
 class FleetRequests:
@@ -28,22 +59,22 @@ class FleetRequests:
         self._fetch, self._shadows = fetch, shadows
         self._jobs: dict[str, FleetJob] = {}
 
-    def running(self, seat: int) -> int:
+    def running(self, seat: Seat) -> int:
         """The number of the seat's samples that are open."""
-        return sum(len(job.open) for job in list(self._jobs.values()) if job.seat == seat)
+        return sum(len(job.open) for job in list(self._jobs.values()) if job.seat is seat)
 
-    async def sent(self, seat: int, most: float) -> None:
+    async def sent(self, seat: Seat, most: float) -> None:
         """Returns when servers have what the seat was asked for, or after so many seconds."""
 
         def missing() -> bool:
-            jobs = (job for job in self._jobs.values() if job.seat == seat)
+            jobs = (job for job in self._jobs.values() if job.seat is seat)
             return any(job.running is None or not job.running.accepted for job in jobs)
 
         deadline = time.monotonic() + most
         while missing() and time.monotonic() < deadline:
             await self._state.news()
 
-    async def serve(self, seat: int, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
+    async def serve(self, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
         """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
         if request.rid in self._jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
@@ -81,11 +112,10 @@ class FleetRequests:
             self._state.raise_fatal()
             if job.aborted & job.open:
                 return None
-            seat = self._state.seats[job.seat]
-            if seat.paused or seat.asleep:
+            if job.seat.paused or job.seat.asleep:
                 deadline = time.monotonic() + self._options.start_seconds
             elif usable := [server for server in self._state.servers if self._fits(server, job)]:
-                return min(usable, key=lambda s: (job.lost[s.name], s.seat != job.seat, s.open, s.name))
+                return min(usable, key=lambda s: (job.lost[s.name], s.seat is not job.seat, s.open, s.name))
             if time.monotonic() > deadline:
                 reasons = [server.state() for server in self._state.servers]
                 raise EngineError(
@@ -96,8 +126,8 @@ class FleetRequests:
 
     def _fits(self, server: Server, job: FleetJob) -> bool:
         """Says whether the job can go to the server, and would not fall back behind the weights of its seat."""
-        wanted, its = self._state.seats[job.seat].wanted, self._state.seats[server.seat]
-        if not server.usable or its.paused or its.asleep:
+        wanted = job.seat.wanted
+        if not server.usable or server.seat.paused or server.seat.asleep:
             return False
         return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
 
@@ -124,8 +154,8 @@ class FleetRequests:
                 if sample in job.open and reply.finish is None:
                     job.keep(sample, reply)
                 server.tokens += len(reply.versions)
-                self._state.seats[job.seat].tokens += len(reply.versions)
-                self._state.seats[job.seat].preemptions += reply.preemptions
+                job.seat.tokens += len(reply.versions)
+                job.seat.preemptions += reply.preemptions
 
     def _body(self, request: GenerateRequest, rids: Mapping[int, str], interval: int) -> wire.Json:
         """The body of a request as a server gets it; pixels that the server can't fetch are fetched for it. Raises
@@ -173,11 +203,11 @@ class FleetRequests:
         if job.open & replies.keys():  # not our doing
             raise ServerError(f"{server!r} aborted {len(job.open)} samples, which nobody asked for")
 
-    async def abort(self, seat: int, rid: str) -> None:
+    async def abort(self, seat: Seat, rid: str) -> None:
         """Ends a request (`rid`), or one sample of it (`rid/i`)."""
         name, _, sample = (rid, "", "") if rid in self._jobs else rid.rpartition("/")
         job = self._jobs.get(name)
-        if job is None or job.seat != seat or not (sample.isdecimal() or not sample):
+        if job is None or job.seat is not seat or not (sample.isdecimal() or not sample):
             return
         chosen = ({int(sample)} if sample else set(range(job.request.n))) & job.open
         job.aborted |= chosen

@@ -27,17 +27,14 @@ from models.decoder import Decoder, parameter_count
 from models.inputs import ModelInput
 from models.shadow import Fetch
 from sharding.mesh import Device
-from sharding.walk import Walk
 
 from . import turns
 from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
-from .fetched_pixels import AHEAD_PATCHES
-from .pages import PAGE_TOKENS, pages_for
-from .programs import doubling
 from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
+from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache where devices don't report their free memory
 LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share compiled programs
@@ -78,7 +75,6 @@ class JaxEngine:
         kv_fraction: float = 0.5,
         compute_dtype: DTypeLike | None = None,
         devices: Sequence[Device] | None = None,
-        walk: Walk = Walk(),  # noqa: B008 (frozen)
         version: int = 0,
         fetch: Fetch | None = None,
     ) -> None:
@@ -104,7 +100,7 @@ class JaxEngine:
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
         self._kv_known = self._kv_given  # otherwise determined before the first request
         layout = EngineLayout.of(devices)
-        self._device = DeviceState(model, walk, self._limits, layout, compute_dtype, fetch)
+        self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
         self._tokens_prefilled = 0
@@ -256,7 +252,8 @@ class JaxEngine:
             self._closed = True
             self._lose(self._scheduler.clear(), "the engine was closed")
         self._thread.shutdown(wait=False)
-        self._device.pixels.close()
+        if self._device.pixels is not None:
+            self._device.pixels.close()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -338,7 +335,8 @@ class JaxEngine:
                 except Exception as error:
                     self._lose(self._scheduler.clear(), _described(error), error)
                 self._deliver(self._scheduler.reap())
-        self._device.pixels.expect(())
+        if self._device.pixels is not None:
+            self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
         """Runs one turn. If it fails, the scheduler is told which jobs it served, to find the faulty one."""
@@ -366,11 +364,11 @@ class JaxEngine:
             self._lose(self._scheduler.blame(broken), reason)
 
     async def _new_tokens(self) -> NewTokens:
-        if not self._scheduler.to_start():
-            plan_of_round = turns.plan_round(self._scheduler, self._limits)
+        if not self._scheduler.starting:
+            plan_of_round = turns.plan_round(self._scheduler)
             self._expect_pixels(())
             return await self._in_thread(self._device.decode, plan_of_round)
-        plan = turns.plan_starts(self._scheduler, self._limits)
+        plan = turns.plan_starts(self._scheduler)
         self._expect_pixels(plan)
         prefilled = sum(step.batch.tokens for step in plan if step.batch.outputs is None)
         new = await self._in_thread(self._device.start, plan)
@@ -378,9 +376,9 @@ class JaxEngine:
         return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
-        if self._limits.shadows:
+        if self._device.pixels is not None:
             now = (tensor for step in plan if step.batch.outputs is None for tensor in step.batch.pixels())
-            ahead = turns.pixels_ahead(self._scheduler, self._limits, AHEAD_PATCHES)
+            ahead = turns.pixels_ahead(self._scheduler)
             self._device.pixels.expect(itertools.chain(now, ahead))
 
     async def _in_thread(self, function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:

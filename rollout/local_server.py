@@ -1,18 +1,102 @@
-"""A rollout server as a process of this machine: its command, its port."""
+"""Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
+
+A process that outlives the run would keep its GPU. So this file, started as a program with a command, becomes the
+command, which ends when the thread that started it does. Linux only; elsewhere the command runs unbound.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
-from .engine import EngineError
-from .local_process import LocalProcess
-
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 PLUGIN = pathlib.Path(__file__).parent / "sglang_plugin"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class LocalProcess:
+    """Starts commands, one after the other, with their output behind `log`. Each ends with the thread that started it,
+    where the system is Linux."""
+
+    def __init__(self, log: pathlib.Path) -> None:
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Runs a command in an environment. Raises OSError where there is no such program."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=variables,
+                start_new_session=True,  # Ctrl-C is for the run; and a group, so that all of its processes end
+            )
+
+    @property
+    def running(self) -> subprocess.Popen[bytes] | None:
+        """The process, if there is one; another thread may end it meanwhile."""
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """The exit status, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def stop(self) -> None:
+        """Ends it and all of its processes: politely, then not. Blocks for a few seconds at most."""
+        process = self._process  # another thread may kill it meanwhile
+        if process is None:
+            return
+        _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to it and all of its processes."""
+        if self._process is not None:
+            _signal(self._process, number)
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its log, for messages."""
+        return "\n".join(_tail(self.log, lines))
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _tail(file: pathlib.Path, lines: int) -> Sequence[str]:
+    try:
+        with file.open("rb") as log:
+            log.seek(max(0, file.stat().st_size - 8192))
+            return log.read().decode(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +148,20 @@ class LocalServer(LocalProcess):
         try:
             self.begin(words, self._command.variables())
         except OSError as error:
+            from .engine import EngineError  # here, for this file is a program, too
+
             raise EngineError(f"can't start {words[0]}: {error}") from error
+
+
+def bind() -> None:
+    """Makes this process end when its parent does."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent has ended meanwhile
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    bind()
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,15 +15,14 @@ import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from sharding.mesh import make_mesh
-from sharding.walk import Params, Walk
+from sharding.walk import Params
 
 from .engine_weights import EngineLayout, LayerParams, engine_model
-from .pages import PAGE_TOKENS, pages_for
 from .programs import KVCache, programs
-from .prompt_features import FeatureWork, PromptFeatures
+from .prompt_pixels import FeatureWork, PromptFeatures
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
-from .slots import SlotTable
+from .slots import PAGE_TOKENS, SlotTable, pages_for
 from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan
 
 
@@ -80,7 +79,7 @@ def lowered_programs(
     limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
     graphdef, _ = models.split(engine_model(model)[0])
     rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
-    engine = programs(graphdef, Walk(), limits.steps_per_sync, rows)
+    engine = programs(graphdef, limits.steps_per_sync, rows)
     whole = chunk_tokens(prompt)
     fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)
     kept = PromptFeatures.of(prompt, merge_unit, PREFILL_PATCHES) if by_groups(prompt.vision) else None
@@ -89,13 +88,14 @@ def lowered_programs(
         prefixes = [Prefix(prompt, fitting, features=features)] * max(PREFILL_TOKENS // len(prompt), 1)
     else:
         prefixes = [Prefix(part(prompt, fitting[0], 0, whole), fitting[:1], features=features)]
-    packed = list(_packed(prefixes, max_sequence_tokens, merge_unit))
+    how: Any = {"row_tokens": max_sequence_tokens, "batch_tokens": PREFILL_TOKENS, "batch_patches": PREFILL_PATCHES}
+    packed = list(plan(prefixes, **how, merge_unit=merge_unit))
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
         last = _text(CHUNK_TOKENS)
-        packed += _packed([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], max_sequence_tokens, 1)
-    largest = max(packed, key=_scores)
+        packed += plan([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], **how, merge_unit=1)
+    largest = max((batch for _, batch in packed), key=_scores)
     before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
     pages = pages_for(max_sequence_tokens)
     table = SlotTable(slots, max_sequence_tokens, limits.pages)
@@ -108,31 +108,15 @@ def lowered_programs(
         if largest.features is not None:
             rows_FD = (kept.size, model.config.text.hidden_size)
             table = arrays.params["embedding"]["table"]
-            before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=_whole(devices)))
+            one_device = SingleDeviceSharding(devices[0])
+            everywhere = one_device if len(devices) == 1 else NamedSharding(make_mesh(devices=devices), PartitionSpec())
+            before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=everywhere))
     return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
-
-
-def _whole(devices: Sequence[Any]) -> Sharding:
-    """The sharding under which each device holds all of an array."""
-    if len(devices) == 1:
-        return SingleDeviceSharding(devices[0])
-    return NamedSharding(make_mesh(devices=devices), PartitionSpec())
 
 
 def _text(tokens: int) -> ModelInput:
     ids = np.zeros(tokens, np.int32)
     return ModelInput(ids, np.zeros((3, tokens), np.int32), ids - 1, tokens)
-
-
-def _packed(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int) -> Iterator[PrefillBatch]:
-    batches = plan(
-        prefixes,
-        row_tokens=row_tokens,
-        batch_tokens=PREFILL_TOKENS,
-        batch_patches=PREFILL_PATCHES,
-        merge_unit=merge_unit,
-    )
-    return (batch for _, batch in batches)
 
 
 def _scores(batch: PrefillBatch) -> int:

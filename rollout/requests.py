@@ -26,7 +26,7 @@ from models.inputs import ModelInput, VisionInput
 from models.shadow import ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from .pages import PAGE_TOKENS, pages_for
+from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # that one request may have
@@ -298,7 +298,7 @@ class Mailbox:
 class TokenStream(AsyncIterator[TokenChunk]):
     """The stream that `generate` returns. `abandon` is called once, on the event loop, when the consumer goes away."""
 
-    def __init__(self, mailbox: Mailbox, abandon: Callable[[], None]) -> None:
+    def __init__(self, mailbox: Mailbox, abandon: Callable[[], object]) -> None:
         self._mailbox, self._abandon = mailbox, abandon
         self._dropped = weakref.finalize(self, _from_any_thread, mailbox.loop, abandon)
         self._dropped.atexit = False
@@ -323,7 +323,7 @@ class TokenStream(AsyncIterator[TokenChunk]):
             self._abandon()
 
 
-def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], None]) -> None:
+def _from_any_thread(loop: asyncio.AbstractEventLoop, abandon: Callable[[], object]) -> None:
     """Abandons a stream on its loop; any thread may have collected the stream. Does nothing if the loop has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(abandon)

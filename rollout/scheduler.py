@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
-from .pages import PAGE_TOKENS, PagePool
 from .requests import EngineLimits, checked, ended_before
-from .slots import SlotTable
+from .slots import PAGE_TOKENS, PagePool, SlotTable
 
 if TYPE_CHECKING:
-    from .prompt_features import PromptFeatures
+    from .prompt_pixels import PromptFeatures
 
 PREFILL_TOKENS = 4096  # of one turn, so that rounds run in between; a prompt that can't be cut may have more
 CHUNK_TOKENS = 2048  # of one prompt, or of a sample's tokens, in one prefill; a multiple of a page
@@ -108,7 +107,7 @@ class Scheduler:
         self.waiting: deque[RunningSample] = deque()
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
-        self._starting: dict[Job, list[RunningSample]] = {}  # in the turn that is planned or in flight
+        self.starting: dict[Job, list[RunningSample]] = {}  # in the next turn, or the turn in flight; empty: a round
         self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:
@@ -152,12 +151,12 @@ class Scheduler:
         makes room. If more samples wait for a start than fit one turn, rounds come in between."""
         self._admit()
         due, self._more_to_start = self._more_to_start, False
-        self._starting = {}
+        self.starting = {}
         if due and len(self.to_decode()):
             self._make_room()
         if not (due and len(self.to_decode())):
-            self._starting = self._to_start()
-            if not self._starting:
+            self.starting = self._to_start()
+            if not self.starting:
                 self._make_room()
 
     def _admit(self) -> None:
@@ -233,17 +232,13 @@ class Scheduler:
             for sibling in job.samples:
                 sibling.forget_context()
 
-    def to_start(self) -> dict[Job, list[RunningSample]]:
-        """The samples that the next turn starts, by job; if empty, the turn is a round."""
-        return self._starting
-
     def upcoming(self) -> Iterator[Job]:
         """Yields the jobs that wait for a start after the planned turn, in about the order of their starts. A job whose
         images and videos are not finished by that turn is one of them."""
         slots = np.flatnonzero((self.table.pages_N > 0) & ~self.cached_N).tolist()
         held = (sample for sample in map(self.occupant.__getitem__, slots) if sample is not None)
         pageless = sorted(self._pageless, key=lambda sample: sample.age)
-        seen = {job for job in self._starting if job.features is None}
+        seen = {job for job in self.starting if job.features is None}
         for sample in itertools.chain(held, pageless, self.waiting):
             if sample.place is None and sample.job not in seen:
                 seen.add(sample.job)
@@ -287,7 +282,7 @@ class Scheduler:
 
     def at_turn(self) -> list[Job]:
         """The jobs of the next turn, or of the turn in flight: those to start if there are any."""
-        return list(self._starting) or self.holders(self.to_decode())
+        return list(self.starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:
         """The jobs whose samples run in these slots."""

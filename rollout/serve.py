@@ -69,15 +69,12 @@ def run(options: argparse.Namespace) -> None:
 
     if why := why_missing(options.model):
         raise ValueError(f"--model {why}")
-    media_bytes = os.environ.get("FLUXJAX_MEDIA_BYTES", str(1 << 30))
-    if not media_bytes.isdecimal():
-        raise ValueError(f"FLUXJAX_MEDIA_BYTES={media_bytes} must be a whole number")
     with bound_socket(options.host, options.port) as listening:
-        server, engine = _built(options, int(media_bytes))
+        server, engine = _built(options)
         asyncio.Runner().run(_serve(server, engine, listening))  # closing it would wait for threads
 
 
-def _built(options: argparse.Namespace, media_bytes: int) -> tuple[RolloutServer, JaxEngine]:
+def _built(options: argparse.Namespace) -> tuple[RolloutServer, JaxEngine]:
     import jax
 
     import models
@@ -114,9 +111,7 @@ def _built(options: argparse.Namespace, media_bytes: int) -> tuple[RolloutServer
         "max_sequence_tokens": options.max_sequence_tokens,
         "dtype": str(dtype),
     }
-    server = RolloutServer(
-        engine, config, processor, dtype=dtype, info=info, token=options.token, media_bytes=media_bytes
-    )
+    server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
     return server, engine
 
 

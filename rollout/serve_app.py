@@ -1,14 +1,16 @@
 """The routes of a rollout server: the embedded engine behind SGLang's HTTP contract, as an ASGI application.
 
-Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are four differences: an update
-of weights does not wait for running samples, which continue under the new weights; versions are numbers; a reply's text
-comes with its last token; and no message of a client ends the server. All routes run on the engine's event loop;
-threads read JSON and media of requests.
+Paths, keys and meanings are those of SGLang 0.5.23, as far as rollouts need them. There are five differences: media
+come as the trainer's patches (`rollout.wire`), not as files; an update of weights does not wait for running samples,
+which continue under the new weights; versions are numbers; a reply's text comes with its last token; and no message of
+a client ends the server. All routes run on the engine's event loop; threads read JSON and media of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
@@ -20,20 +22,20 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from models.config import AnyConfig, Qwen25VLConfig
 from models.processing import Processor
 
+from .engine import FinishReason, GenerateRequest, TokenChunk
 from .jax_engine import JaxEngine
-from .pages import PAGE_TOKENS
-from .serve_calls import Call, SampleAnswer
-from .serve_guard import Guarded, error_handlers, health_route
-from .serve_requests import RequestReader, read_body, read_json_object
+from .requests import TokenStream
+from .serve_guard import Guarded, error_handlers, error_json, health_route
+from .serve_requests import Body, BodySample, RequestReader, read_body, read_json_object
 from .serve_weights import WeightRoutes
-from .wire import BadRequest, Json
+from .slots import PAGE_TOKENS
+from .wire import BadRequest, Json, finish_json, spans_json
 
-MEDIA_BYTES = 1 << 30
 PAUSES = ("abort", "retract", "in_place")
 MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory that sleep frees
 
@@ -54,11 +56,10 @@ class RolloutServer:
         dtype: DTypeLike | None = None,
         info: Json | None = None,
         token: str = "",
-        media_bytes: int = MEDIA_BYTES,
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
-        self._reader = RequestReader(config, processor, media_bytes, shadows=engine.shadows)
+        self._reader = RequestReader(config, processor, shadows=engine.shadows)
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
@@ -109,25 +110,17 @@ class RolloutServer:
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
         del raw
-        call = Call(body, lambda: self._engine.stats().version, self._decode, self._leave)
-        for answer in call.answers:
-            if answer.sample.rid in self._answers:
-                raise BadRequest(f"rid: {answer.sample.rid!r} is in flight already")
-        self._answers |= {answer.sample.rid: answer for answer in call.answers}
+        for sample in body.samples:
+            if sample.rid in self._answers:
+                raise BadRequest(f"rid: {sample.rid!r} is in flight already")
+        call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(self._reader.requests, body), self._engine.generate)
+            call.submit(await asyncio.to_thread(self._reader.requests, body))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()
             raise
         return call
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._processor.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def _leave(self, call: Call) -> None:
-        for answer in call.answers:
-            self._answers.pop(answer.sample.rid, None)
 
     async def _abort(self, prefix: str) -> None:
         """Aborts all samples whose rid begins with `prefix`; samples not submitted yet, at their submission."""
@@ -246,3 +239,145 @@ class _EngineMetrics(Collector):
         }
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"fluxjax_serve_{name}", text, value)
+
+
+@dataclasses.dataclass
+class SampleAnswer:
+    """The tokens, log-probs and versions of a sample so far, and the number of tokens sent to the client."""
+
+    sample: BodySample
+    engine_id: str = ""  # the id for aborting it in the engine; empty until it was submitted
+    prompt_tokens: int = 0  # placeholders expanded, tokens begun earlier included
+    aborted: bool = False  # perhaps before its submission
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[tuple[float, int, None]] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    preemptions: int = 0
+    told: int = 0  # tokens in the last event
+    complete: bool = False  # the last event was the final one
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.logprobs += [(logprob, id, None) for logprob, id in zip(chunk.logprobs, chunk.token_ids, strict=True)]
+        self.versions += chunk.versions
+        self.finish, self.preemptions = chunk.finish, chunk.preemptions
+
+    def due(self) -> bool:
+        """Says whether to send an event: for the first token, for `interval` more, or for the end."""
+        if self.finish is not None:
+            return not self.complete
+        return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
+
+    def as_json(self, version: int, processor: Processor) -> Json:
+        """The reply, or an event, with all tokens so far. Only the last one has text."""
+        self.told, self.complete = len(self.token_ids), self.finish is not None
+        meta: Json = {
+            "id": self.sample.rid,
+            "finish_reason": finish_json(self.finish, self.token_ids),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.told,
+            "cached_tokens": 0,
+            "weight_version": str(version),
+            "input_token_logprobs": [],
+            "output_token_logprobs": self.logprobs,
+        }
+        if self.complete:
+            meta["weight_versions"] = spans_json(self.versions)
+            meta["num_retractions"] = self.preemptions
+        skip = self.sample.skip_special_tokens
+        text = processor.decode(self.token_ids, skip_special_tokens=skip) if self.complete else ""
+        return {"text": text, "output_ids": self.token_ids, "meta_info": meta}
+
+
+class Call(Response):
+    """The reply to a body. If the client leaves or the reply is cancelled, the samples end. Until then, their answers
+    are among those `in_flight`."""
+
+    def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
+        super().__init__()
+        self.body, self._engine, self._processor, self._in_flight = body, engine, processor, in_flight
+        self.answers = [SampleAnswer(sample) for sample in body.samples]
+        in_flight.update((answer.sample.rid, answer) for answer in self.answers)
+        self._streams: list[tuple[list[int], TokenStream]] = []
+        self._news = asyncio.Event()
+
+    def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
+        """Queues all requests in the engine. Raises EngineError for a bad one; `close` ends the rest."""
+        for request, places in incoming:
+            self._streams.append((places, self._engine.generate(request)))
+            for index, place in enumerate(places):
+                answer = self.answers[place]
+                answer.engine_id = f"{request.rid}/{index}"
+                answer.prompt_tokens = len(request.prompt) + answer.sample.begun
+
+    async def close(self) -> None:
+        """Ends the samples that still run. May be called again."""
+        for answer in self.answers:
+            self._in_flight.pop(answer.sample.rid, None)
+        streams, self._streams = self._streams, []
+        for _, stream in streams:
+            await stream.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collecting = [asyncio.create_task(self._collect(places, stream)) for places, stream in self._streams]
+        for task in collecting:
+            task.add_done_callback(lambda _: self._news.set())
+        tasks = [asyncio.create_task(self._reply(collecting, send)), asyncio.create_task(_disconnected(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                await tasks[0]
+        finally:
+            for task in (*tasks, *collecting):
+                task.cancel()
+            await asyncio.gather(*tasks, *collecting, return_exceptions=True)
+            await self.close()
+
+    async def _collect(self, places: list[int], stream: TokenStream) -> None:
+        async for chunk in stream:
+            self.answers[places[chunk.sample]].add(chunk)
+            self._news.set()
+
+    async def _reply(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        if not self.body.stream:
+            headers = [(b"content-type", b"application/json")]
+            await asyncio.gather(*collecting, return_exceptions=True)
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._events(collecting, send)
+        lost = next((str(task.exception()) for task in collecting if task.exception() is not None), "")
+        if self.body.stream:
+            end = _event(error_json(lost, 500)) if lost else b""
+            await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})
+            return
+        replies = [self._json(answer) for answer in self.answers]
+        content = error_json(lost, 500) if lost else replies if self.body.batch else replies[0]
+        await send({"type": "http.response.start", "status": 500 if lost else 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
+
+    async def _events(self, collecting: Sequence[asyncio.Task[None]], send: Send) -> None:
+        """Sends events as tokens come. Tokens that arrive while a slow client takes an event go into the next event."""
+        while True:
+            self._news.clear()
+            over = all(task.done() for task in collecting)
+            for place, answer in enumerate(self.answers):
+                if answer.due():
+                    event = self._json(answer) | ({"index": place} if self.body.batch else {})
+                    await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+            if over:
+                return
+            await self._news.wait()
+
+    def _json(self, answer: SampleAnswer) -> Json:
+        return answer.as_json(self._engine.stats().version, self._processor)
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

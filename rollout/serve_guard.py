@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine import EngineError
-from .serve_calls import error_response
-from .wire import BadRequest
+from .wire import BadRequest, Json
 
 LEFT = 499  # status that is logged for a client that left
 MOST = 4 << 30  # most bytes of a request: a bucket of weights may be one large tensor, in base64
+
+
+def error_json(message: str, status: int) -> Json:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "code": status}}
+
+
+class AsciiJSON(JSONResponse):
+    """JSON in ASCII: it can repeat any text of a client, half of a surrogate pair, too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def error_response(message: str, status: int) -> JSONResponse:
+    return AsciiJSON(error_json(message, status), status)
 
 
 class Guarded:
@@ -67,27 +83,15 @@ def health_route(path: str = "/health") -> Route:
 
 
 def error_handlers() -> Any:
-    """The functions that turn exceptions into answers, by type, for Starlette."""
-    return {
-        BadRequest: _refused,
-        EngineError: _refused,
-        HTTPException: _http_error,
-        ClientDisconnect: _client_left,
-        Exception: _failed,
-    }
+    """The function that turns exceptions into answers, by their types, for Starlette."""
+    return dict.fromkeys((BadRequest, EngineError, HTTPException, ClientDisconnect, Exception), _answer)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    return error_response(str(error), 400)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return error_response(error.detail, error.status_code)
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=LEFT)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=LEFT)
+    if isinstance(error, HTTPException):
+        return error_response(error.detail, error.status_code)
+    if isinstance(error, BadRequest | EngineError):
+        return error_response(str(error), 400)
     return error_response(f"{type(error).__name__}: {error}", 500)

@@ -1,19 +1,16 @@
-"""Reads bodies of `POST /generate` as requests of the engine; `rollout.wire` or any client of SGLang writes them.
+"""Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones for SGLang.
 
-A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its media, which must be
-decoded (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
+A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its prompts, whose patches are
+laid out (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
 prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
 import json
-import os
 import secrets
-import threading
 import uuid
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
@@ -24,7 +21,7 @@ from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
 from .requests import checked_sampling
-from .wire import FIELDS, BadRequest, Incoming, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
+from .wire import FIELDS, BadRequest, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
 
 MOST = (1 << 31) - 1
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
@@ -53,7 +50,7 @@ class BodySample:
     sampling: SamplingParams
     interval: int  # tokens between two events of a stream
     skip_special_tokens: bool
-    media: Mapping[str, tuple[str, ...]]  # the entries of each field of `FIELDS`
+    media: Mapping[str, Json]  # by field of `FIELDS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +72,8 @@ def read_json_object(raw: bytes) -> Json:
 
 
 def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
-    """Reads a body without its media. A response ends with `eos_ids` and its `stop_token_ids`, unless `ignore_eos`."""
+    """Reads a body, but not the arrays of its media. A response ends with `eos_ids` and its `stop_token_ids`, unless
+    `ignore_eos`."""
     content = read_json_object(raw)
     _refuse_wishes("", content, READ)
     ids = content.get("input_ids")
@@ -98,8 +96,8 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
         params = {} if sampling[place] is None else sampling[place]
         if not isinstance(params, dict):
             raise BadRequest(f"sampling_params of {rid!r} must be an object")
-        entries = {field: _entries(field, column[place]) for field, column in media.items() if column[place]}
-        samples.append(_sample(rid, tuple(tokens), params, entries, place, seed, vocabulary, eos_ids))
+        shown = {field: _media(field, column[place]) for field, column in media.items() if column[place]}
+        samples.append(_sample(rid, tuple(tokens), params, shown, place, seed, vocabulary, eos_ids))
     if len({sample.rid for sample in samples}) < n:
         raise BadRequest("rid: two samples have the same one")
     return Body(tuple(samples), batch, content.get("stream") is True)
@@ -115,11 +113,12 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
     return value
 
 
-def _entries(field: str, value: Any) -> tuple[str, ...]:
+def _media(field: str, value: Any) -> Json:
+    """The media of a sample: one entry has all of a field."""
     entries = value if isinstance(value, list) else [value]
-    if not all(isinstance(entry, str) for entry in entries):
-        raise BadRequest(f"{field} must have strings: base64, data URIs or paths")
-    return tuple(entries)
+    if len(entries) != 1:
+        raise BadRequest(f"{field}: one entry in our format has all media of a sample")
+    return our_media(field, entries[0])
 
 
 def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
@@ -135,7 +134,7 @@ def _sample(
     rid: str,
     ids: tuple[int, ...],
     params: Json,
-    media: Mapping[str, tuple[str, ...]],
+    media: Mapping[str, Json],
     place: int,
     seed: int,
     vocabulary: int,
@@ -177,52 +176,18 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
     return value
 
 
-class ServedMedia:
-    """Media in our format by their key, for samples without patches. Beyond `capacity` bytes, the media whose last use
-    is longest ago are dropped; the newest stay. Threads may share it."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity, self._bytes = capacity, 0
-        self._kept: collections.OrderedDict[str, Json] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def put(self, media: Json) -> None:
-        """Stores media with patches that were read successfully: unreadable media must not take a key."""
-        with self._lock:
-            if (old := self._kept.pop(media["key"], None)) is not None:
-                self._bytes -= _size(old)
-            self._kept[media["key"]] = media
-            self._bytes += _size(media)
-            while self._bytes > self._capacity and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
-                self._bytes -= _size(oldest)
-
-    def get(self, key: str) -> Json:
-        with self._lock:
-            if key not in self._kept:
-                raise BadRequest(f"media {key!r} are not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-            self._kept.move_to_end(key)
-            return self._kept[key]
-
-
-def _size(media: Json) -> int:
-    patches = media["patches"]
-    return len(json.dumps(patches)) if is_shadow(patches) else len(patches["data"])
-
-
 class RequestReader:
-    """Prepares the prompts of bodies for one model; keeps up to `capacity` bytes of media. `shadows`: patches may be
-    tickets, for an engine that fetches pixels."""
+    """Prepares the prompts of bodies for one model. `shadows`: patches may be tickets, for an engine that fetches
+    pixels."""
 
-    def __init__(self, config: AnyConfig, processor: Processor, capacity: int, *, shadows: bool = False) -> None:
+    def __init__(self, config: AnyConfig, processor: Processor, *, shadows: bool = False) -> None:
         self._config, self._processor, self._shadows = config, processor, shadows
-        self._store = ServedMedia(capacity)
 
-    def requests(self, body: Body) -> list[Incoming]:
-        """The requests of a body, not yet checked by the engine. Decodes media: call it in a thread."""
-        sent: dict[str, Json] = {}  # only one sample of a batch has the patches
-        ours = [self._ours(sample, sent) for sample in body.samples]
-        shown = list(map(_prompt_key, body.samples, ours))
+    def requests(self, body: Body) -> list[tuple[GenerateRequest, list[int]]]:
+        """The requests of a body, not yet checked by the engine, each with the places of its samples in the body.
+        Reads the arrays of media: call it in a thread."""
+        sent = self._sent(body)
+        shown = list(map(_prompt_key, body.samples))
         groups: dict[Hashable, list[int]] = {}
         seen: collections.Counter[Hashable] = collections.Counter()  # samples of one request have different numbers
         for place, sample in enumerate(body.samples):
@@ -235,7 +200,7 @@ class RequestReader:
             samples = [body.samples[place] for place in places]
             first, key = samples[0], shown[places[0]]
             if key not in prompts:
-                prompts[key] = self._prompt(first, ours[places[0]], sent)
+                prompts[key] = self._prompt(first, sent)
             request = GenerateRequest(
                 f"{first.rid}/",  # never a sample's name, which ends with a number
                 prompts[key],
@@ -245,73 +210,42 @@ class RequestReader:
                 prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
                 samples=tuple(sample.number for sample in samples),
             )
-            incoming.append(Incoming(request, tuple(places), tuple(sample.rid for sample in samples)))
+            incoming.append((request, places))
         return incoming
 
-    def _ours(self, sample: BodySample, sent: dict[str, Json]) -> dict[str, Json]:
-        """The media of a sample in our format, by field; adds media with patches to `sent`."""
-        found: dict[str, Json] = {}
-        for field, entries in sample.media.items():
-            ours = [media for media in map(our_media, entries) if media is not None]
-            if ours and len(entries) > 1:
-                raise BadRequest(f"{field}: one entry in our format has all media of a sample")
-            for media in ours:
-                found[field] = media
-                if is_shadow(media.get("patches")) and not self._shadows:
-                    raise BadRequest(
-                        f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
-                        "`fetch`; send the pixels"
-                    )
-                if "patches" in media:
-                    sent[media["key"]] = media
-        if found and len(found) < len(sample.media):
-            raise BadRequest(f"{' and '.join(sample.media)}: all media of a sample must have one format")
-        return found
-
-    def _prompt(self, sample: BodySample, ours: Mapping[str, Json], sent: Mapping[str, Json]) -> ModelInput:
-        if not ours:
-            return self._decoded(sample)
-        if not isinstance(self._config, Qwen25VLConfig):
-            raise BadRequest(f"{', '.join(ours)}: the model reads text only")
-        whole = {}
-        for field, media in ours.items():
-            patches = sent.get(media["key"]) or self._store.get(media["key"])
-            whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
-        prompt = given_prompt(sample.ids, sample.begun, whole, self._config)
-        for media in whole.values():
-            if media["key"] in sent:
-                self._store.put({name: media[name] for name in ("key", "patches", "grid_thw")})
-        return prompt
-
-    def _decoded(self, sample: BodySample) -> ModelInput:
-        """A prompt with ordinary images and videos, whose placeholders are not expanded."""
-        tokens = {}
-        if self._processor.vision:
-            tokens = {self._processor.tokenizer.token_to_id(f"<|{kind}_pad|>"): kind for kind in ("image", "video")}
-        elif sample.media:
-            raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
-        ids = sample.ids[: len(sample.ids) - sample.begun]
-        kinds = [tokens[id] for id in ids if id in tokens]
-        for kind in ("image", "video"):
-            entries = sample.media.get(f"{kind}_data", ())
-            if kinds.count(kind) != len(entries):
+    def _sent(self, body: Body) -> dict[str, Json]:
+        """The media that come with patches, by key: only one sample of a batch has them."""
+        sent: dict[str, Json] = {}
+        for field, media in (pair for sample in body.samples for pair in sample.media.items()):
+            if is_shadow(media.get("patches")) and not self._shadows:
                 raise BadRequest(
-                    f"{kind}_data of {sample.rid!r}: {len(entries)} for {kinds.count(kind)} placeholders in input_ids; "
-                    "each needs one, and the server expands it"
+                    f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
+                    "`fetch`; send the pixels"
                 )
-        left = {kind: iter(sample.media.get(f"{kind}_data", ())) for kind in ("image", "video")}
-        try:
-            return self._processor.prepare_ids(ids, [(kind, _source(next(left[kind]))) for kind in kinds])
-        except ValueError as error:  # raised for media and prompts
-            raise BadRequest(f"media of {sample.rid!r}: {error}") from None
+            if "patches" in media:
+                sent[media["key"]] = media
+        return sent
+
+    def _prompt(self, sample: BodySample, sent: Mapping[str, Json]) -> ModelInput:
+        if not sample.media:
+            try:
+                return self._processor.prepare_ids(sample.ids[: len(sample.ids) - sample.begun])
+            except ValueError as error:
+                raise BadRequest(f"input_ids of {sample.rid!r}: {error}") from None
+        if not isinstance(self._config, Qwen25VLConfig):
+            raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
+        whole = {}
+        for field, media in sample.media.items():
+            if (patches := sent.get(media["key"])) is None:
+                raise BadRequest(f"{field}: no sample of this body has the patches of media {media['key']!r}")
+            whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
+        return given_prompt(sample.ids, sample.begun, whole, self._config)
 
 
-def _prompt_key(sample: BodySample, ours: Mapping[str, Json]) -> Hashable:
+def _prompt_key(sample: BodySample) -> Hashable:
     prompt = len(sample.ids) - sample.begun
-    media: Hashable = tuple(sorted(sample.media.items()))
-    if ours:
-        media = tuple((field, entry["key"], _positions(entry, prompt)) for field, entry in sorted(ours.items()))
-    return sample.ids[:prompt], media
+    media = ((field, entry["key"], _positions(entry, prompt)) for field, entry in sorted(sample.media.items()))
+    return sample.ids[:prompt], tuple(media)
 
 
 def _positions(media: Json, prompt: int) -> Hashable:
@@ -319,16 +253,3 @@ def _positions(media: Json, prompt: int) -> Hashable:
     if positions.ndim != 2 or type(delta) is not int:
         raise BadRequest("positions must be [3, tokens], position_delta an integer")
     return positions[:, :prompt].tobytes(), delta
-
-
-def _source(entry: str) -> str | bytes:
-    """The path or content that an entry of `image_data` or `video_data` refers to."""
-    if not entry.startswith("data:"):
-        if len(entry) < 4096 and os.path.isfile(entry):
-            return entry
-        if "://" in entry[:16]:
-            raise BadRequest(f"image_data and video_data: nothing is fetched from {entry[:80]!r}")
-    try:
-        return base64.b64decode(entry.partition(",")[2] if entry.startswith("data:") else entry, validate=True)
-    except ValueError as error:
-        raise BadRequest(f"image_data and video_data: {entry[:80]!r} is no file and no base64: {error}") from None

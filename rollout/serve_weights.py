@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import pathlib
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,11 +33,13 @@ from models.hf_config import write_config
 from sharding.walk import Params
 from sharding.weights import map_weights
 
+from .engine_weights import served
 from .jax_engine import JaxEngine
-from .serve_calls import AsciiJSON
+from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
-from .weights.published import scratch_folder, served
-from .weights.pulls import Pulls
+from .weights.agent import pull_route
+from .weights.checksums import sha256
+from .weights.published import scratch_folder
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]
@@ -63,7 +65,7 @@ class WeightRoutes:
         yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
         yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
         yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
-        yield Pulls().route()
+        yield pull_route(set())
         yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
 
@@ -157,7 +159,7 @@ class WeightRoutes:
             return AsciiJSON({"success": False, "message": f"action {action!r} is not known; there is checksum"}, 400)
         async with self._lock:
             tensors = await self._engine.disk_tensors()
-            checksums = await asyncio.to_thread(_checksums, tensors)
+            checksums = await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in tensors})
         whole = "".join(name + checksums[name] for name in sorted(checksums))
         size = len(self._engine.devices)
         place = {"role": "target", "tp_rank": 0, "tp_size": size, "dp_rank": 0, "dp_size": 1, "pp_rank": 0,
@@ -207,7 +209,3 @@ def _on_host(model: Decoder) -> Params:
     except RuntimeError:  # JAX_PLATFORMS=cuda
         place = jax.local_devices()[0]
     return map_weights(lambda *_: SingleDeviceSharding(place), model)
-
-
-def _checksums(tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16] for name, tensor in tensors}

@@ -91,9 +91,10 @@ class ServerClient:
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
-        """Sends each rank a bucket in base64, flattened (`weights.torch_bucket`) or, to our own server, of the form
-        `safetensors`. The last bucket brings the version."""
-        body = {"serialized_named_tensors": list(buckets), "load_format": form, **_tail(version)}
+        """Sends each rank a bucket in base64, flattened (`weights.torch_buckets`) or, to our own server, of the form
+        `safetensors`. The last bucket brings the version; caches of prompts, which are of old weights, go with it."""
+        body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
+        body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)
         await self._order("/update_weights_from_tensor", encoded, seconds=UPDATE)
 
@@ -159,10 +160,6 @@ class ServerClient:
             return {name: float(sum(load.get(key) or 0 for load in (first, *further))) for name, key in keys.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
-
-    async def metrics(self) -> str:
-        async with self._reach("GET", "/metrics", None, CONTROL) as response:
-            return await response.text()
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -238,12 +235,6 @@ class ServerClient:
 
 def _encoded(body: Json) -> bytes:
     return json.dumps(body).encode()
-
-
-def _tail(version: int | None) -> Json:
-    """The last fields of each part of an update. Caches of prompts are of the old weights; they go with the last."""
-    named = {} if version is None else {"weight_version": str(version)}
-    return {"flush_cache": version is not None, "abort_all_requests": False, **named}
 
 
 def _tensor_parallel_rank(rank: Json) -> int:

@@ -1,15 +1,122 @@
-"""The state of an engine's slots on the host: settings, tokens and pages of each slot's sample."""
+"""The host's tables of an engine: the pages of its KV cache, and the settings, tokens and pages of each slot's sample.
+
+A page has room for `PAGE_TOKENS` tokens in every layer. Several samples may hold one page, as a group shares the full
+pages of its prompt. A page is free when no sample holds it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import jax
 import numpy as np
+from jaxtyping import Float, Int, UInt32
+
+from models.inputs import AnyArray
 
 from .engine import GenerateRequest
-from .pages import PAGE_TOKENS, pages_for
-from .programs import DecodeRound, doubling
-from .sampling import SlotSampling, seed_words
 
+PAGE_TOKENS = 16
 LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a request has more
+
+
+def doubling(size: int, least: int, most: int | None = None) -> int:
+    """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but at most `most`.
+
+    It depends on nothing that an engine did before, since the last bits of a result depend on the shape.
+    """
+    bucket = least
+    while bucket < size:
+        bucket *= 2
+    return bucket if most is None else min(bucket, max(most, size))
+
+
+def geometric(size: int, least: int) -> int:
+    """The smallest of `least, 1.5 least, 2 least, 3 least, ...` that holds `size`: 16, 24, 32, 48, 64, 96, ..."""
+    bucket = doubling(size, least)
+    if bucket > least and size <= bucket * 3 // 4:
+        bucket = bucket * 3 // 4
+    return bucket
+
+
+def pages_for(tokens: int) -> int:
+    """The number of pages that `tokens` fill; the last page may be partly filled."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """Counts the holders of `total` pages, numbered from 0. Takes the lowest free pages first: equal histories give
+    equal pages."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.holders = [0] * total  # number of holders of each page
+        self.peak = 0  # most pages held at once
+        self._free = list(range(total))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Takes free pages for their first holder. Raises ValueError if there are too few."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages are wanted, {len(self._free)} of {self.total} are free")
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        for page in pages:
+            self.holders[page] = 1
+        self.peak = max(self.peak, self.total - self.free)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Adds a holder to each of these pages, which have one already."""
+        for page in pages:
+            assert self.holders[page] > 0, "a page that nobody holds has no contents to share"
+            self.holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Removes a holder from each of these pages; pages without a holder are free."""
+        for page in pages:
+            assert self.holders[page] > 0, "a page is let go by one who does not hold it"
+            self.holders[page] -= 1
+            if not self.holders[page]:
+                heapq.heappush(self._free, page)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotSampling:
+    """`SamplingParams` and seeds of `B` slots as arrays. Lists of ids are filled up with -1."""
+
+    temperature_B: Float[AnyArray, " B"]  # 0 is greedy
+    top_p_B: Float[AnyArray, " B"]
+    top_k_B: Int[AnyArray, " B"]  # 0 is off
+    stop_ids_BI: Int[AnyArray, "B I"]
+    forbidden_ids_BI: Int[AnyArray, "B J"]
+    seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
+    sample_B: Int[AnyArray, " B"]  # number of the sample in its request
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A seed of any size and sign as the two 32-bit words (its lowest 64 bits, high word first)."""
+    return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeRound:
+    """Samples to decode. Their last token is not in the cache yet: it is the first input."""
+
+    pages_BC: Int[AnyArray, "B C"]  # pages of its entries, as many as the longest sample has; out of range: none
+    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages; out of range: none
+    token_B: Int[AnyArray, " B"]  # last token of the sample
+    position_B: Int[AnyArray, " B"]  # its rotary position
+    length_B: Int[AnyArray, " B"]  # entries in the cache
+    index_B: Int[AnyArray, " B"]  # tokens of the response so far
+    remaining_B: Int[AnyArray, " B"]  # tokens that it may still get; 0: padding
+    sampling: SlotSampling
 
 
 class SlotTable:

@@ -28,8 +28,7 @@ from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import by_path
 
-from .streamed_plan import PARTS
-
+PARTS = 4  # of a layer's weights; the computation of one layer hides so many parts or fewer
 Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
 KeyValues: TypeAlias = tuple[Array, Array]  # of one layer, [B, S, K, H]
 

@@ -8,7 +8,7 @@ A prompt, or a prompt with its response so far, is computed `CHUNK_TOKENS` at a 
 written to pages, which later chunks attend to; so does a sample that starts later than others of its prompt. If a
 prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
 prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
-groups of frame pairs when chunks need them (`rollout.prompt_features`).
+groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jax import Array
 from models.inputs import ModelInput, PackedTokens, VisionInput, concatenate, pad
 from models.shadow import ShadowTensor
 
-from .pages import PAGE_TOKENS, pages_for
-from .programs import Context, DecodeRound, PageWrites, Rows, Starts, doubling, geometric
+from .programs import Context, PageWrites, Rows, Starts
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
+from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 
 if TYPE_CHECKING:
-    from .prompt_features import FeatureWork
+    from .prompt_pixels import FeatureWork
 
 SMALL_MODEL = 10**7  # weights; up to so many, few rows cost as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
@@ -107,12 +107,12 @@ StartPlan: TypeAlias = list[StartStep]  # in order: a step may read pages that t
 RoundPlan: TypeAlias = tuple[np.ndarray, DecodeRound]  # (slots, input of the decode program)
 
 
-def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
+def plan_starts(scheduler: Scheduler) -> StartPlan:
     """Plans the starts of all samples of this turn: packs prompts whose rows are missing, or computes their next chunk.
 
     Samples that wait for pages get rows, too, so that a prompt is computed once.
     """
-    jobs = scheduler.to_start()
+    jobs = scheduler.starting
     steps: StartPlan = []
     wanted: list[tuple[Prefix, list[RunningSample]]] = []
     ready: list[RunningSample] = []
@@ -120,18 +120,18 @@ def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
         ready += [sample for sample in samples if sample.place is not None]
         missing = [sample for sample in samples if sample.place is None]
         if missing:
-            chunks, prefixes = _cut(scheduler, limits, job, missing)
+            chunks, prefixes = _cut(scheduler, job, missing)
             steps += chunks
             wanted += prefixes
     for behind in (False, True):  # rows with a context run in another program
         group = [(prefix, samples) for prefix, samples in wanted if bool(prefix.context) is behind]
         for members, batch in plan(
             [prefix for prefix, _ in group],
-            row_tokens=limits.max_sequence_tokens,
+            row_tokens=scheduler.limits.max_sequence_tokens,
             batch_tokens=PREFILL_TOKENS,
             batch_patches=PREFILL_PATCHES,
-            merge_unit=_merge_unit(limits),
-            least_area=_least_area(limits),
+            merge_unit=_merge_unit(scheduler.limits),
+            least_area=_least_area(scheduler.limits),
         ):
             for i, places in zip(members, batch.places, strict=True):
                 for sample, place in zip(group[i][1], places, strict=True):
@@ -142,7 +142,7 @@ def plan_starts(scheduler: Scheduler, limits: EngineLimits) -> StartPlan:
     by_batch: dict[PrefillBatch, list[RunningSample]] = {}
     for sample in sorted(ready, key=lambda sample: sample.slot):
         by_batch.setdefault(sample.place[0], []).append(sample)
-    return steps + [_start(scheduler, limits, batch, samples) for batch, samples in by_batch.items()]
+    return steps + [_start(scheduler, batch, samples) for batch, samples in by_batch.items()]
 
 
 def _merge_unit(limits: EngineLimits) -> int:
@@ -154,7 +154,7 @@ def _least_area(limits: EngineLimits) -> int:
 
 
 def _cut(
-    scheduler: Scheduler, limits: EngineLimits, job: Job, samples: list[RunningSample]
+    scheduler: Scheduler, job: Job, samples: list[RunningSample]
 ) -> tuple[StartPlan, list[tuple[Prefix, list[RunningSample]]]]:
     """The next chunks of a job's samples, and the prefixes, with their samples, that can start without a chunk."""
     prompt, chunks = job.request.prompt, []
@@ -167,13 +167,13 @@ def _cut(
         size = max(CHUNK_TOKENS, media - done)
         if end - done > size:
             next_part = part(prompt, scheduler.response(sample), done, done + size)
-            chunks.append(_chunk(scheduler, limits, sample, next_part))
+            chunks.append(_chunk(scheduler, sample, next_part))
             if job.filled < len(job.pages) * PAGE_TOKENS:
                 break  # other samples continue when the prompt is computed
         elif sample.filled > job.filled:
             context = tuple(sample.pages[: done // PAGE_TOKENS])
             last = part(prompt, scheduler.response(sample), done, end)
-            features = _features(limits, job, last, end)
+            features = _features(scheduler, job, last, end)
             alone.append((Prefix(last, (np.zeros(0, np.int32),), context, rid, features), [sample]))
         else:
             together.append(sample)
@@ -193,7 +193,7 @@ def _cut(
     together.sort(key=lambda sample: sample.index)
     context = tuple(job.pages[: skip // PAGE_TOKENS])
     rest = part(prompt, np.zeros(0, np.int32), skip, P)
-    prefix = Prefix(rest, tuple(map(scheduler.response, together)), context, rid, _features(limits, job, rest, P))
+    prefix = Prefix(rest, tuple(map(scheduler.response, together)), context, rid, _features(scheduler, job, rest, P))
     return chunks, [*alone, (prefix, together)]
 
 
@@ -202,22 +202,25 @@ def by_groups(vision: VisionInput | None) -> bool:
     return vision is not None and vision.num_patches > PREFILL_PATCHES
 
 
-def _features(limits: EngineLimits, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
+def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
     """The features that `part`, the tokens before `end` of a request, needs before its prefill; None if it needs none,
     or the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
         return None
-    from .prompt_features import FeatureWork, PromptFeatures
+    from .prompt_pixels import FeatureWork, PromptFeatures
 
-    kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
+    kept = job.features or PromptFeatures.of(prompt, _merge_unit(scheduler.limits), PREFILL_PATCHES)
     job.features = None if end > shown[-1] else kept
     return None if part.vision is None else FeatureWork(job.request.rid, kept, kept.plan(part.feature_index_T))
 
 
-def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Iterator[ShadowTensor]:
-    """The patches to fetch for the turns after the planned one, in about the order of their use: about `most`
-    patches, and at least the first tensor."""
+def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
+    """The patches to fetch for the turns after the planned one, in about the order of their use: about `AHEAD_PATCHES`
+    of them, and at least the first tensor."""
+    from .prompt_pixels import AHEAD_PATCHES, PromptFeatures
+
+    most = AHEAD_PATCHES
     for job in scheduler.upcoming():
         prompt = job.request.prompt
         if prompt.vision is None or not isinstance(prompt.vision.patches_PX, ShadowTensor):
@@ -227,9 +230,7 @@ def pixels_ahead(scheduler: Scheduler, limits: EngineLimits, most: int) -> Itera
             continue
         tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
         if by_groups(prompt.vision):
-            from .prompt_features import PromptFeatures
-
-            kept = job.features or PromptFeatures.of(prompt, _merge_unit(limits), PREFILL_PATCHES)
+            kept = job.features or PromptFeatures.of(prompt, _merge_unit(scheduler.limits), PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
             if isinstance(tensor, ShadowTensor):  # some patches may be in memory
@@ -265,23 +266,23 @@ def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> Mo
     return ModelInput(token_ids_T.astype(np.int32), positions_3T, feature_index_T, following, vision)
 
 
-def _chunk(scheduler: Scheduler, limits: EngineLimits, sample: RunningSample, part: ModelInput) -> StartStep:
+def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> StartStep:
     done, job = sample.written, sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])
-    features = _features(limits, job, part, done + len(part))
+    features = _features(scheduler, job, part, done + len(part))
     prefix = Prefix(part, (np.zeros(0, np.int32),), context, job.request.rid, features)
-    batch = _pack([prefix], limits.max_sequence_tokens, _merge_unit(limits), 1)
-    writes = _writes(scheduler, limits, batch, [sample], [batch.places[0][0]])
+    batch = _pack([prefix], scheduler.limits.max_sequence_tokens, _merge_unit(scheduler.limits), 1)
+    writes = _writes(scheduler, batch, [sample], [batch.places[0][0]])
     sample.filled = done + len(part)
     job.filled = min(sample.filled, len(job.pages) * PAGE_TOKENS)
     return StartStep(batch, writes, np.zeros(0, np.int32))
 
 
-def _start(scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample]) -> StartStep:
-    size = doubling(len(samples), _least_rows(limits), limits.slots)
+def _start(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSample]) -> StartStep:
+    size = doubling(len(samples), _least_rows(scheduler.limits), scheduler.limits.slots)
     slots_B = np.array([sample.slot for sample in samples], np.int32)
     places: list[Place] = [sample.place[1] for sample in samples]
-    writes = _writes(scheduler, limits, batch, samples, places)
+    writes = _writes(scheduler, batch, samples, places)
     for sample in samples:
         sample.place = None
     row_B, prompt_B, start_B, response_B, _ = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
@@ -291,9 +292,7 @@ def _start(scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samp
     return StartStep(batch, writes, slots_B, starts)
 
 
-def _writes(
-    scheduler: Scheduler, limits: EngineLimits, batch: PrefillBatch, samples: list[RunningSample], places: list[Place]
-) -> PageWrites:
+def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSample], places: list[Place]) -> PageWrites:
     """The pages that these samples fill from their rows: pages not written yet, each page of a prompt once. Marks
     prompts as written."""
     first_B, row_tokens = np.zeros(len(samples), np.int64), batch.inputs.tokens_BT.shape[1]
@@ -308,7 +307,7 @@ def _writes(
     behind_WS = entry_WS >= prompt_B[sample_W, None]
     column_WS = np.where(behind_WS, entry_WS + (start_B - prompt_B)[sample_W, None], entry_WS)
     slot_W = np.array([sample.slot for sample in samples])[sample_W]
-    padding = doubling(len(page_W), _least_rows(limits)) - len(page_W)
+    padding = doubling(len(page_W), _least_rows(scheduler.limits)) - len(page_W)
     no_page = scheduler.table.no_page
     return PageWrites(
         np.pad(scheduler.table.page_NC[slot_W, page_W], (0, padding), constant_values=no_page),
@@ -317,16 +316,16 @@ def _writes(
     )
 
 
-def plan_round(scheduler: Scheduler, limits: EngineLimits) -> RoundPlan:
+def plan_round(scheduler: Scheduler) -> RoundPlan:
     slots_B = scheduler.to_decode()
     table = scheduler.table
     longest, most = (
         int((table.prompt_N + tokens_N)[slots_B].max()) - 1 for tokens_N in (table.produced_N, table.limit_N)
     )
     least = min(LEAST_VIEW // PAGE_TOKENS, pages_for(most))
-    view_pages = doubling(pages_for(longest), least, pages_for(limits.max_sequence_tokens))
-    size = doubling(len(slots_B), _least_rows(limits), limits.slots)
-    return slots_B, table.round(slots_B, size, limits.steps_per_sync, view_pages)
+    view_pages = doubling(pages_for(longest), least, pages_for(scheduler.limits.max_sequence_tokens))
+    size = doubling(len(slots_B), _least_rows(scheduler.limits), scheduler.limits.slots)
+    return slots_B, table.round(slots_B, size, scheduler.limits.steps_per_sync, view_pages)
 
 
 def _least_rows(limits: EngineLimits) -> int:
@@ -420,7 +419,7 @@ def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_ar
     predecessor_BT = np.broadcast_to(np.maximum(np.arange(T, dtype=np.int32) - 1, 0), (B, T))  # not read in a prefill
     vision = None
     if visions:
-        from .prompt_features import padded_patches
+        from .prompt_pixels import padded_patches
 
         joined = concatenate(visions)
         vision = pad(joined, padded_patches(joined.num_patches, merge_unit))

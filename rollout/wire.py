@@ -12,7 +12,6 @@ An engine that fetches pixels itself gets tickets in place of patches, in window
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -184,19 +183,10 @@ class BadRequest(ValueError):
     """A body that can't be read as a request; the message names the field."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Incoming:
-    """One `GenerateRequest` of a body, with the index in the body's batch and the rid of each of its samples."""
-
-    request: GenerateRequest
-    places: tuple[int, ...]
-    rids: tuple[str, ...]
-
-
-def our_media(entry: Any) -> Json | None:
-    """The media in an entry of `image_data` or `video_data`, if the entry has our format. Raises BadRequest."""
+def our_media(field: str, entry: Any) -> Json:
+    """The media in an entry of `image_data` or `video_data`. Raises BadRequest for an entry in another format."""
     if not isinstance(entry, str) or not entry.startswith(FORMAT):
-        return None
+        raise BadRequest(f"{field} must have media in the format of rollout.wire: this server decodes no files")
     try:
         media = json.loads(entry[len(FORMAT) :])
     except ValueError as error:
@@ -351,15 +341,12 @@ def sampling_of(params: Json, begun: int) -> SamplingParams:
 
 
 def finish_json(finish: FinishReason | None, ids: Sequence[int]) -> Json | None:
-    match finish:
-        case None:
-            return None
-        case FinishReason.STOP:
-            return {"type": "stop", "matched": ids[-1] if ids else None}
-        case FinishReason.LENGTH:
-            return {"type": "length", "length": len(ids)}
-        case FinishReason.ABORT:
-            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    if finish is None:
+        return None
+    if finish is FinishReason.ABORT:
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    stopped = finish is FinishReason.STOP
+    return {"type": finish.value, **({"matched": ids[-1] if ids else None} if stopped else {"length": len(ids)})}
 
 
 def spans_json(versions: Sequence[int]) -> list[Json]:

@@ -144,7 +144,7 @@ def forked_servers() -> Iterator[None]:
     """Rollout servers of this module are forks of a process that has imported what they need."""
     with pytest.MonkeyPatch.context() as patch:
         stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": forked})
-        patch.setattr("rollout.local_process.subprocess", stand_in)
+        patch.setattr("rollout.local_server.subprocess", stand_in)
         yield
 
 

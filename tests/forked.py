@@ -7,8 +7,8 @@ flags of XLA, devices and folders of programs are those of the new process.
 
 Only `python -m MODULE` and `python FILE.py` of this interpreter are forked, on Linux; everything else is started as
 ever, and so is all where `FLUXJAX_TESTS_FORK=0`. What `fluxjax.launch` starts is forked, too, by a server of its own,
-which is called `SERVER` among its children. What is to end with its parent (`rollout/bound.py`) does so as a fork,
-too; with the fixture `forked_servers`, that is every rollout server.
+which is called `SERVER` among its children. What is to end with its parent (`rollout/local_server.py`) does so as a
+fork, too; with the fixture `forked_servers`, that is every rollout server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BOUND = ROOT / "rollout" / "bound.py"
+BOUND = ROOT / "rollout" / "local_server.py"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # <linux/prctl.h>
 SERVER = "fork-server"  # as /proc/PID/comm has it
 # The variables that JAX reads while it is imported, and what a fork tells it instead.
@@ -197,7 +197,7 @@ def become(request: Mapping[str, Any]) -> None:
     """Runs in this process what `python WORDS` with the request's environment would."""
     import jax
 
-    from rollout import bound
+    from rollout import local_server
 
     before = dict(os.environ)
     os.environ.clear()
@@ -208,7 +208,7 @@ def become(request: Mapping[str, Any]) -> None:
     os.chdir(request["folder"])
     words = list(request["words"])
     if words[0] == str(BOUND):
-        bound.bind()
+        local_server.bind()
         words[:2] = []  # and the interpreter
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":

@@ -34,7 +34,7 @@ class Receiver:
     async def nothing(self):
         pass
 
-    async def update_from_tensors(self, handles, version):
+    async def update_from_tensors(self, handles, version, form):
         self.process.stdin.write(" ".join(handles) + "\n")
         self.process.stdin.flush()
         self.received |= pickle.loads(base64.b64decode(self.process.stdout.readline()))
@@ -50,8 +50,9 @@ def send(file):
 
     import models
     from models.hf import SINGLE
-    from rollout.weights.delta import as_bytes
-    from rollout.weights.published import SharedFolders, served
+    from rollout.engine_weights import served
+    from rollout.weights.checksums import as_bytes
+    from rollout.weights.published import SharedFolders
     from rollout.weights.routes import CudaIpc
     from rollout.weights.version_folders import tensors_of
 
@@ -70,7 +71,7 @@ def send(file):
             save_file(dict(zeros), published.folder / SINGLE)
         else:
             jax.tree.map(lambda x: x.delete(), params)
-        asyncio.run(route.deliver(server, published))
+        asyncio.run(route.deliver(server, published, lambda: asyncio.sleep(0)))
         found |= {f"received {version} {name}": tensor for name, tensor in server.received.items()}
     server.process.communicate()
     folders.close()

@@ -18,7 +18,7 @@ from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
-from rollout.fleet_job import ServerStatus
+from rollout.fleet_server import ServerStatus
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

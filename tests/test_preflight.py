@@ -29,12 +29,11 @@ from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.pages import PAGE_TOKENS
 from rollout.requests import EngineLimits
+from rollout.slots import PAGE_TOKENS
 from sharding.kernels.tiles import tile_size
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for
-from sharding.walk import Walk
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
@@ -191,7 +190,7 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
 def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
     limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
-    real = DeviceState(model, Walk(), limits, EngineLayout.of(devices), jnp.bfloat16)
+    real = DeviceState(model, limits, EngineLayout.of(devices), jnp.bfloat16)
     arrays = EngineArrays.of(models.abstract(MODEL), limits.pages * PAGE_TOKENS, "bfloat16", devices)
 
     def described(tree):

@@ -36,7 +36,7 @@ from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Callbacks, Reporter
 from fluxjax.runtime.ports import StepReport
 from fluxjax.runtime.server_watch import ServerNews, ServerWatch, server_lanes
-from rollout.fleet_job import Attempt, Server, ServerStatus
+from rollout.fleet_server import Attempt, Seat, Server, ServerStatus
 from rollout.sglang import SampleReply, ServerClient
 
 EVENTS: Any = event_pb2  # generated, without types
@@ -312,8 +312,13 @@ def test_servers_have_lanes_in_place_of_engines():
     assert server_lanes([], busy, down) == []
 
 
+def server_record(seat: int) -> Server:
+    nobody: Any = None
+    return Server(nobody, "server 0", Seat(seat), ServerClient("http://127.0.0.1:1"), None)
+
+
 def test_a_server_knows_when_it_ran_samples():
-    record = Server("server 0", 0, ServerClient("http://127.0.0.1:1"), None)
+    record = server_record(0)
     assert record.busy_times() == []
     before = time.perf_counter()
     attempts = [Attempt(record, {sample: SampleReply("") for sample in range(count)}) for count in (4, 2)]
@@ -328,7 +333,7 @@ def test_a_server_knows_when_it_ran_samples():
 
 
 def test_a_server_that_is_not_up_says_nothing_of_its_last_life():
-    record = Server("server 0", 1, ServerClient("http://127.0.0.1:1"), None)
+    record = server_record(1)
     record.load = {"running": 3.0, "waiting": 2.0, "tokens_per_second": 9.5}
     record.restarts, record.reason = 1, "gone"
     assert record.status() == ServerStatus("server 0", "http://127.0.0.1:1", 1, False, -1, 0, 0, 0.0, 1, 0, "gone")

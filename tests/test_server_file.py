@@ -10,7 +10,7 @@ from fluxjax.base.errors import ConfigError
 from fluxjax.runtime.server_watch import HEADER, ServerFile
 from rollout.engine import EngineError
 from rollout.fleet import Fleet
-from rollout.fleet_job import ServerStatus
+from rollout.fleet_server import ServerStatus
 from rollout.local_server import LocalServer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"

@@ -94,7 +94,8 @@ def _gathered(lengths: list[int], *, alone: bool) -> tuple[Callable[..., Any], t
     """The engine's attention. It also wants the entries that this round added: here one a sequence, which is masked."""
     import jax.numpy as jnp
 
-    from rollout.programs import PAGE_TOKENS, KVCache, cached_attention
+    from rollout.programs import KVCache, cached_attention
+    from rollout.slots import PAGE_TOKENS
 
     (k_CKSH, v_CKSH), table = _pages(lengths, PAGE_TOKENS)
     cache = KVCache(k_CKSH[None], v_CKSH[None])

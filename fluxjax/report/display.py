@@ -23,7 +23,7 @@ from ..base.under_way import under_way, working_time
 from .shown import data_words, host_lines, host_table, preprocessor_table, reward_words, server_table
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
     from ..base.preprocessor_status import PreprocessorStatus
 

@@ -27,7 +27,7 @@ from ..report.shown import host_lanes, host_metrics
 from ..runtime.runtime import Observer, StepReport
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
 
 @runtime_checkable

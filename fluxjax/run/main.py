@@ -7,8 +7,7 @@ import signal
 import sys
 import traceback
 
-from rollout.engine import EngineError
-from rollout.weights.checksums import WeightsMismatch
+from rollout.engine import EngineError, WeightsMismatch
 from sharding.links import LinkError, Links, leave
 from sharding.odc import OdcError
 

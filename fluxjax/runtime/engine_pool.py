@@ -27,7 +27,7 @@ KV_FRACTION = 0.5  # the share of a device's free memory for caches: training ne
 SERVER_MEMORY = 0.6  # the share that a colocated SGLang server takes of the memory that is free when it starts
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:

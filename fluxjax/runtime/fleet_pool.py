@@ -5,7 +5,6 @@ step and all on the same devices: those of one of them are awake, the others hav
 """
 
 import asyncio
-import concurrent.futures
 import functools
 import importlib.util
 import itertools
@@ -14,20 +13,20 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions, ServerStatus
+from rollout.engine_weights import served
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions, Seat, ServerStatus
 from rollout.listening import TOKEN
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
-from rollout.weights.published import SharedFolders, served
+from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device
@@ -42,7 +41,6 @@ from .server_watch import ServerFile, ServerWatch, server_lanes
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
 BUCKET_BYTES = 256 << 20  # of weights that are sent at once
 PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where each host of servers has a copy of weights in files
-Result = TypeVar("Result")
 
 
 class FleetPool:
@@ -73,53 +71,42 @@ class FleetPool:
                 "from; set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
                 "servers.addresses"
             )
-        self._config, self._logs = config, logs
-        if servers.addresses:
-            named = config.weights.agents or ("",) * len(servers.addresses)
-            agents = dict(zip((address.rstrip("/") for address in servers.addresses), named, strict=True))
-        else:
-            agents = {}
+        self._config, self._model, self._checkpoint, self._logs = config, model.config, checkpoint, logs
+        named = config.weights.agents or ("",) * len(servers.addresses)
+        addresses = [address.rstrip("/") for address in servers.addresses]
+        self._agents = dict(zip(addresses, named, strict=True)) if addresses else {}
         count = servers.servers * config.parallelism.degree
         self._devices = _devices(config, model, count)
-        folders = SharedFolders(model.config, config.model.compute_dtype.value)
-        self._fleets = {
-            degree: self._fleet(degree, count // degree, model, checkpoint, folders, agents)
-            for degree in degrees(config, count)
-        }
+        self._folders = SharedFolders(model.config, config.model.compute_dtype.value)
+        self._fleets = {degree: self._fleet(degree, count // degree) for degree in degrees(config, count)}
         self._degree, self.fleet = config.parallelism.degree, self._fleets[config.parallelism.degree]
         self._launched = {self._degree}  # degrees whose servers were started
-        self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(self.fleet.seats)]
-        self._file = ServerFile(logs / "addresses", self.fleet, agents, functools.partial(_check_reachable, config))
+        self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(len(self.fleet.seats))]
+        self._file = ServerFile(
+            logs / "addresses", self.fleet, self._agents, functools.partial(_check_reachable, config)
+        )
         # Who joins before the others have started would have them start too early.
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
-    def _fleet(
-        self,
-        degree: int,
-        count: int,
-        model: Decoder,
-        checkpoint: pathlib.Path,
-        folders: SharedFolders,
-        agents: Mapping[str, str],
-    ) -> Fleet:
-        """Returns the fleet whose servers have `degree` devices each."""
-        config, rollout, servers = self._config, self._config.rollout, self._config.servers
-        vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
+    def _fleet(self, degree: int, count: int) -> Fleet:
+        """Returns the fleet of `count` servers that have `degree` devices each."""
+        config, rollout, servers, model = self._config, self._config.rollout, self._config.servers, self._model
+        vision = model.vision if isinstance(model, Qwen25VLConfig) else None
         alone = not config.parallelism.enabled
         prefix = "server-" if alone else f"server-{degree}-"
         processes = [
-            LocalServer(_command(config, checkpoint, number, degree), self._logs / f"{prefix}{number}.log")
+            LocalServer(_command(config, self._checkpoint, number, degree), self._logs / f"{prefix}{number}.log")
             for number in range(0 if servers.addresses else count)
         ]
         return Fleet(
-            model.config,
-            EngineLimits(rollout.slots, rollout.max_sequence_tokens, model.config.text.vocab_size, vision),
-            folders,
+            model,
+            EngineLimits(rollout.slots, rollout.max_sequence_tokens, model.text.vocab_size, vision),
+            self._folders,
             processes=processes,
             addresses=servers.addresses,
             seats=config.rollout.engines if degree == config.parallelism.degree else count,
             name="server" if alone else f"{degree}-device server",
-            route=_route(config, served(model.config), agents, self._token),
+            route=_route(config, served(model), self._agents, self._token),
             options=FleetOptions(
                 start_seconds=servers.start_seconds,
                 token=self._token,
@@ -139,17 +126,17 @@ class FleetPool:
         memory."""
         for unlaunched in sorted(self._fleets.keys() - self._launched):
             fleet = self._fleets[unlaunched]
-            await _done(fleet.call(fleet.ready()))
+            await asyncio.wrap_future(fleet.call(fleet.ready()))
             await self._on_seats(fleet, fleet.sleep)
             self._launched.add(unlaunched)
         if degree != self._degree:
             weights, before, self.fleet = self.fleet.oldest(), self.fleet, self._fleets[degree]
             await self._on_seats(before, before.sleep)
-            await _done(before.call(before.take(None)))
-            await _done(self.fleet.call(self.fleet.take(weights)))
+            await asyncio.wrap_future(before.call(before.take(None)))
+            await asyncio.wrap_future(self.fleet.call(self.fleet.take(weights)))
             await self._on_seats(self.fleet, self.fleet.wake)
             self._degree = degree
-            seats = self.fleet.seats
+            seats = len(self.fleet.seats)
             for seat, engine in enumerate(self.engines[:seats]):  # the first is always the same
                 engine.move(self.fleet, seat, self._shared(seat))
             new = range(len(self.engines), seats)
@@ -157,8 +144,8 @@ class FleetPool:
         return self.engines
 
     @staticmethod
-    async def _on_seats(fleet: Fleet, order: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        await asyncio.gather(*(_done(fleet.call(order(seat))) for seat in range(fleet.seats)))
+    async def _on_seats(fleet: Fleet, order: Callable[[Seat], Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*(asyncio.wrap_future(fleet.call(order(seat))) for seat in fleet.seats))
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Starts the servers, unless they have to wait for others that share their memory. `tell` is called, from
@@ -240,10 +227,6 @@ def _command(config: Config, checkpoint: pathlib.Path, number: int, degree: int)
         (*_flags(config), *filled(servers.flags)),
         dict(entry.split("=", 1) for entry in filled(servers.environment)),
     )
-
-
-def _done(job: concurrent.futures.Future[Result]) -> asyncio.Future[Result]:
-    return asyncio.wrap_future(job)
 
 
 def _check_reachable(config: Config, address: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.listening import TOKEN
-from rollout.local_process import LocalProcess
+from rollout.local_server import LocalProcess
 
 from ..base.errors import DataError
 from ..base.preprocessor_status import PreprocessorStatus

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from rollout.engine import EngineError
 from rollout.fleet import Fleet
-from rollout.fleet_job import ServerStatus
+from rollout.fleet_server import ServerStatus
 
 from ..base.errors import ConfigError
 from ..base.timeline import Span, Timeline

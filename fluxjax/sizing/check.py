@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
-from rollout.pages import PAGE_TOKENS
+from rollout.slots import PAGE_TOKENS
 
 from ..config import FSDP, Config, Remat, RolloutEngine
 from ..runtime.engine_pool import engine_count

@@ -19,8 +19,8 @@ import models
 from models.config import AnyConfig, Qwen25VLConfig
 from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.pages import PAGE_TOKENS, pages_for
 from rollout.requests import EngineLimits
+from rollout.slots import PAGE_TOKENS, pages_for
 from sharding import low_rank
 from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import pathlib
 import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,17 +45,49 @@ async def _serve(listening: socket.socket, token: str) -> None:
 
     from ..listening import serve_until_told
     from ..serve_guard import Guarded, error_handlers, health_route
-    from .pulls import Pulls
 
-    pulls, stopping = Pulls(), asyncio.Event()
-    app = Starlette(routes=[pulls.route(), health_route()], exception_handlers=error_handlers())
+    places, stopping = set[pathlib.Path](), asyncio.Event()
+    app = Starlette(routes=[pull_route(places), health_route()], exception_handlers=error_handlers())
 
     async def stop() -> None:
         stopping.set()
-        for place in pulls.places:
+        for place in places:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
 
     await serve_until_told(Guarded(app, token, stopping.is_set), listening, stop)
+
+
+def pull_route(places: set[pathlib.Path]) -> Route:
+    """The route `/pull_weights` of a host: a version in the folder that hosts share becomes a checkpoint in its memory,
+    below a folder that is added to `places`.
+
+    `local_checkpoint_dir`, `source_dir` and `target_version` are those of SGLang's pull request 30367. There, a
+    checkpoint changes in place; here, the answer's `model_path` is a folder of its own for each version, for another
+    server of the host may be reading the one before."""
+
+    from starlette.routing import Route
+
+    from ..serve_guard import AsciiJSON
+    from ..serve_requests import read_json_object
+    from ..wire import BadRequest
+    from .version_folders import pull, pulled
+
+    async def handle(request: Request) -> Response:
+        body = read_json_object(await request.body())
+        local, source, version = (body.get(key) for key in ("local_checkpoint_dir", "source_dir", "target_version"))
+        if not isinstance(local, str) or not isinstance(source, str) or not local or not source:
+            raise BadRequest("local_checkpoint_dir and source_dir must be strings that are not empty")
+        if type(version) is not int or version < 0:
+            raise BadRequest("target_version must be a whole number")
+        here, there = pathlib.Path(local), pathlib.Path(source)
+        try:
+            folder = await asyncio.to_thread(pull, here, there, version)
+            places.add(pulled(here, there))
+        except Exception as error:  # the servers of this host go on with what they have
+            return AsciiJSON({"success": False, "message": f"{type(error).__name__}: {error}"}, 400)
+        return AsciiJSON({"success": True, "message": "Success.", "model_path": str(folder)})
+
+    return Route("/pull_weights", handle, methods=["POST"])
 
 
 if __name__ == "__main__":

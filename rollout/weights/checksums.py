@@ -15,8 +15,13 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, UInt32
 from safetensors import safe_open
+
+from ..engine import WeightsMismatch
 
 VOCABULARY_MULTIPLE = 64  # rows of embedding and head in SGLang; what is missing is zeros
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
@@ -32,9 +37,14 @@ _BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # 
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
-
-class WeightsMismatch(RuntimeError):
-    """A server does not hold what was sent to it. It must not generate."""
+# Constants of SGLang's hash of a tensor on a GPU.
+TILE = 8192  # words of a tile
+TILES = 64  # of a call: 2 MiB; one program for tensors of all sizes
+SEEDS = np.array([0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF], np.uint32)
+PLACES = np.array([0x27D4EB2D, 0x165667B1], np.uint32)
+TURNS = np.array([15, 13], np.uint32)
+MIX = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+ALL = (1 << 64) - 1
 
 
 class Checksums:
@@ -53,8 +63,6 @@ class Checksums:
         for rank, held in enumerate(ranks):
             options = [self._expected(as_served, len(ranks), rank, sha256)]
             if as_served and not any(held.get(name) == value for name, value in options[0].items()):
-                from .gpu_hash import gpu_hash
-
                 options.append(self._expected(True, len(ranks), rank, gpu_hash))
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
             wanted = min(options, key=lambda wanted: _differ(wanted, held))
@@ -116,10 +124,14 @@ def _differ(wanted: Mapping[str, str], held: Mapping[str, str]) -> int:
     return sum(held.get(name) != checksum for name, checksum in wanted.items())
 
 
+def as_bytes(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
 def sha256(parts: Sequence[np.ndarray]) -> str:
     hashed = hashlib.sha256()
     for part in parts:
-        hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        hashed.update(as_bytes(part).data)
     return hashed.hexdigest()[:16]
 
 
@@ -136,3 +148,50 @@ def sglang_name(name: str) -> str:
     for pattern, new in _JOINED:
         name = pattern.sub(new, name)
     return name
+
+
+def gpu_hash(parts: Sequence[np.ndarray]) -> str:
+    """SGLang's hash of a tensor on a GPU (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23), of arrays that follow
+    each other in one tensor: sixteen hexadecimal digits.
+
+    32-bit words are mixed with their place, added up by tiles of 8,192, and the tiles' 64-bit hashes added up. The test
+    compares with SGLang's own kernel in Triton's interpreter."""
+    data = b"".join(as_bytes(part).data for part in parts)
+    words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+    total = 0
+    for start in range(0, len(words), TILE * TILES):
+        block = np.zeros(TILE * TILES, np.uint32)
+        piece = words[start : start + TILE * TILES]
+        block[: len(piece)] = piece
+        tiles = -(-len(piece) // TILE)
+        high, low = np.asarray(_tiles(block.reshape(TILES, TILE), np.uint32(start), np.uint32(len(words))), np.uint64)[
+            :, :tiles
+        ]
+        total += int(np.sum((high << np.uint64(32)) | low, dtype=np.uint64))
+    return f"{_spread(total & ALL):016x}"
+
+
+@jax.jit
+def _tiles(words_KT: UInt32[Array, "K T"], first: UInt32[Array, ""], count: UInt32[Array, ""]) -> UInt32[Array, "2 K"]:
+    """The halves of each tile's hash, high first. The block begins with word `first` of `count`."""
+    index_KT = first + jnp.arange(words_KT.size, dtype=jnp.uint32).reshape(words_KT.shape)
+    halves = []
+    for seed, place, turn in zip(SEEDS, PLACES, TURNS, strict=True):
+        turned_KT = (index_KT << turn) | (index_KT >> (np.uint32(32) - turn))
+        mixed_KT = _mixed(words_KT ^ ((index_KT * place + seed) ^ turned_KT))
+        sums_K = jnp.where(index_KT < count, mixed_KT, np.uint32(0)).sum(axis=1, dtype=jnp.uint32)
+        halves.append(_mixed(sums_K ^ (count * np.uint32(4))))
+    return jnp.stack(halves)
+
+
+def _mixed(x: Array) -> Array:
+    for constant, shift in zip(MIX, (16, 13), strict=True):
+        x = (x ^ (x >> np.uint32(shift))) * constant
+    return x ^ (x >> np.uint32(16))
+
+
+def _spread(x: int) -> int:
+    """The last step: SplitMix64's finaliser."""
+    for shift, constant in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * constant) & ALL
+    return x ^ (x >> 31)

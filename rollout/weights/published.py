@@ -15,15 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 import models
-from models.config import AnyConfig, NameLayout, Qwen25VLConfig
+from models.config import AnyConfig
 from models.folder import write_json
 from models.hf import SINGLE, disk_tensors, stored, write_weights
 from models.hf_config import write_config
 
-from ..engine import EngineError
+from ..engine_weights import by_name, check_shapes, served
 from .checksums import Checksums
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -36,11 +35,6 @@ class Published:
     folder: pathlib.Path
     checksums: Checksums
     bytes: int
-
-
-def served(config: AnyConfig) -> AnyConfig:
-    """The configuration under whose names servers read weights: SGLang reads no others."""
-    return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
 
 
 class SharedFolders:
@@ -107,21 +101,6 @@ class SharedFolders:
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
-
-
-def by_name(params: PyTree) -> dict[str, Any]:
-    """The weights by a name for messages."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-
-def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
-    """Raises EngineError, which names the tensor, unless names and shapes are those of what is served."""
-    for name in sorted(served.keys() | params.keys()):
-        if name not in params or name not in served:
-            raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
-        shape, dtype = getattr(params[name], "shape", None), getattr(params[name], "dtype", None)
-        if shape != served[name].shape or dtype is None:  # None: no array at all
-            raise EngineError(f"weight {name} has shape {shape}, the engine serves {served[name].shape}")
 
 
 def scratch_folder() -> pathlib.Path:

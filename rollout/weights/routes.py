@@ -10,8 +10,8 @@ import base64
 import contextlib
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from safetensors import safe_open
 from safetensors.numpy import save
@@ -20,11 +20,12 @@ from models.config import AnyConfig
 from models.hf import SINGLE, StoredTensor
 
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
-from .delta import as_bytes
+from .checksums import as_bytes
 from .published import Published
-from .torch_bucket import bucket_of, write_bucket
-from .torch_ipc import Bytes, SharedBucket, device_tensors
+from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
 from .version_folders import VersionFolders, contents, pull, pulled
+
+Pause: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class SyncRoute:
@@ -35,19 +36,14 @@ class SyncRoute:
         """Prepares a version, once, before any server gets it; `params` are its arrays, where they are at hand. Blocks;
         from any thread."""
 
-    async def stage(self, client: ServerClient, published: Published) -> None:
-        """Brings the version near the server, which generates meanwhile."""
-
-    async def deliver(self, client: ServerClient, published: Published) -> None:
-        """Has the server serve the version that was staged. The server is paused: it may have a part of it at times."""
+    async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
+        """Brings the version near the server, which generates meanwhile, pauses it, and has it serve the version. From
+        the pause on it may have a part of it at times."""
         raise NotImplementedError
 
     def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
         """Removes what only other versions need. Returns those whose folders must stay."""
         return wanted
-
-    async def forget(self, client: ServerClient) -> None:
-        """Drops what was kept for a life of a server that has ended; the server may be dead."""
 
     def close(self) -> None:
         """Removes what was prepared."""
@@ -56,7 +52,8 @@ class SyncRoute:
 class SharedMemory(SyncRoute):
     """`shm`: a server of this host reads the very folder."""
 
-    async def deliver(self, client: ServerClient, published: Published) -> None:
+    async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
+        await pause()
         await client.update_from_disk(str(published.folder), published.version)
 
 
@@ -65,10 +62,11 @@ class Buckets(SyncRoute):
     no file that both sides see; each byte is sent as 4/3 of one, to every rank. For small models."""
 
     def __init__(self, size: int, *, pickled: bool = True) -> None:
-        self._size, self._pickled = size, pickled
+        self._size, self._form = size, "flattened_bucket" if pickled else "safetensors"
 
-    async def deliver(self, client: ServerClient, published: Published) -> None:
-        parts, ranks = buckets(contents(published.folder), self._size), await client.ranks()
+    async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
+        parts, pack = buckets(contents(published.folder), self._size), self._packer(published, await client.ranks())
+        await pause()
         try:
             await client.begin_weight_update()
         except Refused:  # one that broke off is still open; all of it will be overwritten
@@ -78,20 +76,24 @@ class Buckets(SyncRoute):
         for number, part in enumerate(parts, start=1):
             # The version comes with the last one: until then, the server has it in part.
             version = published.version if number == len(parts) else None
-            await self._send(client, published, part, ranks, version)
+            await client.update_from_tensors(await asyncio.to_thread(pack, part), version, self._form)
         await client.end_weight_update()
 
-    async def _send(
-        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
-    ) -> None:
-        data = await asyncio.to_thread(_packed, published.folder, part, self._pickled)
-        form = "flattened_bucket" if self._pickled else "safetensors"
-        await client.update_from_tensors([data] * ranks, version, form)
+    def _packer(self, published: Published, ranks: int) -> Callable[[Sequence[StoredTensor]], list[str]]:
+        """The function that makes a bucket for each rank of a server."""
+
+        def pack(part: Sequence[StoredTensor]) -> list[str]:
+            with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
+                values = {tensor.name: tensors.get_tensor(tensor.name) for tensor in part}
+            data = save(values) if self._form == "safetensors" else write_bucket([*values.items()])
+            return [base64.b64encode(data).decode()] * ranks
+
+        return pack
 
 
 class CudaIpc(Buckets):
     """`ipc`: each bucket goes from the trainer's arrays into memory on their GPU that servers of this host open by CUDA
-    IPC (`torch_ipc`). A server must see that GPU. What the trainer no longer has comes from the folder.
+    IPC (`torch_buckets`). A server must see that GPU. What the trainer no longer has comes from the folder.
 
     On a CPU it is PyTorch's shared memory; with GPUs it has never been run, for want of one."""
 
@@ -99,34 +101,25 @@ class CudaIpc(Buckets):
         super().__init__(size)
         self._config = config
         self._newest: tuple[Published | None, Mapping[str, Bytes]] = None, {}
-        self._shared: dict[ServerClient, SharedBucket] = {}
 
     def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
         if params is not None:
             self._newest = published, device_tensors(self._config, params)
 
-    async def _send(
-        self, client: ServerClient, published: Published, part: Sequence[StoredTensor], ranks: int, version: int | None
-    ) -> None:
-        bucket = self._shared.setdefault(client, SharedBucket())  # one each: servers read theirs at the same time
-        handles = await asyncio.to_thread(self._filled, bucket, published, part, ranks)
-        await client.update_from_tensors(handles, version)
+    def _packer(self, published: Published, ranks: int) -> Callable[[Sequence[StoredTensor]], list[str]]:
+        bucket, (newest, here) = SharedBucket(), self._newest  # one each: servers read theirs at the same time
 
-    def _filled(
-        self, bucket: SharedBucket, published: Published, part: Sequence[StoredTensor], ranks: int
-    ) -> list[str]:
-        newest, here = self._newest
-        with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
+        def pack(part: Sequence[StoredTensor]) -> list[str]:
+            with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
 
-            def values(tensor: StoredTensor) -> Any:
-                found = here[tensor.name](tensor.dtype) if newest is published and tensor.name in here else None
-                return as_bytes(tensors.get_tensor(tensor.name)) if found is None else found
+                def values(tensor: StoredTensor) -> Any:
+                    found = here[tensor.name](tensor.dtype) if newest is published and tensor.name in here else None
+                    return as_bytes(tensors.get_tensor(tensor.name)) if found is None else found
 
-            bucket.fill(list(map(values, part)))
-        return [base64.b64encode(bucket_of(bucket.handle(), part)).decode() for _ in range(ranks)]
+                bucket.fill(list(map(values, part)))
+            return [base64.b64encode(bucket_of(bucket.handle(), part)).decode() for _ in range(ranks)]
 
-    async def forget(self, client: ServerClient) -> None:
-        self._shared.pop(client, None)
+        return pack
 
 
 class OrbaxFolders(SyncRoute):
@@ -141,13 +134,14 @@ class OrbaxFolders(SyncRoute):
         self, folders: VersionFolders, local: pathlib.Path, agents: Mapping[str, str], *, token: str = "", here: bool
     ) -> None:
         self._folders, self._local, self._agents, self._token, self._here = folders, local, agents, token, here
-        self._staged: dict[ServerClient, tuple[Published, str]] = {}
 
     def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
         self._folders.publish(published)
 
-    async def stage(self, client: ServerClient, published: Published) -> None:
-        self._staged[client] = published, await self._pull(client, published.version)
+    async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
+        folder = await self._pull(client, published.version)
+        await pause()
+        await client.update_from_disk(folder, published.version)
 
     async def _pull(self, client: ServerClient, version: int) -> str:
         source = self._folders.source
@@ -162,18 +156,9 @@ class OrbaxFolders(SyncRoute):
         finally:
             await agent.close()
 
-    async def deliver(self, client: ServerClient, published: Published) -> None:
-        staged, folder = self._staged.get(client, (None, ""))
-        if staged is not published:  # its life has ended meanwhile
-            raise ServerError(f"{client.address}: version {published.version} was not staged")
-        await client.update_from_disk(folder, published.version)
-
     def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
         self._folders.keep(wanted)
         return [*wanted, *filter(None, [self._folders.last])]
-
-    async def forget(self, client: ServerClient) -> None:
-        self._staged.pop(client, None)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # servers of this host have ended; others are for the next pull there
@@ -189,10 +174,3 @@ def buckets(tensors: Sequence[StoredTensor], size: int) -> list[list[StoredTenso
             parts.append([])
         parts[-1].append(tensor)
     return parts
-
-
-def _packed(folder: pathlib.Path, part: Sequence[StoredTensor], pickled: bool) -> str:
-    with safe_open(folder / SINGLE, framework="numpy") as tensors:
-        values = {tensor.name: tensors.get_tensor(tensor.name) for tensor in part}
-    data = write_bucket([*values.items()]) if pickled else save(values)
-    return base64.b64encode(data).decode()

@@ -1,14 +1,22 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
-`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the way to it from the one
-before (`rollout.weights.delta`), whichever is smaller. A folder appears under its name when it is complete. `pull`
-makes a checkpoint folder of a version in a host's own memory; servers read that.
+`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the delta from the one
+before, whichever is smaller. A folder appears under its name when it is complete. `pull` makes a checkpoint folder of a
+version in a host's own memory; servers read that.
+
+A delta is without loss: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the
+same in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
+request 30367) and slime's disk deltas: an index like that of a checkpoint, whose metadata name the version that the
+delta is of, and a safetensors file with the compressed words of every tensor that changed, and the xxh3 that the tensor
+has afterwards.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -23,13 +31,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import xxhash
+import zstandard
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from models.folder import read_json, write_json
 from models.hf import DTYPES as NAMES
 from models.hf import INDEX, SINGLE, StoredTensor, write_weights
 
-from .delta import FORMAT, Delta, DeltaError, checksum, folder_name, open_weights, read_delta, tensors_of, write_delta
+from .checksums import as_bytes
 from .published import Published, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
@@ -42,8 +54,17 @@ SOURCE = "source.txt"  # says what a host has copies of
 KEPT = 2  # versions on a host: the newest, and the one that a server may still be reading
 
 
+FILE = "model-00001-of-00001.safetensors"  # of a delta
+FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
+LEVEL = 1  # of zstd: the words of a small step are mostly zeros, and higher levels find little more
+
+
 class PullError(RuntimeError):
     """A version can't be had. The message names the folder."""
+
+
+class DeltaError(RuntimeError):
+    """A delta does not fit the weights that it is applied to, or is damaged. The message names folder and tensor."""
 
 
 class VersionFolders:
@@ -117,7 +138,8 @@ class VersionFolders:
         with self._lock:
             there = _versions(self.source)
             versions = {published.version for published in (*wanted, *filter(None, [self.last]))} & there.keys()
-            needed = {folder for version in versions for folder in _chain(self.source, version, {})}
+            chains = [_chain(self.source, version, {}) for version in versions]
+            needed = {folder for seed, deltas in chains for folder in (seed, *(delta.folder for delta in deltas))}
             for folder in set(there.values()) - needed:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -131,9 +153,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; `local` then has what it had.
     """
     if not (source / folder_name(version)).is_dir():  # before anything of this host is touched
-        raise PullError(
-            f"{source / folder_name(version)}: no such version; there are {sorted(_versions(source)) or 'none'}"
-        )
+        raise _missing(source, version)
     place = pulled(local, source)
     us = {os.geteuid()}
     for folder, owners in ((local, us | {0}), (place, us)):
@@ -152,11 +172,11 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         target = place / folder_name(version)
         if version not in here:
             try:
-                _make(target, _chain(source, version, here))
+                _make(target, *_chain(source, version, here))
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, _chain(source, version, {}))  # in case it is the copy of this host that is damaged
+                _make(target, *_chain(source, version, {}))  # in case it is the copy of this host that is damaged
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -177,33 +197,30 @@ def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
     return "" if status.st_uid in owners else f"it belongs to user {status.st_uid}"
 
 
-def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> list[pathlib.Path]:
-    """The folders that lead to a version: one that is `here` or a whole one, then deltas."""
-    chain: list[pathlib.Path] = []
-    while True:
-        if version in here:
-            return [here[version], *chain]
+def _missing(source: pathlib.Path, version: int) -> PullError:
+    there = sorted(_versions(source)) or "none"
+    return PullError(f"{source / folder_name(version)}: no such version; there are {there}")
+
+
+def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> tuple[pathlib.Path, list[Delta]]:
+    """The way to a version: a folder that is `here` or a whole version, then deltas."""
+    deltas: list[Delta] = []
+    while version not in here:
         folder = source / folder_name(version)
         if not folder.is_dir():
-            raise PullError(f"{folder}: no such version; there are {sorted(_versions(source)) or 'none'}")
-        chain.insert(0, folder)
+            raise _missing(source, version)
         if (delta := read_delta(folder)) is None:
-            return chain
+            return folder, deltas
+        deltas.insert(0, delta)
         version = delta.base
+    return here[version], deltas
 
 
-def _delta(folder: pathlib.Path) -> Delta:
-    delta = read_delta(folder)
-    assert delta is not None
-    return delta
-
-
-def _make(folder: pathlib.Path, chain: Sequence[pathlib.Path]) -> None:
+def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
     """Makes a checkpoint folder out of a `_chain`; it appears under its name when it is complete."""
-    seed, *deltas = chain
     part = folder.with_name(f"part-{folder.name}")
     try:
-        _write(part, seed, [_delta(delta) for delta in deltas])
+        _write(part, seed, deltas)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -283,3 +300,110 @@ def _machine() -> str:
         with contextlib.suppress(OSError):
             parts.append(read())
     return "_".join(parts)
+
+
+# --- deltas ---------------------------------------------------------------------------------------
+
+
+def folder_name(version: int) -> str:
+    return f"weight_v{version:06d}"
+
+
+def checksum(tensor: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(as_bytes(tensor).data)
+
+
+def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
+    """Writes the way from one safetensors file to another of the same tensors. Returns the bytes of the delta; None,
+    and writes nothing, where they are not fewer than those of the tensors. Raises OSError for a folder that is full."""
+    with safe_open(new, framework="numpy") as tensors:
+        names = sorted(tensors.keys())
+    changed: dict[str, np.ndarray] = {}
+    sums: dict[str, str] = {}
+    whole = written = 0
+    with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="delta") as threads:
+        for name, (size, words, hashed) in zip(names, threads.map(lambda n: _changed(old, new, n), names), strict=True):
+            whole += size
+            if words is not None:
+                written += len(words)
+                changed[name], sums[name] = np.frombuffer(words, np.uint8), hashed
+    if written >= whole:
+        return None
+    folder.mkdir()
+    try:
+        save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
+    except SafetensorError as error:  # which is what it makes of a full disk
+        raise OSError(f"{folder}: {error}") from error
+    metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **FORMAT}
+    write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(changed, FILE)})
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, bytes | None, str]:
+    """Returns (bytes of the tensor, its compressed XOR or None where nothing changed, its checksum)."""
+    with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
+        was, now = before.get_tensor(name), after.get_tensor(name)
+    if (was.shape, was.dtype) != (now.shape, now.dtype):
+        raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, {was.dtype} of {was.shape} in {old}")
+    words = as_bytes(was) ^ as_bytes(now)
+    if not words.any():
+        return now.nbytes, None, ""
+    return now.nbytes, zstandard.ZstdCompressor(LEVEL).compress(words.data), checksum(now)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A complete delta folder."""
+
+    folder: pathlib.Path
+    version: int
+    base: int
+
+    def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        """The tensor of `version`, given that of `base`. Raises DeltaError where it is not what was written."""
+        try:
+            with safe_open(self.folder / FILE, framework="numpy") as changes:
+                if name not in set(changes.keys()):
+                    return tensor
+                words, wanted = changes.get_tensor(name), (changes.metadata() or {}).get(name)
+            # `decompress` would set aside whatever size the frame declares.
+            came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
+            if len(came) != tensor.nbytes:
+                raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
+            after = (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+        except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
+            raise DeltaError(f"{self.folder}: {name}: {error}") from None
+        if checksum(after) != wanted:
+            raise DeltaError(
+                f"{self.folder}: {name} has the checksum {checksum(after)} after the delta, not {wanted}: the delta is "
+                f"damaged, or what it was applied to is not version {self.base}"
+            )
+        return after
+
+
+def read_delta(folder: pathlib.Path) -> Delta | None:
+    """The delta in a version folder; None for a full version. Raises DeltaError for one of another format."""
+    metadata = read_json(folder / INDEX).get("metadata", {})
+    if "base_version" not in metadata:
+        return None
+    if unknown := {key: metadata.get(key) for key, value in FORMAT.items() if metadata.get(key) != value}:
+        raise DeltaError(f"{folder}: a delta with {json.dumps(unknown)}; known is {json.dumps(FORMAT)}")
+    delta = Delta(folder, int(metadata["version"]), int(metadata["base_version"]))
+    if delta.base >= delta.version or folder.name != folder_name(delta.version):
+        raise DeltaError(f"{folder}: a delta from version {delta.base} to {delta.version}")
+    return delta
+
+
+def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a checkpoint folder with one file, in its order."""
+    with open_weights(folder) as tensors:
+        for name in tensors.offset_keys():
+            yield name, tensors.get_tensor(name)
+
+
+def open_weights(folder: pathlib.Path) -> safe_open:
+    """Opens the file of a checkpoint folder with one file. Raises DeltaError where it is damaged or not there."""
+    try:
+        return safe_open(folder / SINGLE, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise DeltaError(f"{folder / SINGLE}: {error}") from None

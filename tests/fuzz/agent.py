@@ -26,8 +26,8 @@ from fuzz.draws import each_of
 from models.hf import SINGLE
 from rollout.listening import bound_socket, http_server
 from rollout.serve_guard import Guarded, error_handlers
+from rollout.weights.agent import pull_route
 from rollout.weights.published import SharedFolders
-from rollout.weights.pulls import Pulls
 from rollout.weights.version_folders import VersionFolders
 
 DRAWS = 6
@@ -54,7 +54,7 @@ class _Fuzzer:
             self._right.append((written.folder / SINGLE).read_bytes())
         self._source = self._folders.source
         shutil.copytree(self._source, root / "good")
-        app = Starlette(routes=[Pulls().route()], exception_handlers=error_handlers())
+        app = Starlette(routes=[pull_route(set())], exception_handlers=error_handlers())
         listening, begun = bound_socket("127.0.0.1", 0), threading.Event()
         self._http = http_server(Guarded(app, "", lambda: False), begun.set)
         self._port = listening.getsockname()[1]

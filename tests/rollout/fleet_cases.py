@@ -15,9 +15,8 @@ from rollout_cases import HANG, collect, request
 
 import models
 from rollout.engine import GenerateRequest
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits

@@ -28,14 +28,14 @@ from models.inputs import ModelInput
 from models.processing import Processor
 from models.processing.tiny import build as build_processor
 from rollout.engine import Engine
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions
+from rollout.engine_weights import served
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
-from rollout.weights.published import SharedFolders, served
+from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
@@ -145,7 +145,7 @@ class Subject:
         """Tokens that came of responses that have not ended; of the engine in this process, its running samples."""
         if self.fleet is None:
             return self.engine.stats().running
-        servers = list(self.fleet._state.servers)
+        servers = list(self.fleet.members)
         replies = [reply for s in servers for attempt in list(s.attempts) for reply in attempt.replies.values()]
         return sum(len(reply.ids) for reply in replies)
 

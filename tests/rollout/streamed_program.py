@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from models.config import Qwen2Config, TextConfig
-from rollout.streamed_plan import PARTS
+from rollout.streamed import PARTS
 from rollout.streamed_programs import StreamedPrograms
 from sharding.target import Target, compiling_for
 from sharding.walk import HOST_MEMORY

@@ -202,20 +202,15 @@ def test_7_continuation_equals_no_interruption():
 
 @pytest.mark.slow
 async def test_9_refusals():
-    async def refuse(match, serving=None, **how):
-        with pytest.raises(EngineError, match=match):
-            (serving or engine(build(TEXT))).generate(request("r", **{"prompt": text_prompt(60), **how}))
-
-    await refuse(r"60 prompt tokens \+ max_new_tokens=5 = 65 .*rollout\.max_sequence_tokens=64", max_new_tokens=5)
-    await refuse("text-only", prompt=media_prompt(1, ("image", (1, 4, 4))), max_new_tokens=1)
-    await refuse("prefixes for n=2", n=2, prefix=((1,),), max_new_tokens=2)
-    await refuse("vocabulary of 40", prompt=text_prompt(3), prefix=((40,),), max_new_tokens=2)
-    await refuse("forbidden", prompt=text_prompt(3), forbidden_ids=tuple(range(VOCAB)), max_new_tokens=2)
-    await refuse("top_p", prompt=text_prompt(3), top_p=0.0, max_new_tokens=2)
-    await refuse("max_new_tokens=0", prompt=text_prompt(3), max_new_tokens=0)
+    """All others are those of `test_requests.py`."""
     serving = engine(build(TEXT))
     first = serving.generate(request("r", text_prompt(3), max_new_tokens=2))
-    await refuse("already in flight", serving, prompt=text_prompt(3), max_new_tokens=2)
+    with pytest.raises(EngineError, match="already in flight"):
+        serving.generate(request("r", text_prompt(3), max_new_tokens=2))
+    with pytest.raises(
+        EngineError, match=r"60 prompt tokens \+ max_new_tokens=5 = 65 .*rollout\.max_sequence_tokens=64"
+    ):
+        serving.generate(request("s", text_prompt(60), max_new_tokens=5))
     assert len((await collect(first, 1))[0].ids) == 2, "a refusal leaves others alone"
     exact = serving.generate(request("r", text_prompt(60), max_new_tokens=4))
     assert len((await collect(exact, 1))[0].ids) == 4, "what just fits is served"

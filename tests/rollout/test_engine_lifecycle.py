@@ -44,7 +44,7 @@ import models
 import rollout.device
 from rollout import engine_weights
 from rollout.engine import EngineError, FinishReason
-from rollout.pages import PAGE_TOKENS
+from rollout.slots import PAGE_TOKENS
 from sharding.mesh import make_mesh
 
 PROMPT = text_prompt(7)

@@ -29,8 +29,10 @@ from rollout_cases import (
 )
 
 import models
+import rollout.device
 from rollout.engine import EngineError, FinishReason
 from rollout.engine_weights import check_finite
+from rollout.programs import EnginePrograms
 from sharding.walk import Walk
 
 pytestmark = pytest.mark.slow
@@ -131,8 +133,10 @@ class NoRoom(Walk):
     ],
     ids=["prefill", "round"],
 )
-async def test_17_a_request_too_big_for_the_device_is_lost_alone(expected, walk, big):
-    serving = engine(build(TEXT), slots=12, walk=walk)
+async def test_17_a_request_too_big_for_the_device_is_lost_alone(monkeypatch, expected, walk, big):
+    monkeypatch.setattr(EnginePrograms, "walk", walk)
+    monkeypatch.setattr(rollout.device, "programs", EnginePrograms)  # none that other engines have compiled
+    serving = engine(build(TEXT), slots=12)
     *rest, lost = await serve(serving, [*COMPANY, big], lossy=True)
     assert isinstance(lost, EngineError) and "'big' was lost: MemoryError: no room for" in str(lost)
     assert isinstance(lost.__cause__, MemoryError)

@@ -28,14 +28,14 @@ from rollout_cases import collect, until
 from safetensors.numpy import load_file
 
 import models
-from rollout.engine import EngineError, FinishReason
-from rollout.fleet import Fleet
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetJob, FleetOptions, Server
+from rollout.engine import EngineError, FinishReason, WeightsMismatch
+from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet_requests import FleetJob
+from rollout.fleet_server import FleetOptions, Server
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import WeightsMismatch, sha256
+from rollout.weights.checksums import sha256
 from rollout.weights.published import SHARED_MEMORY, SharedFolders
 
 # --- without processes ----------------------------------------------------------------------------
@@ -119,17 +119,17 @@ def test_a_fleet_that_never_started_closes() -> None:
 
 async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
     """Then those of its seat, then the least loaded: one that fails at once is always that."""
-    job = FleetJob(asked(), 0, lambda chunk: None)
     places: Any = {"lost here": 0, "elsewhere": 1, "busy": 0, "best": 0}
     with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=2)) as fleet:
         for name, seat in places.items():
-            server = Server(name, seat, ServerClient(""), None)
+            server = Server(fleet._state, name, fleet.seats[seat], ServerClient(""), None)
             server.up, server.holds = True, places
-            fleet._state.servers.append(server)
+            fleet.members.append(server)
+        job = FleetJob(asked(), fleet.seats[0], lambda chunk: None)
         job.lost["lost here"] = 1
-        fleet._state.servers[2].open = 3
+        fleet.members[2].open = 3
         for expected in ("best", "busy", "elsewhere", "lost here"):
-            chosen = await fleet._requests._server_for(job)
+            chosen = await fleet.requests._server_for(job)
             assert chosen is not None and chosen.name == expected
             chosen.suspect()
 
@@ -305,7 +305,7 @@ async def test_a_server_that_dies_or_hangs_is_replaced(two: Two, long_here: JaxE
     await exact(seat, long_here, asked(n=2, tokens=20), version)  # compiled by now
     for number, signals in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         jobs = jobs_of(seat, long_here, version, 2, 4)
-        await until(lambda: all(server.open > 0 for server in fleet._state.servers))
+        await until(lambda: all(server.open > 0 for server in fleet.members))
         before, pid = fleet.servers()[number].restarts, servers[number].pid
         os.killpg(pid, signals)
         began = time.monotonic()
@@ -353,7 +353,7 @@ async def test_servers_join_and_leave_a_running_fleet(
     name = fleet.join(late)
     await until(lambda: all(server.up for server in fleet.servers()))
     jobs = jobs_of(seat, long_here, version, 6, 2)
-    await until(lambda: all(server.open == 4 for server in fleet._state.servers))
+    await until(lambda: all(server.open == 4 for server in fleet.members))
     pid = late.pid
     fleet.leave(name)
     await asyncio.gather(*jobs)
@@ -395,7 +395,7 @@ async def test_samples_of_another_seat_end_before_a_server_sleeps(
         os.killpg(servers[1].pid, signal.SIGKILL)
         await until(lambda: fleet.servers()[1].restarts)
         early = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
-        await until(lambda: fleet._state.servers[0].open)
+        await until(lambda: fleet.members[0].open)
         asleep = asyncio.create_task(lent.sleep())
         await asyncio.sleep(0.1)
         late = asyncio.create_task(exact(other, long_here, asked(), version))
@@ -404,12 +404,12 @@ async def test_samples_of_another_seat_end_before_a_server_sleeps(
         await late  # on the other server, which is back
         restarts = fleet.servers()[1].restarts
         job = asyncio.create_task(exact(other, long_here, asked(tokens=200), version))
-        await until(lambda: fleet._state.servers[1].open)
+        await until(lambda: fleet.members[1].open)
         os.killpg(servers[1].pid, signal.SIGKILL)
         await job  # waits for it, since the only other one sleeps
         assert fleet.servers()[1].restarts == restarts + 1
         job = asyncio.create_task(collect(other.generate(asked(n=8, tokens=200)), 8))
-        await until(lambda: fleet._state.servers[1].open)
+        await until(lambda: fleet.members[1].open)
         pid = servers[1].pid
         await asyncio.to_thread(fleet.close)
         await until(lambda: not group_exists(pid))

@@ -24,11 +24,10 @@ from protocol_cases import model
 from rollout_cases import collect, until
 
 import models
-from rollout.engine import EngineError
-from rollout.fleet_engine import FleetEngine
-from rollout.fleet_job import FleetOptions
+from rollout.engine import EngineError, WeightsMismatch
+from rollout.fleet import FleetEngine
+from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
-from rollout.weights.checksums import WeightsMismatch
 
 pytestmark = pytest.mark.slow
 OPTIONS = FleetOptions(patience=1.0, start_seconds=60.0, look_every=0.1, attempts=12, interval=2)
@@ -104,7 +103,7 @@ async def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEn
         for kind in SOME:
             pair.reset()
             # After the last trouble, both are asked again.
-            await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))
+            await until(lambda: all(server.usable for server in engines[0]._fleet.members))
             pair.proxies[0].forever = fault_of(kind)
             wanted = enumerate(engines)
             await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in wanted))
@@ -163,7 +162,7 @@ async def test_weights_that_a_server_does_not_take_come_later(pair: Servers, her
     with fleet_over(pair, seats=1) as engines:
         await publish(engines, here, 0)
         for number, (kind, route) in enumerate(faults, 1):
-            await until(lambda: all(server.usable for server in engines[0]._fleet._state.servers))
+            await until(lambda: all(server.usable for server in engines[0]._fleet.members))
             pair.reset()
             for proxy in pair.proxies:
                 proxy.script.append(Fault(kind, route=route))

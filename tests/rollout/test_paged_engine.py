@@ -11,7 +11,7 @@ from test_pages import small_chunks
 
 from rollout import programs
 from rollout.jax_engine import JaxEngine
-from rollout.pages import PAGE_TOKENS, pages_for
+from rollout.slots import PAGE_TOKENS, pages_for
 
 pytestmark = pytest.mark.slow
 

@@ -36,13 +36,12 @@ import models
 from models.decoder import Decoder
 from models.hf import SINGLE, StoredTensor, write_weights
 from models.inputs import ModelInput
-from rollout.engine import EngineError, FinishReason
-from rollout.fleet_engine import FleetEngine
+from rollout.engine import EngineError, FinishReason, WeightsMismatch
+from rollout.fleet import FleetEngine
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import WeightsMismatch
-from rollout.weights.delta import tensors_of
 from rollout.weights.published import Published
-from rollout.weights.routes import Buckets, SharedMemory
+from rollout.weights.routes import Buckets, Pause, SharedMemory
+from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
@@ -325,14 +324,15 @@ async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     await begun(engine)
 
     class LeavesOut(Buckets):
-        async def deliver(self, client: ServerClient, published: Published) -> None:
+        async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
             tensors = dict(tensors_of(published.folder))
             tensors.pop("model.layers.1.mlp.down_proj.weight")
             contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
             write_weights(tmp_path / SINGLE, contents, tensors.values())
             shutil.copy(published.folder / "config.json", tmp_path)
             lacking = dataclasses.replace(published, folder=tmp_path)
-            await (super().deliver(client, lacking) if way == "bucket" else SharedMemory().deliver(client, lacking))
+            deliver = super().deliver if way == "bucket" else SharedMemory().deliver
+            await deliver(client, lacking, pause)
 
     patience = 2.0 if engine.name == "serve" else 10.0
     fleet = fleet_by(

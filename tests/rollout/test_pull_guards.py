@@ -12,8 +12,7 @@ import zstandard
 from safetensors.numpy import save_file
 
 from rollout.weights import version_folders
-from rollout.weights.delta import FILE, Delta, DeltaError, checksum
-from rollout.weights.version_folders import SOURCE, PullError, pull, pulled
+from rollout.weights.version_folders import FILE, SOURCE, Delta, DeltaError, PullError, checksum, pull, pulled
 
 VERSION = "weight_v000000"
 

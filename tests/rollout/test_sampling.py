@@ -5,16 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout.sampling import (
-    SlotSampling,
-    _sample_candidates,
-    _sample_sorted,
-    allowed_tokens,
-    sample,
-    sample_keys,
-    seed_words,
-    stopped,
-)
+from rollout.programs import _sample_candidates, _sample_sorted, allowed_tokens, sample, sample_keys, stopped
+from rollout.slots import SlotSampling, seed_words
 
 LOGITS = np.array([2.0, 1.5, 1.0, 0.7, 0.5, 0.2, 0.0, -0.3, -1.0, -1.5, -2.0, -4.0], np.float32)
 V = len(LOGITS)

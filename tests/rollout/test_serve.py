@@ -2,7 +2,7 @@
 
 1. A reply has the tokens and log-probs, bit for bit, that the engine gives in the same process: for whole groups, parts
    of one, continued prefixes, and media in our format. Samples of a prompt are one request, prefilled once.
-2. Ordinary images and videos are prepared as the processor prepares them.
+2. Media come as patches only (`test_serve_bodies.py`).
 3. The events of a stream add up to the reply without one.
 4. Aborts, pauses, updates and disconnections do to samples what they do in the engine.
 """
@@ -10,19 +10,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import copy
 import itertools
 from typing import Any
 
 import pytest
 from rollout_cases import HANG, LONGEST, until
 from serve_cases import (
-    CLIP,
-    PICTURE,
     PROMPTS,
-    SAMPLING,
-    SECOND,
     SlowEngine,
     checksums,
     last,
@@ -32,9 +26,6 @@ from serve_cases import (
     serving,
     single,
 )
-
-from rollout import wire
-from rollout.serve_requests import ServedMedia
 
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
@@ -74,41 +65,6 @@ async def test_prefixes_are_continued(checkpoints):
                 same(reply, answer)
                 assert prefix + tuple(reply["output_ids"]) == all_of_it.ids
                 assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
-
-
-async def test_ordinary_media_are_prepared_as_by_the_processor(checkpoints, tmp_path):
-    async with serving(checkpoints["vl"]) as served:
-        files = {"image": PICTURE, "second": SECOND, "video": CLIP}
-        for name, data in files.items():
-            (tmp_path / name).write_bytes(data)
-        text, _ = PROMPTS["mixed"]
-        for name in ("image", "video"):
-            text = text.replace(f"<{name}>", f"<|vision_start|><|{name}_pad|><|vision_end|>")
-        sampling = {"max_new_tokens": 10, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True,
-                    "logit_bias": {str(id): -1e30 for id in SAMPLING.forbidden_ids}}  # fmt: skip
-        request = served.request("mixed", seed=3)
-        (answer,) = await served.in_process(request)
-        for entry in (
-            lambda name: base64.b64encode(files[name]).decode(),
-            lambda name: "data:image/png;base64," + base64.b64encode(files[name]).decode(),
-            lambda name: str(tmp_path / name),
-        ):
-            body = {
-                "input_ids": served.processor.encode(text),
-                "image_data": [entry("image"), entry("second")],
-                "video_data": entry("video"),
-                "sampling_params": sampling,
-            }
-            same(await served.ok("/generate", body), answer)
-        for changed, complaint in [
-            ({"input_ids": request.prompt.token_ids_T.tolist()}, "the server expands it"),
-            ({"image_data": [entry("image")]}, "image_data.*1 for 2 placeholders"),
-            ({"video_data": None}, "video_data.*0 for 1 placeholders"),
-            ({"image_data": ["https://host/a.png", entry("image")]}, "nothing is fetched"),
-            ({"image_data": ["/no/such/file", entry("image")]}, "no file and no base64"),
-            ({"image_data": [base64.b64encode(b"GIF89a").decode(), entry("image")]}, "media of"),
-        ]:
-            await refused(served, body | changed, complaint)
 
 
 async def test_events_add_up_to_the_reply(checkpoints):
@@ -154,31 +110,12 @@ async def test_a_body_without_extras_ends_at_the_end_token_and_differs_between_s
         assert first["output_ids"] == second["output_ids"]
 
 
-async def test_media_are_kept_by_their_key_for_a_while(checkpoints):
-    async with serving(checkpoints["vl"], media_bytes=1) as served:
-        bodies = [served.body(served.request(name, n=2), stream=False) for name in ("image", "video")]
-        keyed = copy.deepcopy(bodies)
-        for body in keyed:
-            body["rid"] = body["rid"][1:]
-            for field in set(body) - {"rid", "stream", "return_logprob"}:
-                body[field] = body[field][1:]
-        await refused(served, keyed[0], "not here any more: send them again, or raise FLUXJAX_MEDIA_BYTES")
-        whole = await served.ok("/generate", bodies[0])
-        assert (await served.ok("/generate", keyed[0]))[0]["output_ids"] == whole[1]["output_ids"]
-        await served.ok("/generate", bodies[1])
-        await served.ok("/generate", keyed[1])
-        await refused(served, keyed[0], "not here any more")
-
-
-def test_the_media_that_were_not_asked_for_longest_go():
-    store = ServedMedia(10)
-    for key, size in (("a", 4), ("b", 4), ("a", 4)):
-        store.put({"key": key, "patches": {"data": "x" * size}})
-    store.get("b")
-    store.put({"key": "c", "patches": {"data": "x" * 4}})
-    assert store.get("b") and store.get("c")
-    with pytest.raises(wire.BadRequest):
-        store.get("a")
+async def test_media_belong_to_the_body_that_has_their_patches(checkpoints):
+    async with serving(checkpoints["vl"]) as served:
+        body = served.body(served.request("image", n=2), stream=False)
+        keyed = {key: value[1:] if isinstance(value, list) else value for key, value in body.items()}
+        await served.ok("/generate", body)
+        await refused(served, keyed, "image_data: no sample of this body has the patches of media")
 
 
 # --- 4: aborts, pauses, weights -------------------------------------------------------------------

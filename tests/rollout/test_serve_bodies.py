@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprob_start_len": 0}, "only null and -1"),
     ({"top_logprobs_num": 5}, "top_logprobs_num"),
     ({"text": "and this"}, "text is not known"),
-    ({"image_data": ["\ud800"]}, "image_data of|no file and no base64"),
+    ({"image_data": ["\ud800"]}, "image_data must have media in the format"),
     ({"rid": "\ud800", "input_ids": [1, 60]}, "vocabulary of"),
     ({"\ud800": 1}, "is not known here"),
     ({"sampling_params": {"n": 2}}, "n must be an integer of 1 .. 1"),
@@ -82,9 +82,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"custom_params": [1]}}, "custom_params must be"),
     ({"sampling_params": {"custom_params": {"sample": -1}}}, "custom_params.sample must be"),
     ({"sampling_params": {"custom_params": {"begun": 3}}}, "custom_params.begun must be"),
-    ({"image_data": [3]}, "image_data must have strings"),
-    ({"image_data": ["x" * 5000]}, "image_data of.*1 for 0 placeholders"),
-    ({"input_ids": [8, 6, 9]}, "image_data of.*0 for 1 placeholders"),
+    ({"image_data": [3]}, "image_data must have media in the format"),
+    ({"image_data": "/etc/hostname"}, "this server decodes no files"),
+    ({"video_data": ["data:video/mp4;base64,AAAA"]}, "video_data must have media in the format"),
+    ({"image_data": ["x" * 5000]}, "image_data must have media in the format"),
+    ({"input_ids": [8, 6, 9]}, "input_ids of .*1 media placeholders for 0 media"),
     ({"image_data": [wire.FORMAT + "{"]}, "media: "),
     ({"image_data": [wire.FORMAT + '{"key": "k"}']}, "positions"),
     ({"image_data": [wire.FORMAT + '{"key": "k"}', "x"]}, "one entry in our format"),
@@ -183,7 +185,7 @@ async def test_media_in_our_format_that_do_not_fit_are_refused(checkpoints):
             (changed("image_data", position_delta=1.5), "position_delta"),
             (changed("image_data", position_delta=2**40), "next_position"),
             (changed("image_data", patches=floats(24, VL.vision.patch_values)), "NaN or infinity"),
-            (good | {"video_data": ["x"]}, "must have one format"),
+            (good | {"video_data": ["x"]}, "video_data must have media in the format"),
         ]:  # fmt: skip
             await refused(served, body, complaint)
         await served.ok("/generate", good)

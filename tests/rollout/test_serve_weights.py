@@ -21,9 +21,8 @@ import models
 from models.config import NameLayout
 from models.hf import SINGLE
 from rollout.weights import published
-from rollout.weights.delta import tensors_of
 from rollout.weights.published import SharedFolders
-from rollout.weights.version_folders import VersionFolders, pulled
+from rollout.weights.version_folders import VersionFolders, pulled, tensors_of
 
 TENSORS = "/update_weights_from_tensor"
 

@@ -40,12 +40,11 @@ from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.runtime.held_out import HeldOut
 from models.processing import MediaError
 from models.shadow import ShadowTensor
-from rollout import fetched_pixels, lowered, turns
+from rollout import lowered, prompt_pixels, turns
 from rollout.engine import EngineError, SamplingParams
-from rollout.fetched_pixels import FetchedPixels
 from rollout.jax_engine import JaxEngine
 from rollout.lowered import EngineArrays, lowered_programs
-from rollout.prompt_features import PromptFeatures
+from rollout.prompt_pixels import FetchedPixels, PromptFeatures
 from sharding.walk import Walk
 
 WORDS = (36, 37, 38, 39)  # never generated
@@ -180,7 +179,7 @@ async def test_24_who_can_not_fetch_refuses():
 
 
 def test_24_what_is_next_is_fetched_ahead_and_no_more(monkeypatch):
-    monkeypatch.setattr(fetched_pixels, "AHEAD_PATCHES", 10)
+    monkeypatch.setattr(prompt_pixels, "AHEAD_PATCHES", 10)
     begun = threading.Semaphore(0)
     there = Elsewhere(lambda rows: begun.release())
     data = {f"t{k}": np.full((4, 3), k, np.float32) for k in range(6)}

@@ -13,7 +13,7 @@ import pytest
 import streamed_program
 from cuda_ahead import cuda_environment
 
-from rollout.streamed_plan import DeviceSpeed, layer_weights, pass_bytes, resident_layers, streamed_places, travel
+from rollout.streamed import DeviceSpeed, layer_weights, pass_bytes, resident_layers, streamed_places, travel
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "fluxjax" / "sizing" / "targets" / "h100.txtpb"

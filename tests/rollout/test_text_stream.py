@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from turns import third_of
 
-from rollout.text_stream import TextStream
+from rollout.generate_command import TextStream
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.weights.torch_bucket import DTYPES, METADATA, write_bucket
+from rollout.weights.torch_buckets import DTYPES, METADATA, write_bucket
 
 REASON = "parity lane: needs torch"
 

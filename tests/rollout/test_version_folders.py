@@ -28,9 +28,8 @@ from models.config import NameLayout, Qwen25VLConfig
 from models.hf import SINGLE
 from rollout.weights import published as published_module
 from rollout.weights import version_folders
-from rollout.weights.delta import DeltaError, read_delta
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.version_folders import KEPT, PullError, VersionFolders, _machine, pull
+from rollout.weights.version_folders import KEPT, DeltaError, PullError, VersionFolders, _machine, pull, read_delta
 
 FILE = "model-00001-of-00001.safetensors"
 

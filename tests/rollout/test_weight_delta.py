@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from models.hf import SINGLE, StoredTensor, write_weights
-from rollout.weights.delta import Delta, DeltaError, folder_name, read_delta, tensors_of, write_delta
+from rollout.weights.version_folders import Delta, DeltaError, folder_name, read_delta, tensors_of, write_delta
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = {"float32": (np.dtype(np.float32), np.uint32), "bfloat16": (BFLOAT16, np.uint16)}

@@ -51,11 +51,13 @@ def reached(served: Served, token: str = ""):
 
 
 async def brought(route: SyncRoute, client: ServerClient, published: Published) -> None:
-    await route.stage(client, published)
-    await client.pause("retract")
-    await route.deliver(client, published)
+    await route.deliver(client, published, lambda: client.pause("retract"))
     published.checksums.check(await client.checksums(), client.address)
     assert await client.weight_version() == str(published.version)
+
+
+async def never() -> None:
+    raise AssertionError("a server is paused for weights that are not there")
 
 
 # --- buckets --------------------------------------------------------------------------------------
@@ -78,21 +80,25 @@ async def test_buckets_bring_a_version_also_after_one_that_broke_off(
     checkpoints: dict[str, pathlib.Path], memory: SharedFolders
 ) -> None:
     params = models.split(models.load(checkpoints["text"]))[1]
-    route, sent = Buckets(2000, pickled=False), 0
+    route = Buckets(2000, pickled=False)
 
     class Breaks(Buckets):
-        async def _send(self, *arguments) -> None:
-            nonlocal sent
-            sent += 1
-            if sent == 3:
-                raise EngineError("broke off")
-            await super()._send(*arguments)
+        def _packer(self, *arguments):
+            pack, left = super()._packer(*arguments), [2]
+
+            def pack_two(part):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise EngineError("broke off")
+                return pack(part)
+
+            return pack_two
 
     async with serving(checkpoints["text"]) as served, reached(served) as client:
         first, second = memory.write(1, params), memory.write(2, step(params))
         await brought(route, client, first)
         with pytest.raises(EngineError, match="broke off"):
-            await Breaks(2000, pickled=False).deliver(client, second)
+            await Breaks(2000, pickled=False).deliver(client, second, lambda: client.pause("retract"))
         assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
         await brought(route, client, second)
 
@@ -164,11 +170,10 @@ async def test_an_agent_pulls_for_the_servers_of_its_host(
         before = await checksums(served)
         wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
         with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
-            await wrong.stage(client, published)
+            await wrong.deliver(client, published, never)
         with pytest.raises(Refused, match="weight_v000009: no such version"):
-            await route.stage(client, dataclasses.replace(published, version=9))
+            await route.deliver(client, dataclasses.replace(published, version=9), never)
         assert await checksums(served) == before
-        await route.forget(client)
         await asyncio.to_thread(agent.end)
         route.close()
     assert agent.process.returncode == 0
@@ -188,6 +193,6 @@ async def test_a_trainer_pulls_for_servers_of_its_own_host(
         route.publish(published)
         await brought(route, client, published)
         with pytest.raises(EngineError, match="weight_v000009: no such version"):
-            await route.stage(client, dataclasses.replace(published, version=9))
+            await route.deliver(client, dataclasses.replace(published, version=9), never)
         route.close()
     assert not list(local.iterdir()) and not list((tmp_path / "shared").iterdir())

@@ -27,7 +27,7 @@ def body_of(asked: GenerateRequest, samples: int = 1, kind: str = "vl") -> wire.
 
 def first_media(body: wire.Json) -> dict[str, wire.Json]:
     """The media of the first sample, by their field."""
-    return {field: wire.our_media(body[field][0][0]) for field in wire.FIELDS if field in body}  # type: ignore[misc]
+    return {field: wire.our_media(field, body[field][0][0]) for field in wire.FIELDS if field in body}
 
 
 def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere) -> ModelInput:
@@ -49,8 +49,8 @@ def test_media_come_back_bit_for_bit(name: str) -> None:
         media = {}
         for field in wire.FIELDS:
             if field in body:
-                first, own = (wire.our_media(body[field][place][0]) for place in (0, sample))
-                assert first is not None and own is not None and own["key"] == first["key"]
+                first, own = (wire.our_media(field, body[field][place][0]) for place in (0, sample))
+                assert own["key"] == first["key"]
                 media[field] = {**first, **own}  # patches are with the first sample
         back = wire.given_prompt(body["input_ids"][sample], begun, media, config)
         same(back, prompt)

@@ -1,0 +1,441 @@
+"""A server of a fleet, from its start to its end: watched, started again, and brought to the weights of its seat."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
+
+from models.config import AnyConfig
+
+from .engine import EngineError
+from .local_server import LocalServer
+from .requests import EngineLimits
+from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
+from .weights.published import Published
+from .weights.routes import SyncRoute
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetOptions:
+    patience: float = 10.0  # seconds without an answer after which a server is taken for hung
+    start_seconds: float = 600.0  # that a server may take to start, or to come back
+    look_every: float = 1.0  # seconds between two looks at a server
+    attempts: int = 4  # servers that a request may lose before it fails
+    token: str = ""  # that servers beyond this host ask for
+    together: bool = False  # what is asked for while a seat is paused runs only when all of it is on the servers
+    interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStatus:
+    """One server as it is at a moment, for whoever shows it. One that is not up runs nothing."""
+
+    name: str
+    address: str
+    seat: int
+    up: bool
+    version: int  # of the weights that it was proven to have; -1: none
+    running: int  # samples, as it says itself
+    waiting: int
+    tokens_per_second: float  # as it says itself
+    restarts: int
+    tokens: int  # that came from it
+    reason: str  # for which it was lost last
+    asleep: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Seat:
+    """An engine as the coordinator sees it: the orders to its servers, those of now and those to come, and counts."""
+
+    number: int
+    wanted: Published | None = None  # the weights that its servers are to have
+    paused: bool = False
+    asleep: bool = False
+    tokens: int = 0  # that came from its servers
+    preemptions: int = 0
+
+
+class FleetState:
+    """The state that the parts of a fleet share: servers, seats, news of them. All of it belongs to one thread."""
+
+    def __init__(
+        self, config: AnyConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
+    ) -> None:
+        self.config, self.limits, self.options, self.route = config, limits, options, route
+        self.seats = [Seat(number) for number in range(seats)]
+        self.servers: list[Server] = []
+        self._fatal: Exception | None = None  # what no restart can mend
+        self._changed = asyncio.Event()  # replaced each time it is set
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def of_seat(self, seat: Seat) -> list[Server]:
+        return [server for server in list(self.servers) if server.seat is seat]
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts work that runs beside all else."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def tell(self) -> None:
+        """Wakes those who wait for a server, or for anything else."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def news(self) -> None:
+        """Returns when something was told, or after a second."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), 1.0)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the fleet for an error that no restart mends, such as weights that did not arrive, or a full disk."""
+        self._fatal = self._fatal or error
+        self.tell()
+
+    @property
+    def failed(self) -> bool:
+        return self._fatal is not None
+
+    def raise_fatal(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
+
+class Server:
+    """One server: its place in the fleet, and what is known of it. It belongs to the fleet's thread."""
+
+    def __init__(
+        self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
+    ) -> None:
+        self._fleet, self.name, self.seat, self.client, self.process = fleet, name, seat, client, process
+        self.up = False
+        self.asleep = False  # without weights and cache
+        self.waits = False  # for its seat to wake, before it starts
+        self.holds: Published | None = None  # the weights that it was proven to have
+        self.served: set[int] = set()  # versions since it came up
+        self.down = asyncio.Event()  # set when this life of it ends
+        self.suspected = asyncio.Event()  # it is to be looked at now
+        self.doubts = 0  # times that somebody had trouble with it
+        self.cleared = 0  # of those, the times before its last good look
+        self.trouble = ""  # for which this life of it must end
+        self.reason = ""  # for which the last one ended
+        self.leaving = False
+        self.attempts: set[Attempt] = set()
+        self.open = 0  # samples of ours, those of the attempts
+        self.restarts = 0
+        self.tokens = 0  # that came from it
+        self.load: dict[str, float] = {}
+        self.lock = asyncio.Lock()  # held while its weights change
+        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # when samples of ours ran
+        self._busy_since = 0.0
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.client.address})"
+
+    def begin(self, attempt: Attempt) -> None:
+        """Notes that the samples of an attempt begin to run here."""
+        if not self.open:
+            self._busy_since = time.perf_counter()
+        self.attempts.add(attempt)
+        self.open += len(attempt.replies)
+
+    def end(self, attempt: Attempt) -> None:
+        self.attempts.remove(attempt)
+        self.open -= len(attempt.replies)
+        if not self.open:
+            self.busy.append((self._busy_since, time.perf_counter()))
+
+    def busy_times(self) -> list[tuple[float, float]]:
+        """The times in which samples of the fleet ran here, by `time.perf_counter`, up to now. From any thread."""
+        running = [(self._busy_since, time.perf_counter())] if self.open else []
+        return [*self.busy.copy(), *running]
+
+    def status(self) -> ServerStatus:
+        """The state of the server at this moment. From any thread."""
+        up, holds = self.up, self.holds
+        load = self.load if up else {}
+        return ServerStatus(
+            name=self.name,
+            address=self.client.address,
+            seat=self.seat.number,
+            up=up,
+            version=holds.version if up and holds is not None else -1,
+            running=int(load.get("running", 0)),
+            waiting=int(load.get("waiting", 0)),
+            tokens_per_second=load.get("tokens_per_second", 0.0),
+            restarts=self.restarts,
+            tokens=self.tokens,
+            reason=self.reason,
+            asleep=self.asleep and up,
+        )
+
+    @property
+    def starting(self) -> bool:
+        """Says whether the server is one that the fleet starts, and on its way."""
+        return self.process is not None and not self.up and not self.waits and not self.leaving
+
+    @property
+    def rests(self) -> bool:
+        """Says whether the server takes no memory for weights: it sleeps, or is not there."""
+        return self.asleep if self.up else self.waits or self.process is None
+
+    @property
+    def usable(self) -> bool:
+        """Says whether the server is up and has weights, and nobody had trouble with it since it was last looked at."""
+        return self.up and self.holds is not None and self.doubts == self.cleared
+
+    def suspect(self) -> None:
+        self.doubts += 1
+        self.suspected.set()
+
+    def state(self) -> str:
+        """The reason why there is no use of the server, for messages."""
+        reason, words = self.reason or "is starting", self.process.last_words() if self.process is not None else ""
+        return f"{self!r}: {reason}" + (f"; its log ends with:\n{words}" if words not in reason else "")
+
+    # --- its life -------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """Starts, watches and starts again, until the server leaves or the fleet ends."""
+        try:
+            await self._lives()
+        finally:  # also of those that left
+            await self.client.close()
+            if self.process is not None:
+                await asyncio.to_thread(self.process.stop)
+
+    async def _lives(self) -> None:
+        trouble = 0  # in a row
+        while not self.leaving:
+            await self._rest()
+            began = time.monotonic()
+            try:
+                await self._raise_up()
+                trouble = 0
+                await self._watch()
+            except EngineError as error:
+                self.reason = str(error)
+            except Exception as error:
+                self._fleet.fail(error)
+                self.reason = str(error)
+            else:
+                return
+            self.lower()
+            if self.leaving or self._fleet.failed:
+                return
+            log.info("%r is lost: %s", self, self.reason)  # who shows `servers` tells users
+            if self.process is not None:
+                await asyncio.to_thread(self.process.kill)
+            self.restarts += 1
+            trouble += 1
+            if trouble > 1:  # it did not even come up
+                self.suspected.clear()
+                with contextlib.suppress(TimeoutError):
+                    wait = max(0.0, min(2.0 ** min(trouble, 5), 30.0) - (time.monotonic() - began))
+                    await asyncio.wait_for(self.suspected.wait(), wait)
+
+    async def _rest(self) -> None:
+        """Returns when the server may start: its memory may be lent to others."""
+        while self.process is not None and self.seat.asleep and not self.leaving:
+            if not self.waits:
+                self.waits = True
+                self._fleet.tell()
+            await self._fleet.news()
+        self.waits = False
+
+    async def _raise_up(self) -> None:
+        options = self._fleet.options
+        if self.process is not None:
+            await self.client.close()
+            self.process.start()  # in this thread: Linux takes it for the parent that the process is bound to
+            self.client = ServerClient(self.process.address, token=options.token)
+        deadline = time.monotonic() + options.start_seconds
+        while True:
+            self._check_process()
+            if self.leaving:
+                return
+            if self.process is not None and self.seat.asleep:
+                raise ServerError("it was to sleep before it was up; it starts when it is to wake")
+            try:
+                await self.client.load(CONNECT)
+                break
+            except Refused:  # no waiting helps
+                raise
+            except EngineError as error:
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"not ready after {options.start_seconds:g} s (servers.start_seconds); last: {error}"
+                    ) from error
+            await asyncio.sleep(0.25)
+        # One of others may sleep since an earlier run, or a loss.
+        self.holds, self.asleep = None, self.process is None and await self.client.asleep()
+        self.served.clear()
+        self.down.clear()
+        self.trouble = ""
+        await self._bring()
+        self.cleared = self.doubts
+        self.up = True
+        self._fleet.tell()
+
+    async def _watch(self) -> None:
+        """Returns when the server leaves. Raises ServerError when it is lost."""
+        options = self._fleet.options
+        while not self.leaving:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.suspected.wait(), options.look_every)
+            self.suspected.clear()
+            self._check_process()
+            if self.trouble:
+                raise ServerError(self.trouble)
+            changing = self.lock.locked()  # its weights, say: it may be silent
+            try:
+                if not changing:
+                    await self._look()
+                    self._fleet.tell()
+            except ServerError:
+                if not (changing := self.lock.locked()):
+                    raise
+            self._check_silence(changing or self.seat.paused)
+
+    def _check_process(self) -> None:
+        """Raises ServerError for a process that has ended."""
+        if self.process is not None and (status := self.process.ended()) is not None:
+            raise ServerError(f"its process ended with status {status}; its log, {self.process.log}, ends with:\n"
+                              f"{self.process.last_words()}")  # fmt: skip
+
+    async def _look(self) -> None:
+        """Has the server answer. Where somebody had trouble with it, it must show its weights, as others may have
+        restarted it."""
+        doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
+        self.load = await self.client.load(patience)
+        if doubts > self.cleared:
+            has = await self.client.weight_version(patience)
+            if holds is not None and self.holds is holds and has != str(holds.version):
+                raise ServerError(f"{self!r} has weights {has}, not {holds.version}, which it was given")
+            self.cleared = doubts
+
+    def _check_silence(self, excused: bool) -> None:
+        """Raises ServerError where nothing came of an attempt for too long: for `start_seconds` if the server runs
+        anything, as it may take long for the first tokens, and for samples that wait. Before it counts a request, a
+        server reads it, and may have hundreds of others to read."""
+        options = self._fleet.options
+        most = options.start_seconds if self.load.get("running") else 3 * options.patience
+        excused = excused or bool(self.load.get("waiting"))
+        if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
+            raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
+
+    def lose(self, why: str) -> None:
+        """Ends this life of the server: the next one gets the weights and the orders of its seat."""
+        self.trouble = why
+        self.suspect()
+        self.lower()
+
+    def lower(self) -> None:
+        self.up = False
+        self.down.set()
+        self._fleet.tell()
+
+    # --- weights --------------------------------------------------------------------------------
+
+    async def bring(self) -> None:
+        """Brings the server to the weights of its seat, or puts it to sleep; one that can't is lost."""
+        client, seat = self.client, self.seat
+        try:
+            await self._bring()
+        except EngineError as error:
+            if self.client is client:  # else it is another life of it by now
+                weights = "an order" if seat.wanted is None else f"version {seat.wanted.version} of the weights"
+                self.lose(f"it did not {'sleep' if seat.asleep else f'take {weights}'}: {error}")
+        except Exception as error:
+            self._fleet.fail(error)
+
+    async def _bring(self) -> None:
+        """Brings the server to the weights of its seat, and proves it, before it generates anything with them; or puts
+        it to sleep."""
+        seat = self.seat
+        async with self.lock:
+            while not seat.asleep:
+                if self.asleep:
+                    await self.client.wake()
+                    self.asleep = False
+                wanted = seat.wanted
+                if wanted is not None and self.holds is not wanted:
+                    try:
+                        await self._update(wanted)
+                    except Exception:
+                        if seat.wanted is wanted:  # else its folder may be gone
+                            raise
+                    continue
+                if not seat.paused:
+                    await self.client.resume()
+                if seat.wanted is wanted and not seat.asleep:  # still
+                    return
+            await self._sleep()
+
+    async def _update(self, wanted: Published) -> None:
+        """Has the server serve these weights, and prove it."""
+        client = self.client  # of this life
+
+        async def pause() -> None:
+            self.holds = None
+            await client.pause("retract")
+
+        await self._fleet.route.deliver(client, wanted, pause)
+        held = await client.checksums()
+        await asyncio.to_thread(wanted.checksums.check, held, client.address)
+        # None above it: a run may go back to an older checkpoint.
+        self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
+        self.holds = wanted
+
+    async def _sleep(self) -> None:
+        """Has the server give memory back, when what was aborted has ended there. Raises ServerError if that takes too
+        long."""
+        if self.asleep:
+            return
+        patience = self._fleet.options.patience
+        deadline = time.monotonic() + patience
+        while True:
+            load = await self.client.load()
+            if not load["running"] + load["waiting"]:
+                break
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self!r} can't sleep: after {patience:g} s, samples are still running there")
+            await asyncio.sleep(0.05)
+        self.holds = None  # SGLang keeps no copy: what it has after waking is anything
+        await self.client.sleep()
+        self.asleep = True
+
+
+@dataclasses.dataclass(eq=False)
+class Attempt:
+    """Samples of a request on a server, and the reply to each so far."""
+
+    server: Server
+    replies: Mapping[int, SampleReply]
+    heard: float = math.inf  # when something came, or had no reason to come; not before it is sent
+    came: int = 0  # tokens, by then
+    accepted: bool = False  # the server has all of it
+
+    def silence(self, excused: bool) -> float:
+        """The seconds since a token came, as seen by those who look now and then; none pass while it is `excused`."""
+        came = sum(len(reply.ids) for reply in self.replies.values())
+        if excused or came != self.came:
+            self.heard, self.came = time.monotonic(), came
+        return time.monotonic() - self.heard
+
+    async def abort(self, samples: Iterable[int]) -> None:
+        try:
+            await asyncio.gather(*(self.server.client.abort(self.replies[sample].rid) for sample in samples))
+        except EngineError:
+            self.server.suspect()
