@@ -17,9 +17,9 @@ from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTime
 from ..config.bounds import not_negative, positive
 from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
 from .math_notation import Notation, notation
-from .parameters import check_parameters
+from .named import check_parameters
+from .rules import RIGHT, WRONG
 
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
 # Lists that go on, and numbers side by side, which math-verify adds.
 _MISREAD = re.compile(r"\\ldots|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
@@ -86,7 +86,7 @@ class MathAnswer:
             except (WorkerMemory, WorkerError) as error:  # the answer's own fault: it is too large, or nests too deep
                 self._counts["gave_up"] += 1
                 return Reward(0.0, False, f"comparing the answer: {error}"[:200])
-        return _RIGHT if equal else _WRONG
+        return RIGHT if equal else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
         """Says why the prompt's answer can't be graded; empty if it can."""

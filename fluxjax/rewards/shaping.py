@@ -12,10 +12,10 @@ from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
 from ..config.bounds import bounded, positive
 from .extraction import sendable
-from .parameters import check_parameters
+from .named import check_parameters
+from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,12 +44,12 @@ class Format:
 
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
-            return _RIGHT if _thinks_and_answers(completion.text) else _WRONG
+            return RIGHT if _thinks_and_answers(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:
             return Reward(0.0, False, f"format.pattern took more than {self.seconds:g} s")
-        return _RIGHT if matched else _WRONG
+        return RIGHT if matched else WRONG
 
     def close(self) -> None:
         self._pool.close()

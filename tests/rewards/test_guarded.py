@@ -17,7 +17,7 @@ from turns import third_of
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.rewards_shown import reward_words
-from fluxjax.rewards import Scorer, guarded, process_caller
+from fluxjax.rewards import Scorer, calls, guarded, process_caller
 
 
 def bounds(seconds=60.0, concurrency=2):
@@ -131,7 +131,7 @@ def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_thei
 def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
     lengths = user_rewards.Lengths()
     given = {"s": lengths} if place == "here" else None
-    monkeypatch.setattr(guarded, "BATCH", 4)
+    monkeypatch.setattr(calls, "BATCH", 4)
     with scorer("user_rewards:Lengths", given=given) as subject:
         assert [r.value for r in scored(subject, *("x" * n for n in range(10)))] == list(range(10))
     assert lengths.sizes == ([4, 4, 2] if place == "here" else [])
@@ -296,6 +296,6 @@ def test_a_close_that_hangs_is_left_behind(monkeypatch):
         def close(self):
             time.sleep(600)
 
-    monkeypatch.setattr("fluxjax.rewards.scorer._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("fluxjax.rewards.guarded._CLOSING_SECONDS", 0.05)
     with scorer("exact", given={"s": Hangs()}) as subject:
         assert scored(subject, "x")[0].value == 1.0

@@ -6,9 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_cases import scored
 
-from fluxjax.rewards.boxes import BoxOverlap, boxes_in, iou
-from fluxjax.rewards.choice import Choice, chosen, options_of
-from fluxjax.rewards.vision import EditDistance, NumericAnswer, OrderedList
+from fluxjax.rewards.vision import (
+    BoxOverlap,
+    Choice,
+    EditDistance,
+    NumericAnswer,
+    OrderedList,
+    boxes_in,
+    chosen,
+    iou,
+    options_of,
+)
 
 QUESTION = "What is on the mat?\nA. a cat\nB. a dog\nC. a black cat\nD. both (A) and (B)"
 

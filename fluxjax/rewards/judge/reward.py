@@ -15,7 +15,7 @@ from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
 from ..answers import Failing, RewardFailure
-from ..parameters import check_parameters
+from ..named import check_parameters
 from .endpoint import Endpoint, checked_url, token_of
 from .http_judges import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
 from .image_urls import image_urls
