@@ -9,9 +9,8 @@ from sandboxes import bubblewrap
 
 from fluxjax.base.errors import ConfigError, DataError
 from fluxjax.base.types import Completion, Prompt
-from fluxjax.rewards.code import CodeReward
+from fluxjax.rewards.code import CodeReward, TimeLimits
 from fluxjax.rewards.sandbox import Outcome, SandboxLimits
-from fluxjax.rewards.time_limits import TimeLimits
 
 LIMITS = SandboxLimits(memory=128 << 20, output=20_000)
 ADD = {

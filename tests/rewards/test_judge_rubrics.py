@@ -14,9 +14,8 @@ from reward_cases import HOSTILE
 
 from fluxjax.base.scored import Prompt
 from fluxjax.config import ConfigError
-from fluxjax.rewards.judge.rubrics import BUILT_IN, Rubric, Scale, nonce_of
-from fluxjax.rewards.judge.verdicts import VerdictReader, last_line, last_object
-from fluxjax.rewards.pattern_worker import last_group
+from fluxjax.rewards.extraction import last_group
+from fluxjax.rewards.judge.questions import BUILT_IN, Rubric, Scale, VerdictReader, last_line, last_object, nonce_of
 
 LINE = VerdictReader().form
 PROMPT = Prompt("p1", "s", "What is 3 x 4?", "12")

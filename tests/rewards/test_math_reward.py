@@ -13,8 +13,7 @@ from fluxjax.base.scored import Completion, Prompt
 from fluxjax.base.worker_pool import WorkerDied
 from fluxjax.config import ConfigError
 from fluxjax.rewards import math as math_reward
-from fluxjax.rewards.math import MathAnswer, decided
-from fluxjax.rewards.math_notation import notation
+from fluxjax.rewards.math import MathAnswer, decided, notation
 
 
 @pytest.fixture(scope="module")

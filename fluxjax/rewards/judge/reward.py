@@ -16,12 +16,18 @@ from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
 from ..answers import Failing, RewardFailure
 from ..named import check_parameters
-from .endpoint import Endpoint, checked_url, token_of
-from .http_judges import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
-from .image_urls import image_urls
-from .questions import JudgeModel, Question
-from .rubrics import Rubric
-from .verdicts import VerdictReader
+from .http_judges import (
+    CHAT,
+    GENERATE,
+    ChatServer,
+    Endpoint,
+    GenerateServer,
+    checked_url,
+    image_urls,
+    load_processor,
+    token_of,
+)
+from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
 
