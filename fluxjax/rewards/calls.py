@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base.errors import said
 from ..base.scored import Completion
@@ -22,13 +22,6 @@ from .named import Callee
 BATCH = 64  # responses that a batched reward gets at once, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
 _PING_SECONDS = 0.5  # in which a loop answers that is not blocked
-
-
-class Usage(NamedTuple):
-    """The use of slots: `waited` is the most calls that waited at once, `busy` the share of slots' time in calls."""
-
-    waited: int
-    busy: float
 
 
 class Slots:
@@ -64,12 +57,13 @@ class Slots:
             self._free.append(slot)
             semaphore.release()
 
-    def usage(self) -> Usage | None:
-        """Returns how much the slots were used since the last call of this method; None where no reward was called."""
+    def usage(self) -> tuple[int, float]:
+        """Returns the most calls that waited at once, and the share of slots' time in calls, both since the last call
+        of this method; the share is 0 only where no reward was called."""
         self._tally()
-        usage = Usage(self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9))
+        waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
         self._since, self._busy, self._most = self._tallied, 0.0, self._waiting
-        return usage if usage.busy else None
+        return waited, busy
 
     def _tally(self) -> None:
         now = time.monotonic()

@@ -135,7 +135,8 @@ class RewardGuard:
         reward), for each kind `rewards/busy/KIND` (1: all of its slots all the time), `rewards/failed` with
         `rewards/failed/WAY`, and what rewards count themselves."""
         seconds, self._seconds = sorted(self._seconds), []
-        used = {kind: usage for kind, slots in self._slots.items() if (usage := slots.usage()) is not None}
+        usages = {kind: slots.usage() for kind, slots in self._slots.items()}
+        used = {kind: usage for kind, usage in usages.items() if usage[1]}
         ways: collections.Counter[str] = collections.Counter()
         for reward in self._rewards:
             ways.update(reward.failures.since)
@@ -148,12 +149,12 @@ class RewardGuard:
             return {}
         metrics = {"rewards/scored": float(len(seconds)), "rewards/open": float(self._open)}
         if used:
-            metrics["rewards/waiting"] = float(max(usage.waited for usage in used.values()))
+            metrics["rewards/waiting"] = float(max(waited for waited, _ in used.values()))
         if seconds:
             metrics["rewards/seconds_median"] = statistics.median(seconds)
             metrics["rewards/seconds_p95"] = seconds[min(int(0.95 * len(seconds)), len(seconds) - 1)]
             metrics["rewards/seconds_max"] = seconds[-1]
-        metrics |= {f"rewards/busy/{kind}": usage.busy for kind, usage in used.items()}
+        metrics |= {f"rewards/busy/{kind}": busy for kind, (_, busy) in used.items()}
         metrics |= {f"rewards/{name}": count for name, count in counted.items()}
         metrics["rewards/failed"] = float(ways.total())
         return metrics | {f"rewards/failed/{way}": float(count) for way, count in sorted(ways.items())}

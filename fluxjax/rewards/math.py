@@ -91,7 +91,6 @@ class MathAnswer:
         return RIGHT if equal else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         parts = notation(prompt.answer)
         if as_number(parts.plain) is not None or _WORD.fullmatch(parts.plain) or _MISREAD.search(parts.plain):
             return ""

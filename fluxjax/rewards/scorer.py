@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
@@ -17,8 +17,6 @@ from ..config.schedules import RunSchedule
 from .guarded import GuardedReward, RewardGuard
 
 log = logging.getLogger("fluxjax.rewards")
-
-RewardFunction = Callable[[Prompt, str], Reward | float | Awaitable[Reward | float]]
 
 _KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins

@@ -51,7 +51,6 @@ class NumericAnswer:
         return RIGHT if abs(found - wanted) <= max(self.tolerance * abs(wanted), self.absolute) else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         return no_number(prompt) if as_number(prompt.answer) is None else ""
 
 
@@ -169,7 +168,6 @@ class Choice:
         return RIGHT if found == chosen(completion.prompt.answer, options) else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         wanted = chosen(prompt.answer, options_of(prompt.text))
         return "" if len(wanted) == 1 else "is neither a letter nor the text of an option"
 
@@ -272,7 +270,6 @@ class BoxOverlap:
         return Reward(float(values.sum()) / max(len(wanted), len(found)), correct)
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         wanted = boxes_in(prompt.answer)
         return "has no box" if not len(wanted) else "" if iou(wanted, wanted).diagonal().all() else "has an empty box"
 

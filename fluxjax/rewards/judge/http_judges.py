@@ -14,8 +14,8 @@ import os
 import pathlib
 import random
 import time
-from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import models.processing
@@ -30,55 +30,70 @@ from .questions import Answer, Question
 if TYPE_CHECKING:
     import aiohttp
 
-T = TypeVar("T")
-
 _MOST_BYTES = 1 << 20  # of a reply
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
 _LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions
 _PASSING = frozenset({408, 425, 429})  # statuses, and all from 500 on, after which the same may succeed
-CHAT, GENERATE = "/v1/chat/completions", "/generate"
 _MOST_IMAGE_BYTES = 20 << 20  # of a file; OpenAI takes no larger ones
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
-class ChatServer:
-    """A server of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves one out."""
+class ChatForm:
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves one
+    out."""
 
-    def __init__(self, endpoint: Endpoint, model: str, extra: str = "") -> None:
+    route = "/v1/chat/completions"
+
+    def __init__(self, model: str, extra: str = "") -> None:
         """Raises ConfigError for `extra` that is no JSON object."""
-        self._endpoint, self._model, self._extra = endpoint, model, _object(extra)
+        self._model = model
+        try:
+            self._extra = json.loads(extra or "{}")
+        except ValueError as error:
+            raise ConfigError(f"judge.extra is {extra!r}, which is no JSON: {error}") from None
+        if not isinstance(self._extra, dict):
+            raise ConfigError(f"judge.extra is {extra!r}; it must be a JSON object, of fields of the request")
 
-    async def ask(self, question: Question) -> Answer:
+    def body(self, question: Question) -> dict[str, Any]:
+        images = [{"type": "image_url", "image_url": {"url": image}} for image in question.images]
+        content = [*images, {"type": "text", "text": question.text}] if images else question.text
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": _content(question)}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": question.temperature,
             "max_tokens": question.max_tokens,
             "seed": question.seed,
         } | self._extra
-        body = {name: value for name, value in body.items() if value is not None}
-        return await self._endpoint.post(body, question.deadline, _chat_answer)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def answer(self, reply: Any) -> Answer:
+        choice = reply["choices"][0]
+        content = choice["message"].get("content")
+        if content is not None and not isinstance(content, str):
+            raise TypeError("content is no text")
+        return Answer(content or "", choice.get("finish_reason") != "length")  # no content: it refused, or only thought
 
 
-class GenerateServer:
-    """An engine of a fleet by its address: `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised
-    here, by the checkpoint that the server has, with its chat template."""
+class GenerateForm:
+    """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised here, by the
+    checkpoint that the server has, with its chat template."""
 
-    def __init__(self, endpoint: Endpoint, processor: models.processing.Processor) -> None:
-        self._endpoint, self._processor = endpoint, processor
+    route = "/generate"
 
-    async def ask(self, question: Question) -> Answer:
+    def __init__(self, processor: models.processing.Processor) -> None:
+        self._processor = processor
+
+    def body(self, question: Question) -> dict[str, Any]:
         sampling = {
             "max_new_tokens": question.max_tokens,
             "temperature": question.temperature,
             "sampling_seed": question.seed,
             "stop_token_ids": list(self._processor.eos_ids),
         }
-        body = {"input_ids": question_ids(self._processor, question), "sampling_params": sampling}
-        return await self._endpoint.post(body, question.deadline, self._answer)
+        return {"input_ids": question_ids(self._processor, question), "sampling_params": sampling}
 
-    def _answer(self, reply: Any) -> Answer:
+    def answer(self, reply: Any) -> Answer:
         finish = reply["meta_info"]["finish_reason"]["type"]
         if finish not in ("stop", "length"):
             raise ValueError(f"it ended by {finish}")
@@ -103,31 +118,6 @@ def question_ids(processor: models.processing.Processor, question: Question) -> 
         if token.special:
             text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
     return list(processor.tokenise_chat(text))
-
-
-def _content(question: Question) -> str | list[dict[str, Any]]:
-    if not question.images:
-        return question.text
-    images = [{"type": "image_url", "image_url": {"url": image}} for image in question.images]
-    return [*images, {"type": "text", "text": question.text}]
-
-
-def _chat_answer(reply: Any) -> Answer:
-    choice = reply["choices"][0]
-    content = choice["message"].get("content")
-    if content is not None and not isinstance(content, str):
-        raise TypeError("content is no text")
-    return Answer(content or "", choice.get("finish_reason") != "length")  # no content: it refused, or only thought
-
-
-def _object(extra: str) -> dict[str, Any]:
-    try:
-        found = json.loads(extra or "{}")
-    except ValueError as error:
-        raise ConfigError(f"judge.extra is {extra!r}, which is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"judge.extra is {extra!r}; it must be a JSON object, of fields of the request")
-    return found
 
 
 # --- images -----------------------------------------------------------------------------------
@@ -159,7 +149,7 @@ def _url(media: Media) -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-# --- addresses --------------------------------------------------------------------------------
+# --- servers ----------------------------------------------------------------------------------
 
 
 class _Trouble(Exception):
@@ -170,21 +160,28 @@ class _Trouble(Exception):
         self.passes, self.pause, self.timed_out = passes, pause, timed_out
 
 
-class Endpoint:
-    """One address. Tries after the first are counted as `retries` of `counts`."""
+class JudgeServer:
+    """A judge at an address. Tries after the first are counted as `retries` of `counts`."""
 
-    def __init__(self, url: str, token: str, request_seconds: float, counts: MutableMapping[str, float]) -> None:
-        self.url, self._token, self._request_seconds, self._counts = url, token, request_seconds, counts
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        form: ChatForm | GenerateForm,  # for a reply that it can't read it raises errors of values, types or look-ups
+        request_seconds: float,
+        counts: MutableMapping[str, float],
+    ) -> None:
+        self._url, self._token, self._form = url, token, form
+        self._request_seconds, self._counts = request_seconds, counts
         self._name = urlsplit(url)._replace(query="").geturl()  # in messages: a query may have a key
         self._not_before = 0.0  # by time.monotonic, as a Retry-After says
 
-    async def post(self, body: Any, deadline: float, read: Callable[[Any], T]) -> T:
-        """Returns what `read` makes of the reply to a JSON body; for one that it can't read it raises ValueError,
-        LookupError, TypeError or AttributeError. Raises RewardFailure once the server refuses, or there is no time for
-        another try before `deadline` (by time.monotonic)."""
+    async def ask(self, question: Question) -> Answer:
+        """Returns the answer. Raises RewardFailure once the server refuses, or there is no time for another try before
+        the deadline."""
         import aiohttp
 
-        data = json.dumps(body).encode()
+        deadline, data = question.deadline, json.dumps(self._form.body(question)).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
         pause, worst = _FIRST_PAUSE, None
@@ -193,7 +190,7 @@ class Endpoint:
             while True:
                 await self._held_back(deadline)
                 try:
-                    return read(await self._once(session, data, deadline))
+                    return self._form.answer(await self._once(session, data, deadline))
                 except _Trouble as error:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -224,7 +221,7 @@ class Endpoint:
         within = aiohttp.ClientTimeout(total=seconds, sock_connect=min(_CONNECT_SECONDS, seconds))
         try:
             # A redirect would take the token to where nobody said that it should go.
-            async with session.post(self.url, data=data, timeout=within, allow_redirects=False) as response:
+            async with session.post(self._url, data=data, timeout=within, allow_redirects=False) as response:
                 raw = await _bounded(response)
         except TimeoutError:
             raise _Trouble("no reply in time", timed_out=True) from None
