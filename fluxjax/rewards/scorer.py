@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
@@ -100,7 +100,7 @@ class Scorer:
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
         self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
-        self._held_out = dict(self._training)
+        self._held_out: dict[str, WeightedSum] = {}  # of sources that have rewards of their own for held-out prompts
         for name, source in sources.items():
             if source.eval_reward:
                 reward = self._guard.guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")
@@ -113,7 +113,8 @@ class Scorer:
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
             prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # a record without one is skipped
-            for reward in (self._held_out if held_out else self._training)[name].rewards.values():
+            rewards = (held_out and self._held_out.get(name)) or self._training[name]
+            for reward in rewards.rewards.values():
                 found = [f"{prompt.answer[:80]!r} {why}" for prompt in prompts if (why := reward.unreadable(prompt))]
                 line = (
                     f"the reward {reward.name!r} of data.sources.{name} can't grade {len(found)} of the first "
@@ -140,7 +141,8 @@ class Scorer:
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:
         """Returns the reward of an answer to a held-out prompt."""
-        return await self._measured(self._held_out[prompt.source], Completion(prompt, text), self._progress())
+        rewards = self._held_out.get(prompt.source) or self._training[prompt.source]
+        return await self._measured(rewards, Completion(prompt, text), self._progress())
 
     async def _measured(self, rewards: WeightedSum, completion: Completion, progress: float) -> Reward:
         if not rewards.takes_time:
@@ -167,22 +169,15 @@ class Scorer:
         return {
             "begun": [[draw, progress] for draw, progress in self._begun.items()],
             "training": {name: rewards.state_dict() for name, rewards in self._training.items()},
-            "held_out": {name: rewards.state_dict() for name, rewards in self._apart()},
+            "held_out": {name: rewards.state_dict() for name, rewards in self._held_out.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; checkpoints of earlier releases have nothing."""
         self._begun = dict(state.get("begun", []))
-        for name, rewards in self._training.items():
-            rewards.load_state_dict(state.get("training", {}).get(name, {}))
-        for name, rewards in self._apart():
-            rewards.load_state_dict(state.get("held_out", {}).get(name, {}))
-
-    def _apart(self) -> Iterator[tuple[str, WeightedSum]]:
-        """The rewards of held-out prompts, of those sources where they are not the rewards of training."""
-        for name, rewards in self._held_out.items():
-            if rewards is not self._training[name]:
-                yield name, rewards
+        for part, sums in (("training", self._training), ("held_out", self._held_out)):
+            for name, rewards in sums.items():
+                rewards.load_state_dict(state.get(part, {}).get(name, {}))
 
     def close(self) -> None:
         """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
