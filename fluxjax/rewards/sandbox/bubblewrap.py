@@ -50,8 +50,16 @@ class Bubblewrap(ProcessSandbox):
         self._check()
 
     def _means(self) -> tuple[list[str], bool]:
-        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace."""
-        return _find(), os.geteuid() == 0
+        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace. Raises
+        `ConfigError` if it or another one that is needed is missing."""
+        for name in ("bwrap", "prlimit", "setpriv"):
+            if shutil.which(name) is None:
+                package = "bubblewrap" if name == "bwrap" else "util-linux"
+                raise ConfigError(
+                    f"sandbox is 'bubblewrap', but there is no command {name}: apt-get install {package} (or dnf). "
+                    f"sandbox='subprocess' runs code without protection, for code that you trust"
+                )
+        return [str(shutil.which("bwrap"))], os.geteuid() == 0
 
     @contextlib.contextmanager
     def _prepared(self, job: SandboxJob, number: int) -> Iterator[Command]:
@@ -89,18 +97,6 @@ class Bubblewrap(ProcessSandbox):
                 f"user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) and an interpreter in a "
                 f"folder that this user may read ({self.python})"
             )
-
-
-def _find() -> list[str]:
-    """Returns the command. Raises `ConfigError` if it or another one that is needed is missing."""
-    for name in ("bwrap", "prlimit", "setpriv"):
-        if shutil.which(name) is None:
-            package = "bubblewrap" if name == "bwrap" else "util-linux"
-            raise ConfigError(
-                f"sandbox is 'bubblewrap', but there is no command {name}: apt-get install {package} (or dnf). "
-                f"sandbox='subprocess' runs code without protection, for code that you trust"
-            )
-    return [str(shutil.which("bwrap"))]
 
 
 def _view(python: pathlib.Path, root: bool) -> list[str]:
