@@ -6,6 +6,7 @@ What is neither a `Reward` nor a finite number is no answer.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import decimal
 import enum
 import logging
@@ -77,23 +78,20 @@ def as_batch(results: Any, count: int) -> list[Any]:
     return list(results)
 
 
+@dataclasses.dataclass(eq=False)
 class Failures:
-    """The failures of one reward of one source."""
+    """The failures of one reward of one source. `note(source, text)` is called for each failure, `give_up(line)`
+    whenever there are too many."""
 
-    def __init__(
-        self,
-        source: str,
-        reward: str,
-        max_failed: float,
-        note: Callable[[str, str], None],
-        give_up: Callable[[str], object],
-    ) -> None:
-        """`note(source, text)` is called for each failure, `give_up(line)` whenever there are too many."""
-        self.source, self.reward, self._max_failed = source, reward, max_failed
-        self._note, self._give_up = note, give_up
-        self._recent: collections.deque[bool] = collections.deque(maxlen=_WINDOW)  # True: failed
-        self._reasons: collections.Counter[str] = collections.Counter()
-        self.since: collections.Counter[str] = collections.Counter()  # by way of failing; whoever reads it clears it
+    source: str
+    reward: str
+    max_failed: float
+    note: Callable[[str, str], None]
+    give_up: Callable[[str], object]
+    # By way of failing; whoever reads it clears it.
+    since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
 
     def passed(self) -> None:
         self._recent.append(False)
@@ -109,12 +107,12 @@ class Failures:
         if (count := self._reasons.total()) <= _LOGGED:
             more = "; more failures of this source are not logged" if count == _LOGGED else ""
             log.warning("reward of %s for prompt %s: %s; scored 0%s", self.source, id, failure.reason, more)
-        self._note(self.source, f"{self.reward}: {reason}")
+        self.note(self.source, f"{self.reward}: {reason}")
         scored, failed = len(self._recent), sum(self._recent)
-        if scored >= JUDGED and failed > self._max_failed * scored:
+        if scored >= JUDGED and failed > self.max_failed * scored:
             self._recent.clear()  # a later run begins to count anew
-            self._give_up(
+            self.give_up(
                 f"reward {self.reward!r} of data.sources.{self.source} failed on {failed / scored:.0%} of the last "
-                f"{scored} responses, more than rewards.max_failed = {self._max_failed:g}; most often: "
+                f"{scored} responses, more than rewards.max_failed = {self.max_failed:g}; most often: "
                 f"{self._reasons.most_common(1)[0][0]}"
             )

@@ -128,12 +128,8 @@ class RewardGuard:
             self._open -= 1
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics by name, in seconds, counts and shares in [0, 1]; empty where only rules were at work:
-
-        `rewards/scored`, `rewards/open` (responses that are still to be scored), `rewards/waiting` (the most that had
-        to wait at once for a slot), `rewards/seconds_median`, `_p95`, `_max` (from the end of a response to its
-        reward), for each kind `rewards/busy/KIND` (1: all of its slots all the time), `rewards/failed` with
-        `rewards/failed/WAY`, and what rewards count themselves."""
+        """Returns metrics by name, in seconds, counts and shares in [0, 1] (docs/rewards.md, "What is measured"), since
+        the last call; none where only rules were at work."""
         seconds, self._seconds = sorted(self._seconds), []
         usages = {kind: slots.usage() for kind, slots in self._slots.items()}
         used = {kind: usage for kind, usage in usages.items() if usage[1]}
