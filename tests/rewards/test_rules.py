@@ -50,16 +50,13 @@ def prompt(answer):
         (digits, "1", "", 0.0),
         (digits, "7", "3", 0.5 * 1 / 2),
         (digits, "12", "x2", 0.5 * 2 / 3),
+        (positions, "ab cd", "AB CD", 1.0),
+        (positions, "ab cd", "abcd", 0.5 * 2 / 6),  # white space counts, case does not
     ],
 )
 def test_rules_by_hand(rule, answer, text, value):
     reward = rule(prompt(answer), text)
     assert reward.value == pytest.approx(value, abs=1e-12) and reward.correct is (value == 1.0)
-
-
-def test_positions_counts_white_space_and_forgives_case():
-    assert positions(prompt("ab cd"), "AB CD").correct
-    assert positions(prompt("ab cd"), "abcd").value == pytest.approx(0.5 * 2 / 6)
 
 
 @given(st.text("0123456789", min_size=1, max_size=12), st.text("0123456789 x", max_size=20))

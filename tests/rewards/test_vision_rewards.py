@@ -101,6 +101,9 @@ def test_letters_that_a_text_chooses(text, letters):
         (EditDistance(), "kitten", "sit", 0.0, False),  # 4 edits of 6 letters: below the threshold
         (EditDistance(), "kitten", "", 0.0, False),
         (EditDistance(), "kitten", "kitten" * 2000, 0.0, False),
+        (EditDistance(threshold=0.0), "kitten", "sit", 1 - 4 / 6, False),
+        (EditDistance(ignore_case=False), "Ab", "ab", 0.5, False),
+        (EditDistance(), "\u00e9", "e\u0301", 1.0, True),  # one letter, written in two ways
         (OrderedList(), "1, 2, 3", "1, 2, 3", 1.0, True),
         (OrderedList(), "[1, 2, 3]", "1 -> 2 → 3", 1.0, True),
         (OrderedList(), '["Cat", "Dog"]', "The order is\ncat, dog.", 1.0, True),
@@ -151,12 +154,6 @@ def test_a_choice_of_two_says_which():
 def test_an_answer_that_cannot_be_graded_is_an_error_of_the_data(reward, answer, complaint):
     with pytest.raises(ValueError, match=complaint):
         scored(reward, answer, "12 B", QUESTION)
-
-
-def test_edit_distance_without_threshold_and_with_case():
-    assert scored(EditDistance(threshold=0.0), "kitten", "sit").value == pytest.approx(1 - 4 / 6)
-    assert scored(EditDistance(ignore_case=False), "Ab", "ab").value == 0.5
-    assert scored(EditDistance(), "\u00e9", "e\u0301").correct  # one letter, written in two ways
 
 
 WORDS = st.text("abc ", max_size=12)
