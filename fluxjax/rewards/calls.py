@@ -123,6 +123,8 @@ class _Batch:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
+        # Where all that waited were cancelled, nobody asks for an error.
+        self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
 class LocalCaller(Caller):
