@@ -189,6 +189,7 @@ class VerdictReader:
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
         """Raises ConfigError for a pattern that can't be used."""
         self._json, self._pattern = as_json, pattern
+        self.form = _OBJECT if as_json else _LINE  # in which the judge is to write it, with the field `{nonce}`
         self._pool: WorkerPool | None = None
         if pattern:
             if as_json:
@@ -202,11 +203,6 @@ class VerdictReader:
             # Some patterns take for ever for some texts, and the text is written by a model.
             path = "fluxjax.rewards.extraction:last_group"
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
-
-    @property
-    def form(self) -> str:
-        """The form in which the judge is to write its verdict, with the field `{nonce}`."""
-        return _OBJECT if self._json else _LINE
 
     async def read(self, text: str, nonce: str) -> float | None:
         """Returns the number of the last verdict; None where there is none. Raises WorkerDied."""
