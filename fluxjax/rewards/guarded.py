@@ -106,7 +106,7 @@ class RewardGuard:
         bounds, slots = self._bounds(Callee.of(reward).kind)
         if callable(call_within := getattr(reward, "call_within", None)):  # it ends by itself, with its own reason
             call_within(bounds.seconds)
-        if callable(take_counts := getattr(reward, "take_counts", None)):
+        if (take_counts := getattr(reward, "take_counts", None)) is not None:
             self._counting.append(take_counts)
         self._users_loop = self._users_loop or UsersLoop()
         caller = LocalCaller(reward, bounds.seconds, self._users_loop, slots)

@@ -26,7 +26,6 @@ _ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
-    "int": (int, hex, lambda digits: int(digits, 16)),
 }
 _MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # which take longer to import than most tests to run
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
@@ -48,8 +47,8 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and -_EXACT < value < _EXACT:
-        return int(value)
+    if isinstance(value, int):
+        return int(value) if -_EXACT < value < _EXACT else {"int": hex(value)}
     if isinstance(value, float):
         return float(value)
     for name, (atom, to_json, _) in _ATOMS.items():
@@ -100,6 +99,8 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
             return {decode(key, object_at): decode(item, object_at) for key, item in content}
         if name in _COLLECTIONS:
             return _COLLECTIONS[name]([decode(item, object_at) for item in content])
+        if name == "int":
+            return int(content, 16)
         if name in _MODULES:
             return getattr(importlib.import_module(_MODULES[name]), name)(str(content))
         return _ATOMS[name][2](content)
