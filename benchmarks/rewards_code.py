@@ -28,9 +28,8 @@ from typing import Any
 from common import cores
 
 from fluxjax.base.scored import Completion, Prompt
-from fluxjax.rewards.code import CodeReward
+from fluxjax.rewards.code import CodeReward, TimeLimits
 from fluxjax.rewards.sandbox import Bubblewrap, SandboxJob
-from fluxjax.rewards.time_limits import TimeLimits
 
 SMALL = 4  # tasks of HumanEval with `--small`
 PAIRS = 60  # of a sandboxed and a bare process

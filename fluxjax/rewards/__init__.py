@@ -6,14 +6,13 @@ JAX is not imported here: processes that score need none.
 from ..base.scored import Completion, Prompt, Reward
 from .named import REWARDS, find_reward
 from .rules import digits, exact, number, positions
-from .scorer import RewardFunction, Scorer
+from .scorer import Scorer
 
 __all__ = [
     "REWARDS",
     "Completion",
     "Prompt",
     "Reward",
-    "RewardFunction",
     "Scorer",
     "digits",
     "exact",

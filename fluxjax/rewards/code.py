@@ -13,18 +13,47 @@ import importlib.resources
 import json
 import math
 import signal
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ..base.errors import DataError
+from ..base.errors import ConfigError, DataError
 from ..base.scored import Completion, Reward
 from . import inside
 from .code_tasks import CodeTask, find_code, read_task
 from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
-from .time_limits import TimeLimits
 
 _INSIDE = "import sys; sys.path.insert(0, '.'); from inside import {0}; {0}.main('{1}')"
 _REASONS = {"memory": "used too much memory", "output": "printed too much", "files": "made too many files"}
+
+
+@dataclasses.dataclass
+class TimeLimits:
+    """Gives a test case `min(max(minimum, factor * anchor), maximum)` seconds (Flexes, section 4.3, "Code Sandbox
+    Execution"); all of them where it has no anchor yet.
+
+    The anchor of a case is the longest time that a correct response has taken for it in this run. With `adaptive` off
+    every case has the maximum. Anchors are a part of a run's state: a resumed run gives the same time as before.
+    """
+
+    minimum: float = 2.0  # seconds
+    factor: float = 2.0  # for cores that are busy with other things
+    maximum: float = 30.0  # seconds
+    adaptive: bool = True
+    anchors: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minimum <= self.maximum < float("inf"):
+            raise ConfigError(f"time limits: 0 < minimum <= maximum is needed, got {self.minimum} and {self.maximum}")
+        if not 1 <= self.factor < float("inf"):
+            raise ConfigError(f"time limits: factor is {self.factor}; below 1 right answers would be cut off")
+
+    def seconds(self, case: str) -> float:
+        if not self.adaptive or case not in self.anchors:
+            return self.maximum
+        return min(max(self.minimum, self.factor * self.anchors[case]), self.maximum)
+
+    def learn(self, case: str, seconds: float) -> None:
+        """Notes what a case took in a response that is correct as a whole."""
+        self.anchors[case] = max(self.anchors.get(case, 0.0), seconds)
 
 
 class CodeReward:
@@ -59,7 +88,8 @@ class CodeReward:
         self.seconds = seconds
         self.partial = partial
         self._python = (self.sandbox.python, "-I", "-B", *(() if packages else ("-S",)), "-c")
-        self._inside = _files_inside()
+        files = importlib.resources.files(inside).iterdir()
+        self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, completion: Completion) -> Reward:
@@ -76,7 +106,7 @@ class CodeReward:
         if correct:
             for result in results:
                 self.time_limits.learn(result.case, result.seconds)
-        share = 1 - (len(failures) + _cases(task) - len(results)) / _cases(task)
+        share = 1 - (len(failures) + task.cases - len(results)) / task.cases
         return Reward(
             value=share if self.partial else float(correct),
             correct=correct,
@@ -92,10 +122,10 @@ class CodeReward:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        return self.time_limits.state_dict()
+        return {"anchors": dict(self.time_limits.anchors)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.time_limits.load_state_dict(state)
+        self.time_limits.anchors = {str(case): float(seconds) for case, seconds in state["anchors"].items()}
 
     def _within(self, case: str, left: float = math.inf, expected: str = "") -> SandboxLimits:
         seconds, output = min(self.time_limits.seconds(case), left), len(expected.encode(errors="replace"))
@@ -124,9 +154,8 @@ class CodeReward:
     async def _functions(self, name: str, task: CodeTask, code: str) -> list[_Result]:
         limits = self._within(name)
         response = {"code": code, "setup": task.setup, "entry_point": task.entry_point}
-        tests = {"tests": task.tests, "setup": task.setup} if task.tests else _pairs(task)
         outcome, partner = await self.sandbox.converse(
-            self._job("driver", "task.json", json.dumps({**tests, "entry_point": task.entry_point}), limits),
+            self._job("driver", "task.json", json.dumps(dataclasses.asdict(task)), limits),
             self._job("candidate", "response.json", json.dumps(response), limits),
         )
         self._count(outcome, partner)
@@ -149,19 +178,6 @@ class _Result:
     case: str
     seconds: float
     failure: str  # empty: passed
-
-
-def _files_inside() -> dict[str, bytes]:
-    folder = importlib.resources.files(inside)
-    return {f"inside/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-
-
-def _cases(task: CodeTask) -> int:
-    return len(task.inputs) if task.program else 1
-
-
-def _pairs(task: CodeTask) -> dict[str, Sequence[Any]]:
-    return {"inputs": task.inputs, "outputs": task.outputs}
 
 
 def _lines(text: str) -> list[str]:

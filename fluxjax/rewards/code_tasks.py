@@ -48,6 +48,11 @@ class CodeTask:
         """Says whether the code is a program with input and output, rather than functions."""
         return not self.tests and not self.entry_point
 
+    @property
+    def cases(self) -> int:
+        """The number of its cases: each input of a program is one, or all tests of functions together."""
+        return len(self.inputs) if self.program else 1
+
 
 def read_task(prompt: Prompt) -> CodeTask:
     """Returns the task in a prompt's answer. Raises `DataError`, which names prompt and field."""

@@ -5,7 +5,7 @@ is nobody's friend. Digits are those of ASCII.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 TAIL = 20_000  # characters searched for an answer, from the end
@@ -105,6 +105,20 @@ def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], toleranc
     last place of either (0: it has none)."""
     difference, place = abs(wanted - found), max(places)
     return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
+
+
+def matches(question: Mapping[str, str]) -> bool:
+    """Says whether all of `text` matches `pattern`; a full stop is any character, a newline too. For a process that can
+    be killed, as the next: some patterns take for ever."""
+    return re.fullmatch(question["pattern"], question["text"], re.DOTALL) is not None
+
+
+def last_group(question: Mapping[str, str]) -> str | None:
+    """Returns the first group of the last place in `text` that `pattern` matches; None where there is none."""
+    found = None
+    for match in re.finditer(question["pattern"], question["text"]):
+        found = match[1]
+    return found
 
 
 def sendable(text: str) -> str:

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import inspect
+import logging
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from ..base.errors import said
+from ..base.errors import ConfigError, said
 from ..base.scored import Completion, Prompt, Reward
 from ..config import RewardKindConfig, RewardsConfig
-from .answers import Failing, RewardFailure, as_reward
-from .call_slots import CallSlots
-from .callers import Batches, Caller, LocalCaller, answered
-from .failures import Failures
-from .named import Callee, FoundReward
+from .answers import Failing, Failures, RewardFailure, as_reward
+from .calls import Caller, LocalCaller, Slots, UsersLoop, in_daemon_thread
+from .named import SHAPES, Callee, FoundReward, find, is_reward
 from .rules import UNREADABLE
-from .users_loop import UsersLoop
 
-BATCH = 64  # responses that a batched reward gets at once, at most
-BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
+log = logging.getLogger("fluxjax.rewards")
+
+_CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
 _HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards, which have processes of their own
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardedReward:
-    """One reward of one source. `answer` is how it is called; it raises RewardFailure."""
+    """One reward of one source."""
 
     name: str
     reward: Any  # None: it is made in its processes only
-    answer: Callable[[Completion], Awaitable[Any]]
     failures: Failures
-    caller: Caller | None = None
+    caller: Caller | None = None  # None: a built-in rule, which is called at once
 
     async def score(self, completion: Completion) -> Reward:
         """Returns the reward of one completion; what it fails on has the value 0 and the reason."""
         begin = time.monotonic()
         try:
-            reward = as_reward(await self.answer(completion))
+            if self.caller is None:
+                answer = self.reward(completion.prompt, completion.text)
+            else:
+                answer = await self.caller.answer(completion)
+            reward = as_reward(answer)
             self.failures.passed()
         except Exception as error:  # whatever a user's object does when it is looked at must not end the run
             failure = error if isinstance(error, RewardFailure) else RewardFailure(Failing.INVALID, said(error))
@@ -55,91 +60,110 @@ class GuardedReward:
         return str(tells(prompt)) if callable(tells) else ""
 
 
-@runtime_checkable
-class PacesItself(Protocol):
-    """A reward that ends within its time by itself, with a reason of its own."""
-
-    def call_within(self, seconds: float) -> None:
-        """Takes in how many seconds a call may take."""
-        ...
-
-
-@runtime_checkable
-class Counts(Protocol):
-    """A reward that counts what it does."""
-
-    def take_counts(self) -> Mapping[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        ...
-
-
 class RewardGuard:
-    """Makes guarded rewards; all of one kind share its slots."""
+    """Makes guarded rewards, those of one kind with the same slots; and measures all that take time, since the last
+    step. Built-in rules take none."""
 
-    def __init__(self, settings: RewardsConfig, loop: UsersLoop) -> None:
-        self._settings, self._loop = settings, loop
-        self.slots: dict[str, CallSlots] = {}
-        self.counting: list[Callable[[], Mapping[str, float]]] = []  # what rewards count, for `Measures`
+    def __init__(
+        self, settings: RewardsConfig, note: Callable[[str, str], None], give_up: Callable[[str], object]
+    ) -> None:
+        self._settings, self._note, self._give_up = settings, note, give_up
+        self._users_loop: UsersLoop | None = None
+        self._rewards: list[GuardedReward] = []
+        self._slots: dict[str, Slots] = {}  # by kind
+        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return what rewards count themselves
+        self._seconds: list[float] = []  # that the responses scored since the last step waited for their reward
+        self._open = 0  # responses that are still to be scored
 
-    def of_found(self, found: FoundReward, failures: Failures) -> GuardedReward:
-        """Guards a reward that has a name: in processes, unless its kind is a built-in one or a part of it
-        has to be here."""
-        if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
-            return GuardedReward(found.name, found.value, _at_once(found.value), failures)
-        callee = Callee.of(found.value)
-        kind, bounds = self._kind(found.value, callee)
-        stays = callee.asynchronous or ":" not in found.name or hasattr(found.value, "state_dict")
-        stays = stays or found.name.startswith("__main__:")  # no other process can import it
-        if stays or kind in _HERE:
-            return self.of_object(found.name, found.build(), failures)
-        from .process_caller import ProcessCaller
-
-        return self._guarded(found.name, None, callee.batched, kind, ProcessCaller(found, bounds), failures)
-
-    def of_object(self, name: str, reward: Any, failures: Failures) -> GuardedReward:
-        """Guards a reward as it is, in this process."""
-        callee = Callee.of(reward)
-        kind, bounds = self._kind(reward, callee)
-        if isinstance(reward, PacesItself):
-            reward.call_within(bounds.seconds)
-        if isinstance(reward, Counts):
-            self.counting.append(reward.take_counts)
-        caller = LocalCaller(reward, bounds.seconds, self._loop)
-        return self._guarded(name, reward, callee.batched, kind, caller, failures)
-
-    def _kind(self, reward: Any, callee: Callee) -> tuple[str, RewardKindConfig]:
-        kind = getattr(reward, "kind", None)
-        if not isinstance(kind, str):
-            kind = "batch" if callee.batched else "function"
-        return kind, self._settings.kind(kind)
-
-    def _guarded(
-        self, name: str, reward: Any, batched: bool, kind: str, caller: Caller, failures: Failures
+    def guarded(
+        self, source: str, name: str, field: str, arguments: Mapping[str, Any] | None = None, given: Any = None
     ) -> GuardedReward:
-        if kind not in self.slots:
-            self.slots[kind] = CallSlots(self._settings.kind(kind).concurrency)
-        slots = self.slots[kind]
+        """Returns the reward of this name and these arguments, or the object that is `given` in its place. It is called
+        in processes, unless its kind is a built-in one or a part of it has to be here. Raises `ConfigError`."""
+        if given is None:
+            found = find(name, field, arguments)
+        elif is_reward(given) and not inspect.isclass(given):
+            found = FoundReward(getattr(given, "__qualname__", type(given).__qualname__), field, given, {})
+        else:
+            raise ConfigError(f"rewards: what is given for source {source} is {given!r}; it must be {SHAPES}")
+        failures = Failures(source, found.name, self._settings.max_failed, self._note, self._give_up)
+        reward = self._guarded(found, failures, given is not None)
+        self._rewards.append(reward)
+        return reward
 
-        async def in_a_slot(completions: Sequence[Completion]) -> list[Any]:
-            async with slots.slot():
-                return await caller.call(completions)
+    def _guarded(self, found: FoundReward, failures: Failures, is_object: bool) -> GuardedReward:
+        if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
+            return GuardedReward(found.name, found.value, failures)
+        callee = Callee.of(found.value)
+        stays = is_object or callee.asynchronous or ":" not in found.name or hasattr(found.value, "state_dict")
+        stays = stays or found.name.startswith("__main__:")  # no other process can import it
+        if not stays and callee.kind not in _HERE:
+            from .process_caller import ProcessCaller
 
-        async def alone(completion: Completion) -> Any:
-            return answered((await in_a_slot([completion]))[0])
+            bounds, slots = self._bounds(callee.kind)
+            return GuardedReward(found.name, None, failures, ProcessCaller(found, bounds, slots))
+        reward = found.build()
+        bounds, slots = self._bounds(Callee.of(reward).kind)
+        if callable(call_within := getattr(reward, "call_within", None)):  # it ends by itself, with its own reason
+            call_within(bounds.seconds)
+        if (take_counts := getattr(reward, "take_counts", None)) is not None:
+            self._counting.append(take_counts)
+        self._users_loop = self._users_loop or UsersLoop()
+        caller = LocalCaller(reward, bounds.seconds, self._users_loop, slots)
+        return GuardedReward(found.name, reward, failures, caller)
 
-        batches = Batches(in_a_slot, BATCH, BATCH_WAIT)
+    def _bounds(self, kind: str) -> tuple[RewardKindConfig, Slots]:
+        bounds = self._settings.kind(kind)
+        return bounds, self._slots.setdefault(kind, Slots(bounds.concurrency))
 
-        async def in_a_batch(completion: Completion) -> Any:
-            return answered(await batches.call(completion))
-
-        return GuardedReward(name, reward, in_a_batch if batched else alone, failures, caller)
-
-
-def _at_once(rule: Callable[..., Any]) -> Callable[[Completion], Awaitable[Any]]:
-    async def answer(completion: Completion) -> Any:
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measures its body, which scores a response."""
+        begin = time.monotonic()
+        self._open += 1
         try:
-            return rule(completion.prompt, completion.text)
-        except Exception as error:
-            raise RewardFailure(Failing.RAISED, f"{type(error).__name__}: {error}") from error
+            yield
+            self._seconds.append(time.monotonic() - begin)
+        finally:
+            self._open -= 1
 
-    return answer
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics by name, in seconds, counts and shares in [0, 1] (docs/rewards.md, "What is measured"), since
+        the last call; none where only rules were at work."""
+        seconds, self._seconds = sorted(self._seconds), []
+        usages = {kind: slots.usage() for kind, slots in self._slots.items()}
+        used = {kind: usage for kind, usage in usages.items() if usage[1]}
+        ways: collections.Counter[str] = collections.Counter()
+        for reward in self._rewards:
+            ways.update(reward.failures.since)
+            reward.failures.since.clear()
+        counted: collections.defaultdict[str, float] = collections.defaultdict(float)
+        for take_counts in self._counting:
+            for name, count in take_counts().items():
+                counted[name] += count
+        if not used and not ways:
+            return {}
+        metrics = {"rewards/scored": float(len(seconds)), "rewards/open": float(self._open)}
+        if used:
+            metrics["rewards/waiting"] = float(max(waited for waited, _ in used.values()))
+        if seconds:
+            metrics["rewards/seconds_median"] = statistics.median(seconds)
+            metrics["rewards/seconds_p95"] = seconds[min(int(0.95 * len(seconds)), len(seconds) - 1)]
+            metrics["rewards/seconds_max"] = seconds[-1]
+        metrics |= {f"rewards/busy/{kind}": busy for kind, (_, busy) in used.items()}
+        metrics |= {f"rewards/{name}": count for name, count in counted.items()}
+        metrics["rewards/failed"] = float(ways.total())
+        return metrics | {f"rewards/failed/{way}": float(count) for way, count in sorted(ways.items())}
+
+    def close(self) -> None:
+        """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
+        for reward in self._rewards:
+            if reward.caller is not None:
+                reward.caller.close()
+            if callable(close := getattr(reward.reward, "close", None)):
+                try:
+                    in_daemon_thread(close).result(_CLOSING_SECONDS)
+                except Exception as error:  # whatever a user's `close` raises, or TimeoutError
+                    log.warning("closing reward %s: %s: %s", reward.name, type(error).__name__, error)
+        if self._users_loop is not None:
+            self._users_loop.close()

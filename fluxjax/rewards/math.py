@@ -4,22 +4,24 @@ What needs no algebra is decided at once. The rest goes to worker processes, sin
 (`9^{9^{9^9}}`) or all memory: a process that does is killed, and its answer is wrong, while others go on.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Prompt, Reward
 from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..config.bounds import not_negative, positive
 from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
-from .math_notation import Notation, notation
-from .parameters import check_parameters
+from .named import check_parameters
+from .rules import RIGHT, WRONG
 
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
 # Lists that go on, and numbers side by side, which math-verify adds.
 _MISREAD = re.compile(r"\\ldots|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
@@ -86,10 +88,9 @@ class MathAnswer:
             except (WorkerMemory, WorkerError) as error:  # the answer's own fault: it is too large, or nests too deep
                 self._counts["gave_up"] += 1
                 return Reward(0.0, False, f"comparing the answer: {error}"[:200])
-        return _RIGHT if equal else _WRONG
+        return RIGHT if equal else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         parts = notation(prompt.answer)
         if as_number(parts.plain) is not None or _WORD.fullmatch(parts.plain) or _MISREAD.search(parts.plain):
             return ""
@@ -130,3 +131,119 @@ def decided(reference: Notation, given: Notation, tolerance: float, lenient: boo
         tolerance = tolerance if any(places) else 0.0
         return any(near(numbers[0], numbers[1] * scale, places, tolerance) for scale in scales)
     return None
+
+
+# --- the parts of an answer's LaTeX ---------------------------------------------------------------
+
+_NAMES = (  # of units, without the s of a plural; slashes stand between the names of one
+    "m/meter/metre cm/centimeter/centimetre mm/millimeter/millimetre km/kilometer/kilometre in/inch/inche ft/foot/feet "
+    "yd/yard mi/mile mg/milligram g/gram kg/kilogram lb/pound oz/ounce ton/tonne s/sec/second min/minute h/hr/hour day "
+    "week month yr/year ml/milliliter/millilitre l/liter/litre gal/gallon degree/deg c/celsius f/fahrenheit rad/radian "
+    "unit dollar/usd cent euro/eur n/newton j/joule w/watt v/volt hz/hertz mph person/people"
+)
+_UNITS = {name: names.split("/")[0] for names in _NAMES.split() for name in names.split("/")}
+# One plural behind a number counts something, unless it changes the number.
+_COUNTED = r"(?!(?:plu|minu|time|thousand|million|billion|dozen|hundred|halve|third|quarter|alway)s)[a-z]{2,}[^s\W\d]s"
+_BASES = re.findall(r"\w+", "two three four five six seven eight nine ten eleven twelve")
+_SIGNS = "\u2212\u2013\u2260\u2264\u2265\u221e\u03c0\u00d7\u00b7\u2205\u00b0\u221a\u2026"
+_COMMANDS = re.findall(r"\S+", r"- - \neq \leq \geq \infty \pi \times \cdot \emptyset ^\circ \sqrt \ldots")
+_TRANSLATED = {ord(sign): f"{command} ".replace("- ", "-") for sign, command in zip(_SIGNS, _COMMANDS, strict=True)}
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Returns the fraction that a repeating decimal is."""
+    whole, first, again = match.groups()
+    value = Fraction(int(whole + first + again) - int(whole + first), 10 ** len(first) * (10 ** len(again) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
+_DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
+_REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one way of writing for several, in this order
+    (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
+    # Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; what sizes brackets; a space of negative width.
+    (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|\\!", ""),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
+    (r"\{,\}", ","),
+    (r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", "")),
+    (r"\\[dtc]?frac(?![a-zA-Z])(?: ?([0-9]) ?([0-9]))?", lambda m: rf"\frac{{{m[1]}}}{{{m[2]}}}" if m[1] else r"\frac"),
+    (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\sqrt ?\{ ?-1 ?\}", " i "),
+    (rf"\{{\\rm ([^{{}}]*)\}}|\\(?:{_WORDY}) ?\{{([^{{}}]*)\}}", r"\\text{\1\2}"),
+    (r"\^ ?\{? ?(?:\\circ|\\degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
+    (r"(?<=[0-9\s])(?:\\text\{ ?percent ?\}|percent\b)", r"\\%"),
+    (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
+    (r"\\[lc]?dots[a-z]?(?![a-zA-Z])|\.\.\.", r"\\ldots "),
+    (_DECIMAL + r"([0-9]{0,20}?)([0-9]{1,9})\3{2,9} ?\\ldots ", _repeating),
+    (_DECIMAL + r"([0-9]{0,20}) ?\\(?:overline|bar|dot) ?\{? ?([0-9]{1,20}) ?\}?", _repeating),
+    (_DECIMAL + r"()\(([0-9]{1,20})\)", _repeating),
+    (r"(?<![\w^])([0-9]+(?:\.[0-9]+)?) ?\\(?:times|cdot) ?10 ?\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|([0-9]))", r"\1e\2\3"),
+    (r"\\equiv(?![a-zA-Z])", "="),
+    # A letter alone is no word, but behind a number at the end perhaps a unit.
+    (r"\\text\{ ?([A-Za-z0-9]) ?\}(?!$)|(?<![0-9}] )(?<![0-9}])\\text\{ ?(\w) ?\}|\\text\{([ei])\}", r" \1\2\3"),
+]
+_DENIAL = re.compile(r"\\(?:neq?|notin|not|lnot|neg)(?![a-zA-Z])|\bnot\b")
+_DENIED = {r"\ne": "=", r"\neq": "=", r"\notin": r"\in "}
+_MARK = re.compile(r"'|\\prime|\^ ?\{? ?(?:T|\\top)(?![a-zA-Z])|\^\\circ")  # derivatives, transposes, degrees
+_BASE = re.compile(
+    r"(?<![\w^\\.{])(?:\(([0-9][0-9A-F]*)\)|([0-9][0-9A-F]*)) ?_ ?\{? ?(?:\\text\{ ?)?"
+    rf"([2-9]|[12][0-9]|3[0-6]|{'|'.join(_BASES)})(?![0-9a-z]) ?\}}{{0,2}}"
+)
+_MODULUS = re.compile(
+    r" ?(?:\\[pb]?mod|\( ?\\b?mod|\(? ?\\text\{ ?\(? ?mod ?\}?)(?![a-z])[ {]{0,2}([^{}()]{1,40})[)} ]{0,3}$"
+)
+_UNIT = re.compile(
+    r" ?(?:\\text\{[^{}]*\}|\^\\circ ?|(?<=[0-9)}\]])[A-Za-z]{2,}|(?<=[0-9)}\]] )[A-Za-z]{2,})"
+    r"(?:[ /A-Za-z]|\\cdot ?|\\text\{[^{}]*\}|\^ ?\{?-?[0-9]\}?)*$"
+)
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # of degrees, which are no unit of its value
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+
+
+class Notation(NamedTuple):
+    """The parts of an answer, each in one way of writing: its formula, and what math-verify drops."""
+
+    formula: str
+    plain: str  # the formula without the commands around words
+    unit: str  # or the modulus; empty: none
+    words: set[str]  # within the formula
+    signs: list[str]  # that math-verify drops: negations, derivatives, the bases of numbers
+
+    @property
+    def latex(self) -> str:
+        """The formula for math-verify, which reads 3e8 as 3 * e * 8, and ABC as a product in any order."""
+        latex = re.sub(r"(?<![A-Za-z_])([0-9.]+)[eE]([-+]?[0-9]+)(?![0-9.])", r"\1 \\times 10^{\2}", self.formula)
+        return re.sub(r"(?<![A-Za-z\\{])([A-Z]{3,})(?![A-Za-z(])", r"\\text{\1}", latex)
+
+
+def notation(latex: str) -> Notation:
+    """Takes an answer apart."""
+    text = latex.translate(_TRANSLATED)
+    for pattern, new in _REWRITTEN:
+        text = re.sub(pattern, new, text)
+    text = text.strip().lstrip(":*").rstrip(".,;:* ")
+    signs = ["not"] * len(_DENIAL.findall(text))
+    text = _DENIAL.sub(lambda match: _DENIED.get(match[0], ""), text)
+    signs += [str(_BASES.index(base) + 2) if base in _BASES else base for *_, base in _BASE.findall(text)]
+    text = _BASE.sub(r"\1\2", text).strip().removeprefix("=").strip()
+    unit = ""
+    if match := _MODULUS.search(text):
+        text, unit = text[: match.start()], f"mod {match[1].strip()}"
+    elif (match := _UNIT.search(text)) and match.start() and not _FUNCTION.search(text) and (unit := _unit(match[0])):
+        text = text[: match.start()].rstrip()
+    words = re.findall("[a-z]{2,}", " ".join(_TEXT.findall(text.rpartition("=")[2])))  # before = stands a name
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split())
+    return Notation(text, plain, unit, set(words) - {"and", "or"}, signs + _MARK.findall(text))
+
+
+def _unit(phrase: str) -> str:
+    """Returns a unit in one way of writing; empty if the phrase is none."""
+    text = _TEXT.sub(r" \1 ", phrase.replace(r"^\circ", " degree ").replace(r"\cdot", " ")).casefold()
+    text = re.sub(r"\b(?:(sq|square)|cu|cubic)\.? +([a-z]+)", lambda match: f"{match[2]}{2 if match[1] else 3}", text)
+    text = re.sub(r"\bper\b", "/", text)
+    words = re.findall("[a-z]+", text)
+    units = {word: _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "") for word in words}
+    if len(words) == 1 and re.fullmatch(_COUNTED, words[0]):
+        units[words[0]] = units[words[0]] or words[0]
+    text = re.sub("[a-z]+", lambda match: units[match[0]], text)
+    return re.sub(r"[\s^{}]", "", text) if all(units.values()) else ""

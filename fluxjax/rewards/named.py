@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +33,10 @@ REWARDS: Mapping[str, Any] = ByName(
         "math": "math:MathAnswer",
         "code": "code:CodeReward",
         "judge": "judge:Judge",
-        "choice": "choice:Choice",
+        "choice": "vision:Choice",
         "numeric": "vision:NumericAnswer",
         "edit_distance": "vision:EditDistance",
-        "boxes": "boxes:BoxOverlap",
+        "boxes": "vision:BoxOverlap",
         "ordered_list": "vision:OrderedList",
         "format": "shaping:Format",
         "overlong": "shaping:Overlong",
@@ -54,10 +56,8 @@ class FoundReward:
 
     def build(self) -> Any:
         """Returns the reward. Raises `ConfigError` where its class refuses the arguments."""
-        if not self.arguments and not inspect.isclass(self.value):
-            return self.value
         if not inspect.isclass(self.value):
-            return functools.partial(self.value, **self.arguments)
+            return functools.partial(self.value, **self.arguments) if self.arguments else self.value
         try:
             return self.value(**self.arguments)
         except Exception as error:
@@ -72,7 +72,8 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
     where there is no such thing, it is no reward, or it has no such `arguments`."""
     value = REWARDS.get(name)
     if ":" in name:
-        value = imported(name, field, _own_reward(name.partition(":")[0]))
+        kinds, module = (types.FunctionType, type), name.partition(":")[0]
+        value = imported(name, field, lambda offered: isinstance(offered, kinds) and offered.__module__ == module)
     if value is None:
         raise ConfigError(f"{field} is {name!r}; it must be one of {', '.join(REWARDS)}, or module:attribute")
     if not is_reward(value):
@@ -91,36 +92,51 @@ def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] |
     return find(name, field, arguments).build()
 
 
+def check_parameters(name: str, reward: Any) -> None:
+    """Raises `ConfigError`, naming the parameter of the reward `name`, a dataclass, unless each field has the type of
+    its default and is within the bound declared beside it (`config.bounds`). An int may stand for a float. A field that
+    may hold an object is not looked at."""
+    for field in dataclasses.fields(reward):
+        if "object" in field.metadata:
+            continue
+        value, kind = getattr(reward, field.name), type(field.default)
+        allowed = (int, float) if kind is float else (kind,)
+        if type(value) not in allowed or (kind is float and not math.isfinite(value)):
+            number = "a finite number" if kind is float else f"of type {kind.__name__}"
+            raise ConfigError(f"{name}.{field.name} is {value!r}; it must be {number}")
+        if "holds" in field.metadata and not field.metadata["holds"](value):
+            raise ConfigError(f"{name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+
+
 def is_reward(value: Any) -> bool:
     """Says whether a value is a reward, or the class of one."""
-    methods = any(callable(getattr(value, method, None)) for method in ("score", "compute"))
-    return methods or (callable(value) and not inspect.isclass(value)) or _callable_class(value)
-
-
-def _callable_class(value: Any) -> bool:
-    return inspect.isclass(value) and any("__call__" in vars(base) for base in value.__mro__)
-
-
-def _own_reward(module: str) -> Callable[[Any], bool]:
-    """Returns the function that says whether a value may be meant as a reward of this module."""
-    return lambda value: (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module
+    if any(callable(getattr(value, method, None)) for method in ("score", "compute")):
+        return True
+    if inspect.isclass(value):
+        return any("__call__" in vars(base) for base in value.__mro__)
+    return callable(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several."""
+    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
+    its kind, by which calls are bounded."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
+    kind: str
     batched: bool = False
 
     @classmethod
     def of(cls, reward: Any) -> Callee:
         if callable(compute := getattr(reward, "compute", None)):
-            return cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), batched=True)
-        if callable(score := getattr(reward, "score", None)):
-            return cls(score, lambda batch: (batch[0],))
-        return cls(reward, lambda batch: (batch[0].prompt, batch[0].text))
+            callee = cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), "batch", True)
+        elif callable(score := getattr(reward, "score", None)):
+            callee = cls(score, lambda batch: (batch[0],), "function")
+        else:
+            callee = cls(reward, lambda batch: (batch[0].prompt, batch[0].text), "function")
+        kind = getattr(reward, "kind", None)
+        return dataclasses.replace(callee, kind=kind) if isinstance(kind, str) else callee
 
     @property
     def asynchronous(self) -> bool:

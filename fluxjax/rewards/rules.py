@@ -11,7 +11,7 @@ from ..base.scored import Prompt, Reward
 from .extraction import as_number, last_number
 
 EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer gets
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
+WRONG, RIGHT = Reward(0.0, False), Reward(1.0, True)
 # Signs of a formula but for the dollars and percents of a number; a number and a letter, or another number.
 _FORMULA = re.compile(
     r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9][A-Za-z]|[0-9][^0-9,./]+.*[0-9]|[0-9],(?: .*|[0-9]{1,2}(?![0-9]))"
@@ -25,7 +25,7 @@ def normalise(text: str) -> str:
 
 def exact(prompt: Prompt, text: str) -> Reward:
     """Gives 1 if the text is the answer, else 0."""
-    return _RIGHT if normalise(text) == normalise(prompt.answer) else _WRONG
+    return RIGHT if normalise(text) == normalise(prompt.answer) else WRONG
 
 
 def positions(prompt: Prompt, text: str) -> Reward:
@@ -46,7 +46,7 @@ def number(prompt: Prompt, text: str) -> Reward:
     """Gives 1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
     one number. 0 if either has none."""
     given, wanted = _number(text), _number(prompt.answer)
-    return _RIGHT if given is not None and given == wanted else _WRONG
+    return RIGHT if given is not None and given == wanted else WRONG
 
 
 def _number(text: str) -> Fraction | None:
@@ -74,7 +74,7 @@ UNREADABLE = {exact: no_answer, positions: no_answer, digits: no_answer, number:
 
 def _shaped(answer: str, text: str) -> Reward:
     if answer == text:
-        return _RIGHT
+        return RIGHT
     hits = sum(a == t for a, t in zip(answer, text, strict=False)) + (len(answer) == len(text))
     share = hits / (max(len(answer), len(text)) + 1)
     return Reward((1 - EXACT_BONUS) * share, False)

@@ -2,29 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Prompt, Response, Reward
 from ..config import RewardsConfig, SourceConfig
 from ..config.rewards import term_weights
-from .failures import Failures
+from ..config.schedules import RunSchedule
 from .guarded import GuardedReward, RewardGuard
-from .measures import Measures
-from .named import SHAPES, find, is_reward
-from .users_loop import UsersLoop, in_daemon_thread
-from .weighted_sum import WeightedSum
 
 log = logging.getLogger("fluxjax.rewards")
 
-RewardFunction = Callable[[Prompt, str], Reward | float | Awaitable[Reward | float]]
-
 _KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
-_CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedSum:
+    """The rewards of a source by name, and their weights, which may change during the run; no weights: it has just one.
+
+    Of several, the first one says what is correct. A reward that failed adds nothing to the sum.
+    """
+
+    rewards: Mapping[str, GuardedReward]
+    weights: Mapping[str, RunSchedule]
+
+    @property
+    def changes(self) -> bool:
+        """Says whether the sum depends on the run's progress."""
+        return any(low != high for low, high in (weight.bounds for weight in self.weights.values()))
+
+    @property
+    def takes_time(self) -> bool:
+        """Says whether there is more to it than built-in rules."""
+        return any(reward.caller is not None for reward in self.rewards.values())
+
+    async def score(self, completion: Completion, progress: float) -> Reward:
+        """Returns the reward of a completion with the weights at `progress`, in [0, 1]; its parts are not weighted."""
+        if not self.weights:
+            (reward,) = self.rewards.values()
+            return await reward.score(completion)
+        found = await asyncio.gather(*(reward.score(completion) for reward in self.rewards.values()))
+        named = dict(zip(self.rewards, found, strict=True))
+        parts = {name: reward.value for name, reward in named.items()}
+        parts |= {f"{name}/{part}": value for name, reward in named.items() for part, value in reward.parts.items()}
+        return Reward(
+            sum(self.weights[name].value(progress) * reward.value for name, reward in named.items()),
+            found[0].correct,
+            "; ".join(f"{name}: {reward.reason}" for name, reward in named.items() if reward.reason),
+            parts,
+            max(reward.seconds for reward in found),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what its rewards want to have kept in checkpoints, by name."""
+        states = {name: getattr(reward.reward, "state_dict", None) for name, reward in self.rewards.items()}
+        return {name: state() for name, state in states.items() if callable(state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, reward in self.rewards.items():
+            if name in state and callable(load := getattr(reward.reward, "load_state_dict", None)):
+                load(state[name])
 
 
 class Scorer:
@@ -50,22 +93,18 @@ class Scorer:
         `give_up` of a reward that fails too often. Raises `ConfigError`."""
         self.decode = decode
         self._settings = settings or RewardsConfig()
-        self._progress, self._note, self._give_up = progress, note, give_up
-        self._users_loop = UsersLoop()
-        self._guard = RewardGuard(self._settings, self._users_loop)
-        self._failures: list[Failures] = []
+        self._progress = progress
+        self._guard = RewardGuard(self._settings, note, give_up)
         self._begun: dict[int, float] = {}  # by draw: the progress when the first of its responses was scored
         given = dict(given or {})
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
         self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
-        self._held_out = {
-            name: WeightedSum({"": self._named(name, source.eval_reward, f"data.sources.{name}.eval_reward")}, {})
-            if source.eval_reward
-            else self._training[name]
-            for name, source in sources.items()
-        }
-        self._measures = Measures(self._guard.slots, self._failures, self._guard.counting)
+        self._held_out: dict[str, WeightedSum] = {}  # of sources that have rewards of their own for held-out prompts
+        for name, source in sources.items():
+            if source.eval_reward:
+                reward = self._guard.guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")
+                self._held_out[name] = WeightedSum({"": reward}, {})
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
         """Takes in the prompts and answers of each source, by turns, and warns of those of the first 500 answers that a
@@ -74,7 +113,8 @@ class Scorer:
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
             prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # a record without one is skipped
-            for reward in (self._held_out if held_out else self._training)[name].rewards.values():
+            rewards = (held_out and self._held_out.get(name)) or self._training[name]
+            for reward in rewards.rewards.values():
                 found = [f"{prompt.answer[:80]!r} {why}" for prompt in prompts if (why := reward.unreadable(prompt))]
                 line = (
                     f"the reward {reward.name!r} of data.sources.{name} can't grade {len(found)} of the first "
@@ -101,12 +141,13 @@ class Scorer:
 
     async def score_text(self, prompt: Prompt, text: str) -> Reward:
         """Returns the reward of an answer to a held-out prompt."""
-        return await self._measured(self._held_out[prompt.source], Completion(prompt, text), self._progress())
+        rewards = self._held_out.get(prompt.source) or self._training[prompt.source]
+        return await self._measured(rewards, Completion(prompt, text), self._progress())
 
     async def _measured(self, rewards: WeightedSum, completion: Completion, progress: float) -> Reward:
         if not rewards.takes_time:
             return await rewards.score(completion, progress)
-        with self._measures.response():
+        with self._guard.measured():
             return await rewards.score(completion, progress)
 
     def _of_prompt(self, draw: int) -> float:
@@ -118,8 +159,8 @@ class Scorer:
         return self._begun[draw]
 
     def metrics(self) -> dict[str, float]:
-        """Returns what rewards did since the last call, by the names in `metrics.jsonl`; see `Measures`."""
-        return self._measures.since_last()
+        """Returns what rewards did since the last call, by the names in `metrics.jsonl`; see `RewardGuard`."""
+        return self._guard.metrics()
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -128,42 +169,26 @@ class Scorer:
         return {
             "begun": [[draw, progress] for draw, progress in self._begun.items()],
             "training": {name: rewards.state_dict() for name, rewards in self._training.items()},
-            "held_out": {name: rewards.state_dict() for name, rewards in self._apart()},
+            "held_out": {name: rewards.state_dict() for name, rewards in self._held_out.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned; checkpoints of earlier releases have nothing."""
         self._begun = dict(state.get("begun", []))
-        for name, rewards in self._training.items():
-            rewards.load_state_dict(state.get("training", {}).get(name, {}))
-        for name, rewards in self._apart():
-            rewards.load_state_dict(state.get("held_out", {}).get(name, {}))
-
-    def _apart(self) -> Iterator[tuple[str, WeightedSum]]:
-        """The rewards of held-out prompts, of those sources where they are not the rewards of training."""
-        for name, rewards in self._held_out.items():
-            if rewards is not self._training[name]:
-                yield name, rewards
+        for part, sums in (("training", self._training), ("held_out", self._held_out)):
+            for name, rewards in sums.items():
+                rewards.load_state_dict(state.get(part, {}).get(name, {}))
 
     def close(self) -> None:
         """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
-        sums = [*self._training.values(), *(rewards for _, rewards in self._apart())]
-        for reward in [reward for rewards in sums for reward in rewards.rewards.values()]:
-            if reward.caller is not None:
-                reward.caller.close()
-            if callable(close := getattr(reward.reward, "close", None)):
-                try:
-                    in_daemon_thread(close).result(_CLOSING_SECONDS)
-                except Exception as error:  # whatever a user's `close` raises, or TimeoutError
-                    log.warning("closing reward %s: %s: %s", reward.name, type(error).__name__, error)
-        self._users_loop.close()
+        self._guard.close()
 
     # --- building -------------------------------------------------------------------------------
 
     def _summed(self, name: str, source: SourceConfig, given: Any) -> WeightedSum:
         field = f"data.sources.{name}"
         if not source.rewards:
-            return WeightedSum({"": self._named(name, source.reward, f"{field}.reward", given=given)}, {})
+            return WeightedSum({"": self._guard.guarded(name, source.reward, f"{field}.reward", given=given)}, {})
         given = dict(given) if isinstance(given, Mapping) else {"": given} if given is not None else {}
         if unknown := given.keys() - source.rewards.keys():
             raise ConfigError(
@@ -173,17 +198,6 @@ class Scorer:
         rewards = {}
         for term, settings in source.rewards.items():
             where = f"{field}.rewards.{term}.reward"
-            rewards[term] = self._named(name, settings.reward or term, where, settings.arguments, given.get(term))
+            arguments, instead = settings.arguments, given.get(term)
+            rewards[term] = self._guard.guarded(name, settings.reward or term, where, arguments, instead)
         return WeightedSum(rewards, term_weights(source.rewards, f"{field}.rewards"))
-
-    def _named(
-        self, source: str, reward: str, field: str, arguments: Mapping[str, Any] | None = None, given: Any = None
-    ) -> GuardedReward:
-        name = reward if given is None else getattr(given, "__qualname__", type(given).__qualname__)
-        failures = Failures(source, name, self._settings.max_failed, self._note, self._give_up)
-        self._failures.append(failures)
-        if given is None:
-            return self._guard.of_found(find(reward, field, arguments), failures)
-        if not is_reward(given) or isinstance(given, type):
-            raise ConfigError(f"rewards: what is given for source {source} is {given!r}; it must be {SHAPES}")
-        return self._guard.of_object(name, given, failures)

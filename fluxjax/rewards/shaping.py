@@ -12,10 +12,13 @@ from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
 from ..config.bounds import bounded, positive
 from .extraction import sendable
-from .parameters import check_parameters
+from .named import check_parameters
+from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
+_THOUGHT_AND_ANSWER = re.compile(
+    r"\s*+<think>\s*+(?!</think>).*</think>\s*+<answer>\s*+(?!</answer>).*</answer>\s*", re.DOTALL
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,17 +42,17 @@ class Format:
             re.compile(self.pattern)
         except re.error as error:
             raise ConfigError(f"format.pattern is {self.pattern!r}, which is no regular expression: {error}") from error
-        path = f"{__package__}.pattern_worker:matches"
+        path = f"{__package__}.extraction:matches"
         self._pool = WorkerPool(path, self.workers, seconds=self.seconds, memory_gib=0.25, name="the reward 'format'")
 
     async def score(self, completion: Completion) -> Reward:
         if not self.pattern:
-            return _RIGHT if _thinks_and_answers(completion.text) else _WRONG
+            return RIGHT if _thinks_and_answers(completion.text) else WRONG
         try:
             matched = await self._pool.acall({"pattern": self.pattern, "text": sendable(completion.text)})
         except WorkerTimeout:
             return Reward(0.0, False, f"format.pattern took more than {self.seconds:g} s")
-        return _RIGHT if matched else _WRONG
+        return RIGHT if matched else WRONG
 
     def close(self) -> None:
         self._pool.close()
@@ -87,15 +90,4 @@ class Overlong:
 
 
 def _thinks_and_answers(text: str) -> bool:
-    text = text.strip()
-    if any(text.count(tag) != 1 for tag in _TAGS):
-        return False
-    begin, end, answer, _ = (text.index(tag) for tag in _TAGS)
-    return (
-        begin == 0
-        and end < answer
-        and text.endswith("</answer>")
-        and bool(text[len("<think>") : end].strip())
-        and not text[end + len("</think>") : answer].strip()
-        and bool(text[answer + len("<answer>") : -len("</answer>")].strip())
-    )
+    return all(text.count(tag) == 1 for tag in _TAGS) and _THOUGHT_AND_ANSWER.fullmatch(text) is not None

@@ -8,18 +8,19 @@ import dataclasses
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
+from jaxtyping import Float64
 from rapidfuzz.distance import Levenshtein
 
 from ..base.scored import Completion, Prompt, Reward
 from ..config.bounds import not_negative, positive, within
 from .extraction import TAIL, as_number, explicit_answer, last_number, tagged
-from .parameters import check_parameters
-from .rules import no_number, normalise
+from .named import check_parameters
+from .rules import RIGHT, WRONG, no_number, normalise
 
-_WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 
@@ -47,10 +48,9 @@ class NumericAnswer:
             raise ValueError(f"the answer {completion.prompt.answer!r} of prompt {completion.prompt.id} has no number")
         if found is None:
             return Reward(0.0, False, "no number found")
-        return _RIGHT if abs(found - wanted) <= max(self.tolerance * abs(wanted), self.absolute) else _WRONG
+        return RIGHT if abs(found - wanted) <= max(self.tolerance * abs(wanted), self.absolute) else WRONG
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the prompt's answer can't be graded; empty if it can."""
         return no_number(prompt) if as_number(prompt.answer) is None else ""
 
 
@@ -103,7 +103,7 @@ class OrderedList:
     async def score(self, completion: Completion) -> Reward:
         wanted, found = _items(completion.prompt.answer), _items(_marked_or_last_line(completion.text))
         if wanted == found:
-            return _RIGHT
+            return RIGHT
         hits = sum(w == f for w, f in zip(wanted, found, strict=False))
         return Reward(hits / max(len(wanted), len(found)) if self.graded else 0.0, False)
 
@@ -121,9 +121,7 @@ def _number(text: str) -> float | None:
 
 def _marked_or_last_line(text: str) -> str:
     marked = explicit_answer(text)
-    if marked is not None:
-        return marked
-    return text[-TAIL:].rstrip().rpartition("\n")[2]
+    return text[-TAIL:].rstrip().rpartition("\n")[2] if marked is None else marked
 
 
 def _items(text: str) -> Sequence[str]:
@@ -135,3 +133,167 @@ def _items(text: str) -> Sequence[str]:
     if not isinstance(values, list):
         values = [values]
     return [normalise(str(value)).strip("'\"") for value in values]
+
+
+# --- choices ----------------------------------------------------------------------------------
+
+LETTERS = "ABCDEFGHIJ"
+_LONGEST = 1000  # characters of what may be an answer; a longer one is none
+_OPTION_LINE = re.compile(r"^[ \t]{0,9}\(?([A-J])[).:]", re.MULTILINE)
+_OPTION_INLINE = re.compile(r"(?<!\S)\(?([A-J])\)")
+_BEGINS = re.compile(r"[\s*(\[]{0,4}([A-Ja-j])(?:[)\]*.:]{1,4}|$)\s{0,9}")
+# A letter by itself. "A" and "I" are words, too, unless in brackets or before what tells of an answer.
+_LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\b|and\b)[a-z]))(?![\w'\u2019])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
+
+    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is what the text marks as its answer,
+    else its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. One that names two options is none.
+    """
+
+    kind: ClassVar[str] = "rule"
+
+    async def score(self, completion: Completion) -> Reward:
+        if why := self.unreadable(completion.prompt):
+            raise ValueError(f"the answer {completion.prompt.answer!r} of prompt {completion.prompt.id} {why}")
+        options = options_of(completion.prompt.text)
+        found = chosen(_marked_or_last_line(completion.text), options)
+        if len(found) > 1:
+            return Reward(0.0, False, f"ambiguous: {' and '.join(sorted(found))}")
+        if not found:
+            return Reward(0.0, False, "no choice found")
+        return RIGHT if found == chosen(completion.prompt.answer, options) else WRONG
+
+    def unreadable(self, prompt: Prompt) -> str:
+        wanted = chosen(prompt.answer, options_of(prompt.text))
+        return "" if len(wanted) == 1 else "is neither a letter nor the text of an option"
+
+
+def options_of(question: str) -> dict[str, str]:
+    """Returns the options of a question by letter; none unless there are A and B. They stand at the beginning of lines,
+    or, where none do, in brackets within one."""
+    question = question[-TAIL:]
+    for pattern in (_OPTION_LINE, _OPTION_INLINE):
+        options = _options(question, list(pattern.finditer(question)))
+        if len(options) > 1:
+            return options
+    return {}
+
+
+def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
+    """The text between marks in alphabetical order, up to the end of its line; what stands before an A is none."""
+    options: dict[str, str] = {}
+    for index, mark in enumerate(marks):
+        if mark[1] == "A":
+            options = {}
+        if mark[1] == LETTERS[len(options) : len(options) + 1]:
+            end = marks[index + 1].start() if index + 1 < len(marks) else len(question)
+            options[mark[1]] = normalise(question[mark.end() : end].strip().partition("\n")[0])
+    return options
+
+
+def chosen(text: str, options: Mapping[str, str]) -> set[str]:
+    """Returns the letters that the text chooses: one, if it is clear; where no options are known, perhaps any."""
+    if len(text) > _LONGEST:
+        return set()
+    plain = normalise(text)
+    if same := {letter for letter, option in options.items() if option == plain}:
+        return same
+    known = set(options) or set(LETTERS)
+    if (match := _BEGINS.match(text)) and match[1].upper() in known:
+        rest = text[match.end() :]
+        further = _letters(rest, known) | _named(normalise(rest), options)
+        return {match[1].upper()} | further
+    return _letters(text, known) | _named(plain, options)
+
+
+def _letters(text: str, known: set[str]) -> set[str]:
+    return {match[1] or match[2] for match in _LETTER.finditer(text)} & known
+
+
+def _named(plain: str, options: Mapping[str, str]) -> set[str]:
+    """The letters of options whose text stands in `plain` as whole words, but not within that of another of them."""
+    held = {
+        letter: option
+        for letter, option in options.items()
+        if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", plain)
+    }
+    return {
+        letter
+        for letter, option in held.items()
+        if not any(option != longer and option in longer for longer in held.values())
+    }
+
+
+# --- boxes ------------------------------------------------------------------------------------
+
+_N = r"\s{0,20}(-?[0-9]{1,9}(?:\.[0-9]{1,20})?)\s{0,20}"
+# [1, 2, 3, 4], alone or behind Qwen2.5-VL's "bbox_2d", and Qwen2-VL's (1,2),(3,4).
+_BOX = re.compile(rf"[\[(]{_N},{_N}(?:,|\)\s{{0,9}},\s{{0,9}}\(){_N},{_N}[\])]")
+
+
+@dataclasses.dataclass(frozen=True)
+class BoxOverlap:
+    """Gives the sum of IoU over matched boxes, divided by the greater number of boxes: a box too many costs.
+
+    A box is `[x1, y1, x2, y2]`, `(x1,y1),(x2,y2)` or JSON with such lists (`[{"bbox_2d": [..], "label": ".."}]`), with
+    x1 < x2 and y1 < y2, in the unit of the prompt's answer. Labels are not compared. Boxes are matched one to one, for
+    the greatest sum. With a `threshold` above 0, a pair counts 1 from that IoU on, else 0. Raises ValueError if the
+    prompt's answer has no box.
+    """
+
+    kind: ClassVar[str] = "rule"
+
+    threshold: float = within(0.0, "[0, 1]")
+    correct_from: float = within(0.5, "(0, 1]")  # IoU of every pair from which the answer counts as right
+    most_boxes: int = positive(100)  # more of them get 0
+
+    def __post_init__(self) -> None:
+        check_parameters("boxes", self)
+
+    async def score(self, completion: Completion) -> Reward:
+        wanted = boxes_in(completion.prompt.answer)
+        if not len(wanted):
+            raise ValueError(f"the answer {completion.prompt.answer!r} of prompt {completion.prompt.id} has no box")
+        inside = tagged(completion.text)
+        found = boxes_in(completion.text[-TAIL:] if inside is None else inside)
+        if len(found) > self.most_boxes:
+            return Reward(0.0, False, f"more than {self.most_boxes} boxes")
+        if not len(found):
+            return Reward(0.0, False, "no box found")
+        overlaps = _matched(iou(wanted, found))
+        values = overlaps >= self.threshold if self.threshold else overlaps
+        correct = len(wanted) == len(found) and bool((overlaps >= self.correct_from).all())
+        return Reward(float(values.sum()) / max(len(wanted), len(found)), correct)
+
+    def unreadable(self, prompt: Prompt) -> str:
+        wanted = boxes_in(prompt.answer)
+        return "has no box" if not len(wanted) else "" if iou(wanted, wanted).diagonal().all() else "has an empty box"
+
+
+def _matched(overlaps_NM: Float64[np.ndarray, "N M"]) -> Float64[np.ndarray, " K"]:
+    """The overlaps of the pairs, min(N, M) of them, whose sum is the greatest."""
+    if 1 in overlaps_NM.shape:
+        return overlaps_NM.max(keepdims=True).reshape(1)
+    # Not above: it takes most of a second, and every process that scores imports this file.
+    from scipy.optimize import linear_sum_assignment
+
+    return overlaps_NM[linear_sum_assignment(overlaps_NM, maximize=True)]
+
+
+def boxes_in(text: str) -> Float64[np.ndarray, "N 4"]:
+    """The boxes of a text, in order, as x1, y1, x2, y2."""
+    return np.array([match.groups() for match in _BOX.finditer(text)], np.float64).reshape(-1, 4)
+
+
+def iou(first_N4: Float64[np.ndarray, "N 4"], second_M4: Float64[np.ndarray, "M 4"]) -> Float64[np.ndarray, "N M"]:
+    """Intersection over union of each pair of boxes; 0 for a box without an area."""
+    low_NM2 = np.maximum(first_N4[:, None, :2], second_M4[None, :, :2])
+    high_NM2 = np.minimum(first_N4[:, None, 2:], second_M4[None, :, 2:])
+    common_NM = np.prod(np.maximum(high_NM2 - low_NM2, 0.0), axis=-1)
+    areas_N, areas_M = (np.prod(np.maximum(b[:, 2:] - b[:, :2], 0.0), axis=-1) for b in (first_N4, second_M4))
+    union_NM = areas_N[:, None] + areas_M[None, :] - common_NM
+    return np.divide(common_NM, union_NM, out=np.zeros_like(common_NM), where=union_NM > 0)

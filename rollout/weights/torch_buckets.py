@@ -28,8 +28,8 @@ import numpy as np
 from models.config import AnyConfig
 from models.hf import tensor_names
 from models.tensor_names import TensorName
-from models.weight_file import DTYPES as NAMES
-from models.weight_file import StoredTensor
+from models.hf import DTYPES as NAMES
+from models.hf import StoredTensor
 from sharding.weights import by_path
 
 from .checksums import as_bytes

@@ -9,9 +9,8 @@ from sandboxes import bubblewrap
 
 from fluxjax.base.errors import ConfigError, DataError
 from fluxjax.base.types import Completion, Prompt
-from fluxjax.rewards.code import CodeReward
+from fluxjax.rewards.code import CodeReward, TimeLimits
 from fluxjax.rewards.sandbox import Outcome, SandboxLimits
-from fluxjax.rewards.time_limits import TimeLimits
 
 LIMITS = SandboxLimits(memory=128 << 20, output=20_000)
 ADD = {
@@ -277,14 +276,10 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_are_worth_nothing(reward, cheat):
-    result = score(reward, ADD, CHEATS[cheat])
-    assert (result.value, result.correct) == (0.0, False) and result.reason, result
-
-
 ANYTHING = EVERYTHING + "def f(x): return Everything()"
 LENGTH, LOOP = "    assert len(r) == 2", "    for got in r: assert got == 1"
+NO_ROWS = {"name": "parametrize", "args": ("x", [])}
+NOTHING = "the tests have nothing that tests"
 LIES = {  # what a test looks at, and an object that would say one thing to one part of it and another to the next
     "no items": (LENGTH, LOOP, "__iter__ = lambda self: iter(())"),
     "items for the length": (LENGTH, LOOP, "__iter__ = lambda self: iter(self.told.pop() * [7])\n    told = [0, 2]"),
@@ -296,15 +291,6 @@ LIES = {  # what a test looks at, and an object that would say one thing to one 
         "__getitem__ = lambda self, n: 7\n    told = [0, 2]\n    def __len__(self): return self.told.pop()",
     ),
 }
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_an_object_that_lies_about_itself_is_worth_nothing(reward, lie):
-    first, second, says = LIES[lie]
-    task = {"entry_point": "f", "tests": f"def check(candidate):\n    r = candidate(1)\n{first}\n{second}"}
-    text = f"class Liar:\n    __len__ = lambda self: 2\n    {says}\ndef f(x): return Liar()"
-    result = score(reward, task, text)
-    assert (result.value, result.correct) == (0.0, False) and "of the tests: " in result.reason, result
 
 
 CARELESS = {  # tests that a trick could slip through, and the trick
@@ -329,6 +315,10 @@ CARELESS = {  # tests that a trick could slip through, and the trick
         "def f(x):\n    import os; os._exit(0)",
     ),
     "an item of the answer": ("def check(candidate): assert 7 in candidate(1)", ANYTHING),
+    "what cannot be sent is no error of the code": (
+        "def check(candidate):\n    try: candidate(object())\n    except ValueError: pass",
+        "def f(x): return 1",
+    ),
     "an answer that is true": ("def check(candidate): assert candidate(1)", ANYTHING),
     "an answer that is not false": ("def check(candidate): assert not candidate(1)", "def f(x): return object()"),
     "the argument is sorted, too": (
@@ -338,28 +328,21 @@ CARELESS = {  # tests that a trick could slip through, and the trick
 }
 
 
-@pytest.mark.parametrize("case", CARELESS)
-def test_tricks_on_careless_tests(reward, case):
-    tests, trick = CARELESS[case]
-    result = score(reward, {"entry_point": "f", "tests": tests}, trick)
-    assert (result.value, result.correct) == (0.0, False) and result.reason, result
+LIAR = "class Liar:\n    __len__ = lambda self: 2\n    {}\ndef f(x): return Liar()"
+LOOKS = "def check(candidate):\n    r = candidate(1)\n{}\n{}"
+WORTHLESS = {cheat: (ADD, text, "") for cheat, text in CHEATS.items()}
+for name, (first, second, says) in LIES.items():
+    task = {"entry_point": "f", "tests": LOOKS.format(first, second)}
+    WORTHLESS[name] = task, LIAR.format(says), "of the tests: "
+for name, (tests, trick) in CARELESS.items():
+    WORTHLESS[name] = {"entry_point": "f", "tests": tests}, trick, ""
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "def helper(): assert True",
-        "class TestNothing:\n    x = 1",
-        "def test(x): assert x\ntest.pytestmark = [type('Mark', (), {'name': 'parametrize', 'args': ('x', [])})]",
-    ],
-)
-def test_tests_that_test_nothing_pass_nothing(reward, tests):
-    assert score(reward, {"tests": tests}, "x = 1").reason == "the tests have nothing that tests"
-
-
-@pytest.mark.parametrize("test", ["async def test(): assert False", "def test():\n    yield\n    assert False"])
-def test_a_test_that_is_called_but_does_not_run_passes_nothing(reward, test):
-    assert "is not supported" in score(reward, {"tests": test}, "x = 1").reason
+@pytest.mark.parametrize("case", WORTHLESS)
+def test_cheats_lies_and_tricks_are_worth_nothing(reward, case):
+    task, text, reason = WORTHLESS[case]
+    result = score(reward, task, text)
+    assert (result.value, result.correct) == (0.0, False) and result.reason and reason in result.reason, result
 
 
 @pytest.mark.parametrize(
@@ -369,11 +352,6 @@ def test_a_test_that_is_called_but_does_not_run_passes_nothing(reward, test):
 def test_a_task_that_no_code_could_pass_here_is_a_failure_of_the_reward(reward, tests, message):
     with pytest.raises(DataError, match=message):
         score(reward, {"tests": tests}, "x = 1")
-
-
-def test_what_cannot_be_sent_is_no_error_of_the_code(reward):
-    tests = "def test():\n    try: f(object())\n    except ValueError: pass"
-    assert score(reward, {"tests": tests}, "def f(x): return 1").value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -388,10 +366,16 @@ def test_what_cannot_be_sent_is_no_error_of_the_code(reward):
         (SUM, "1 / 0", "input 0: exit status 1 ZeroDivisionError"),
         (SUM, "while True: print('x' * 1000)", "input 0: printed too much"),
         (ADD, "```cpp\nint add();\n```", "no code"),
+        ({"tests": "def helper(): assert True"}, "x = 1", NOTHING),
+        ({"tests": "class TestNothing:\n    x = 1"}, "x = 1", NOTHING),
+        ({"tests": f"def test(x): pass\ntest.pytestmark = [type('', (), {NO_ROWS})]"}, "x = 1", NOTHING),
+        ({"tests": "async def test(): assert False"}, "x = 1", "is not supported"),
+        ({"tests": "def test():\n    yield\n    assert False"}, "x = 1", "is not supported"),
     ],
 )
 def test_reasons_say_what_failed(reward, task, text, reason):
-    assert reason in score(reward, task, text).reason
+    result = score(reward, task, text)
+    assert reason in result.reason and result.value == 0.0
 
 
 async def test_neighbours_scores_do_not_change_while_bombs_go_off(reward):

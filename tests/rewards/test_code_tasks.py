@@ -98,11 +98,8 @@ def test_a_fence_in_a_list_gives_its_indentation_back(text):
 
 def test_the_rest_of_a_function_keeps_its_indentation():
     """A response may go on where the prompt's code ends."""
-    assert (
-        find_code(fenced("    return x\n", "python"))
-        == find_code(fenced("    return x\n", "", "  "))
-        == "    return x\n"
-    )
+    rest = "    return x\n"
+    assert find_code(fenced(rest, "python")) == find_code(fenced(rest, "", "  ")) == rest
 
 
 def test_sources_of_the_inside_need_nothing_but_python():

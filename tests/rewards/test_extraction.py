@@ -11,41 +11,66 @@ from fluxjax.rewards.extraction import TAIL, as_number, boxed, explicit_answer, 
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("find", "text", "found"),
     [
-        (r"so \boxed{5}", "5"),
-        (r"\boxed{4} no, \boxed{5}", "5"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ 1 }", r"\left\{ 1"),
-        (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{}", ""),
-        (r"\boxed{5", None),
-        (r"\boxed 5", None),
-        ("5", None),
+        (boxed, r"so \boxed{5}", "5"),
+        (boxed, r"\boxed{4} no, \boxed{5}", "5"),
+        (boxed, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (boxed, r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (boxed, r"\boxed{\left\{ 1 }", r"\left\{ 1"),
+        (boxed, r"\boxed{\boxed{5}}", "5"),
+        (boxed, r"\boxed{}", ""),
+        (boxed, r"\boxed{5", None),
+        (boxed, r"\boxed 5", None),
+        (boxed, "5", None),
+        (stated, "The answer is 5.", "5"),
+        (stated, "The answer is: $x+1$. Therefore we are done.", "$x+1$"),
+        (stated, "Answer: B", "B"),
+        (stated, "**Answer:** B", "B"),
+        (stated, "**Final Answer**: 3.5 m", "3.5 m"),
+        (stated, "answer = 7\nThat was easy.", "7"),
+        (stated, "The answer is 5. No, the answer is 6!", "6"),
+        (stated, "The answer is 1.5", "1.5"),
+        (stated, "The answerer is 5", None),
+        (stated, "No one knows", None),
+        (last_number, "5 + 2 = 7", "7"),
+        (last_number, "x = -3.", "-3."),
+        (last_number, "5-3", "3"),
+        (last_number, "about 1,234.5 m", "1,234.5"),
+        (last_number, "1,2", "2"),
+        (last_number, "it is 3/4", "3/4"),
+        (last_number, "12 % of them", "12 %"),
+        (last_number, "CO2", None),
+        (last_number, "version 1.2.3", "1.2"),
+        (last_number, "\N{MINUS SIGN}4", "-4"),
+        (last_number, "7" + "0" * 60, None),
+        (last_number, "none", None),
+        (as_number, "-1,000.5", Fraction(-2001, 2)),
+        (as_number, "+ 3 / 4", Fraction(3, 4)),
+        (as_number, r"-\frac{3}{4}", Fraction(-3, 4)),
+        (as_number, "$12$", 12),
+        (as_number, r"12\%", Fraction(12, 100)),
+        (as_number, "12 %", Fraction(12, 100)),
+        (as_number, ".5", Fraction(1, 2)),
+        (as_number, "5.", 5),
+        (as_number, "2e-3", Fraction(2, 1000)),
+        (as_number, "1,00", None),
+        (as_number, "1/0", None),
+        (as_number, r"\frac{1}{0}", None),
+        (as_number, "1/0%", None),
+        (as_number, "2x", None),
+        (as_number, "3 m", None),
+        (as_number, "--1", None),
+        (as_number, "nan", None),
+        (as_number, "inf", None),
+        (as_number, "1e9999", None),
+        (as_number, "\u0665", None),
+        (as_number, "", None),
+        (as_number, "9" * 41, None),
     ],
 )
-def test_boxed(text, answer):
-    assert boxed(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The answer is 5.", "5"),
-        ("The answer is: $x+1$. Therefore we are done.", "$x+1$"),
-        ("Answer: B", "B"),
-        ("**Answer:** B", "B"),
-        ("**Final Answer**: 3.5 m", "3.5 m"),
-        ("answer = 7\nThat was easy.", "7"),
-        ("The answer is 5. No, the answer is 6!", "6"),
-        ("The answer is 1.5", "1.5"),
-        ("The answerer is 5", None),
-        ("No one knows", None),
-    ],
-)
-def test_stated(text, answer):
-    assert stated(text) == answer
+def test_what_is_found_in_a_text(find, text, found):
+    assert find(text) == found
 
 
 def test_the_last_mark_counts_and_tags_before_boxes_before_words():
@@ -58,58 +83,6 @@ def test_the_last_mark_counts_and_tags_before_boxes_before_words():
     assert explicit_answer("</answer>5<answer>") is None
     assert tagged("<answer>a<answer>b</answer>c") == "b"
     assert explicit_answer(r"\boxed{1}" + " " * TAIL) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("5 + 2 = 7", "7"),
-        ("x = -3.", "-3."),
-        ("5-3", "3"),
-        ("about 1,234.5 m", "1,234.5"),
-        ("1,2", "2"),
-        ("it is 3/4", "3/4"),
-        ("12 % of them", "12 %"),
-        ("CO2", None),
-        ("version 1.2.3", "1.2"),
-        ("\N{MINUS SIGN}4", "-4"),
-        ("7" + "0" * 60, None),
-        ("none", None),
-    ],
-)
-def test_last_number(text, number):
-    assert last_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("-1,000.5", Fraction(-2001, 2)),
-        ("+ 3 / 4", Fraction(3, 4)),
-        (r"-\frac{3}{4}", Fraction(-3, 4)),
-        ("$12$", 12),
-        (r"12\%", Fraction(12, 100)),
-        ("12 %", Fraction(12, 100)),
-        (".5", Fraction(1, 2)),
-        ("5.", 5),
-        ("2e-3", Fraction(2, 1000)),
-        ("1,00", None),
-        ("1/0", None),
-        (r"\frac{1}{0}", None),
-        ("1/0%", None),
-        ("2x", None),
-        ("3 m", None),
-        ("--1", None),
-        ("nan", None),
-        ("inf", None),
-        ("1e9999", None),
-        ("\u0665", None),
-        ("", None),
-        ("9" * 41, None),
-    ],
-)
-def test_as_number(text, number):
-    assert as_number(text) == number
 
 
 @given(st.integers(-(10**30), 10**30))

@@ -1,14 +1,20 @@
-"""Rewards as objects, in batches, mixtures and processes; they are measured, and too many failures end the run."""
+"""The scorer: users' rewards here and in processes, objects, batches, mixtures; every way in which one can fail, what
+is measured, and what ends the run."""
 
 import asyncio
 import contextlib
 import dataclasses
 import os
+import pathlib
+import subprocess
+import sys
+import textwrap
 import time
 from unittest import mock
 
 import pytest
 import user_rewards
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import PROMPT, response
@@ -17,7 +23,11 @@ from turns import third_of
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.shown import reward_words
-from fluxjax.rewards import Scorer, guarded, process_caller
+from fluxjax.rewards import Scorer, calls, guarded, process_caller
+from fluxjax.runtime import ports
+
+HERE = pathlib.Path(__file__).resolve().parent
+HANG = 300.0  # seconds after which a test is taken for hung
 
 
 def bounds(seconds=60.0, concurrency=2):
@@ -101,6 +111,105 @@ def test_every_response_gets_its_own_reward(misbehaving, texts):
     assert subject.metrics()["rewards/failed"] == values.count(0.0)
 
 
+# --- in this process ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def released():
+    """What hangs does not hang on."""
+    user_rewards.released.clear()
+    user_rewards.begun.clear()
+    yield
+    user_rewards.released.set()
+
+
+def here(rule, *limits, **more):
+    """A scorer that calls a user's function in this process."""
+    return scorer("exact", bounds(*limits), given={"s": getattr(user_rewards, rule)}, **more)
+
+
+def test_a_response_is_decoded_and_scored():
+    with scorer("exact") as subject:
+        assert isinstance(subject, ports.RewardScorer)
+        assert asyncio.run(subject.score(PROMPT, response(1, 2))) == Reward(1.0, True)
+    with scorer("digits") as subject:
+        assert asyncio.run(subject.score(PROMPT, response(1))).value == pytest.approx(0.5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        ("starts_right", "123", Reward(0.25, False)),
+        ("as_bool", "12", Reward(1.0, True)),
+        ("as_bool", "13", Reward(0.0, False)),
+        ("later", "12", Reward(0.5, False)),
+    ],
+)
+def test_users_functions(rule, text, expected):
+    with here(rule) as subject:
+        assert scored(subject, text) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ("raises", "KeyError: 'nothing here'"),
+        ("exits", "RuntimeError: raised SystemExit"),
+        ("cancels_itself", "cancelled itself"),
+        ("own_timeout", "TimeoutError: the judge's server"),
+        ("not_a_number", "returned nan"),
+        ("nonsense", "returned str, expected Reward or a number"),
+        ("huge", "OverflowError: int too large to convert to float"),
+    ],
+)
+def test_a_rule_that_fails_is_a_scored_zero_that_is_logged_a_few_times(rule, reason, caplog):
+    with here(rule) as subject:
+        assert scored(subject, *["12"] * 20) == [Reward(0.0, False, reason)] * 20
+        way = "raised" if rule in ("raises", "exits", "cancels_itself", "own_timeout") else "invalid"
+        assert subject.metrics()[f"rewards/failed/{way}"] == 20.0
+    records = [record.message for record in caplog.records if "; scored 0" in record.message]
+    assert len(records) == 5 and "not logged" in records[-1]
+    assert records[0] == f"reward of s for prompt p1: {reason}; scored 0"
+
+
+@pytest.mark.parametrize("rule", ["hangs", "refuses_to_stop", "blocks_its_loop"])
+async def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, released):
+    with here(rule, 0.2, 1) as subject:
+        try:
+            three = await asyncio.gather(*(subject.score_text(PROMPT, "12") for _ in range(3)))
+        finally:
+            user_rewards.released.set()  # the loop waits for coroutines that refuse to be cancelled
+    assert three == [Reward(0.0, False, "timed out after 0.2 s")] * 3
+
+
+@pytest.mark.parametrize("rule", ["hangs", "blocks_its_loop", "never_stops"])
+def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process(rule):
+    script = f"""
+        import asyncio, sys
+        sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
+        from fluxjax.config import RewardKindConfig, RewardsConfig, SourceConfig
+        from fluxjax.rewards import Prompt, Scorer
+        assert "jax" not in sys.modules
+        settings = RewardsConfig(kinds={{"function": RewardKindConfig(seconds=0.2)}})
+        subject = Scorer({{"s": SourceConfig(reward="user_rewards:{rule}")}}, str, settings)
+        print(asyncio.run(subject.score_text(Prompt("1", "s", "?", "1"), "1")).reason)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HANG, check=True
+    )
+    assert done.stdout == "timed out after 0.2 s\n"
+
+
+async def test_a_cancelled_score_is_cancelled(released):
+    with here("hangs", HANG) as subject:
+        task = asyncio.create_task(subject.score_text(PROMPT, ""))
+        while not user_rewards.begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 # --- objects and classes ------------------------------------------------------------------------
 
 
@@ -131,7 +240,7 @@ def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_thei
 def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
     lengths = user_rewards.Lengths()
     given = {"s": lengths} if place == "here" else None
-    monkeypatch.setattr(guarded, "BATCH", 4)
+    monkeypatch.setattr(calls, "BATCH", 4)
     with scorer("user_rewards:Lengths", given=given) as subject:
         assert [r.value for r in scored(subject, *("x" * n for n in range(10)))] == list(range(10))
     assert lengths.sizes == ([4, 4, 2] if place == "here" else [])
@@ -198,6 +307,24 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
         ({"rewards": {"a": RewardTerm("exact", arguments={"x": 1})}}, None, "which can't be given {'x': 1}"),
         ({"reward": "user_rewards:Refuses"}, None, "raised RuntimeError: no such model"),
         ({"eval_reward": "user_rewards:nothing"}, None, "data.sources.s.eval_reward is 'user_rewards:nothing'"),
+        (
+            {"reward": "exakt"},
+            None,
+            "is 'exakt'; it must be one of exact, positions, digits, number, math, .* or module:",
+        ),
+        (
+            {"reward": "no_such_module:f"},
+            None,
+            "importing 'no_such_module' raised ModuleNotFoundError: No mod",
+        ),
+        (
+            {"reward": "user_rewards:starts_rite"},
+            None,
+            "rewards has no 'starts_rite'; it has starts_right, as_bool",
+        ),
+        ({"reward": "user_rewards:NOT_A_FUNCTION"}, None, "is not a function, or an object with .*, but of type int"),
+        ({"reward": "user_rewards:"}, None, "user_rewards has no ''"),
+        ({"reward": ":f"}, None, "importing '' raised ValueError"),
         ({}, {"t": len}, "rewards: there is no source t, only s"),
         ({}, {"s": 3}, "what is given for source s is 3; it must be a function, or an object"),
         ({"rewards": {"exact": RewardTerm()}}, {"s": {"b": len}}, "has the rewards exact; give a dictionary"),
@@ -229,17 +356,6 @@ def test_what_rewards_take_is_measured():
     assert 0.1 <= metrics["rewards/seconds_median"] <= metrics["rewards/seconds_p95"] <= metrics["rewards/seconds_max"]
     assert metrics["rewards/seconds_max"] >= 0.2 and 0 < metrics["rewards/busy/here"] <= 1.01
     assert "2 waited" in reward_words(metrics) and reward_words({}) == ""
-
-
-def test_an_object_that_answers_what_no_float_holds_is_a_scored_zero():
-    def huge(prompt, text):
-        return 10**400
-
-    huge.kind = "here"
-    with scorer("exact", given={"s": huge}) as subject:
-        (reward,) = scored(subject, "x")
-        assert reward.value == 0.0 and "too large" in reward.reason
-        assert subject.metrics()["rewards/failed/invalid"] == 1.0
 
 
 def test_what_a_reward_counts_is_measured():
@@ -296,6 +412,6 @@ def test_a_close_that_hangs_is_left_behind(monkeypatch):
         def close(self):
             time.sleep(600)
 
-    monkeypatch.setattr("fluxjax.rewards.scorer._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("fluxjax.rewards.guarded._CLOSING_SECONDS", 0.05)
     with scorer("exact", given={"s": Hangs()}) as subject:
         assert scored(subject, "x")[0].value == 1.0

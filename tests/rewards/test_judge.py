@@ -17,7 +17,7 @@ from fluxjax.base.scored import Completion, Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.rewards import Scorer, find_reward
 from fluxjax.rewards.answers import Failing, RewardFailure
-from fluxjax.rewards.judge import Answer, Judge, Question, endpoint
+from fluxjax.rewards.judge import Answer, Judge, Question, http_judges
 
 PROMPT = Prompt("p1", "s", "What is 3 x 4?", "12")
 LONG = 120.0  # seconds within which a loaded machine does what takes none
@@ -31,7 +31,7 @@ def app() -> Iterator[FakeJudge]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(http_judges, "_FIRST_PAUSE", 0.02)
 
 
 def judged(judge: Judge, text: str, seconds: float = LONG, prompt: Prompt = PROMPT) -> Reward:
@@ -173,7 +173,7 @@ def test_images_are_shown_before_the_question(app, tmp_path) -> None:
     ],
 )
 def test_trouble_that_passes(text: str, retries: int, app, monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(http_judges, "_LONGEST_PAUSE", 0.05)
     judge = Judge(app.address)
     assert judged(judge, text) == Reward(1.0, True)
     assert judge.take_counts()["judge/retries"] == retries
@@ -218,7 +218,7 @@ def test_a_retry_after_beyond_the_time_is_not_waited_for(app) -> None:
     ],
 )
 def test_trouble_that_lasts_ends_within_the_time(text: str, way: Failing, why: str, app, monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(http_judges, "_MOST_BYTES", 1 << 16)
     begin = time.monotonic()
     error = failure(Judge(app.address), text, seconds=2.5)
     assert error.failing is way and why in error.reason and error.reason.endswith("no time is left for another try")
@@ -295,8 +295,8 @@ def test_settings_that_cant_be_used_are_named_at_the_start(arguments: dict, comp
     ],
 )
 def test_addresses(given: str, url: str) -> None:
-    assert endpoint.checked_url(given, "/v1/chat/completions", "", False) == url
-    assert endpoint.checked_url("http://h/", "/generate", "t", True) == "http://h/generate"
+    assert http_judges.checked_url(given, "/v1/chat/completions", "", False) == url
+    assert http_judges.checked_url("http://h/", "/generate", "t", True) == "http://h/generate"
 
 
 # --- in a scorer --------------------------------------------------------------------------------

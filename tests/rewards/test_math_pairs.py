@@ -13,8 +13,7 @@ from math_verify import grader
 
 from fluxjax.rewards import math_worker
 from fluxjax.rewards.extraction import boxed
-from fluxjax.rewards.math import decided
-from fluxjax.rewards.math_notation import notation
+from fluxjax.rewards.math import decided, notation
 
 
 def pairs_in(path: pathlib.Path) -> list[dict]:

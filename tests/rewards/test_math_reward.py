@@ -13,8 +13,7 @@ from fluxjax.base.scored import Completion, Prompt
 from fluxjax.base.worker_pool import WorkerDied
 from fluxjax.config import ConfigError
 from fluxjax.rewards import math as math_reward
-from fluxjax.rewards.math import MathAnswer, decided
-from fluxjax.rewards.math_notation import notation
+from fluxjax.rewards.math import MathAnswer, decided, notation
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +64,6 @@ BY_ALGEBRA = [
     (r"2\pi", r"\boxed{6.28}", False),
     ("5", r"\boxed{x = 5}", True),
     ("x = 5", r"\boxed{5}", True),
-    ("(1,2)", r"\boxed{(2,1)}", False),
-    ("(1,2)", r"\boxed{[1,2]}", False),
-    ("(1,2)", r"\boxed{\{1,2\}}", False),
-    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
     ("x + 0.12", r"\boxed{x + 12\%}", True),
     ("x + 12", r"\boxed{x + 12\%}", False),
     ("AB = BA", r"\boxed{BA = AB}", True),
@@ -94,7 +89,7 @@ def test_answers_that_take_algebra(subject, answer, text, right):
     before = subject._pool.load().seconds
     result = scored(subject, answer, text)
     assert result.correct is right and result.value == float(right) and not result.reason
-    assert subject._pool.load().seconds > before or answer == "(1,2)", "no worker was asked"
+    assert subject._pool.load().seconds > before, "no worker was asked"
 
 
 @pytest.mark.parametrize(

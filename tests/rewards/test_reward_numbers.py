@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fluxjax.rewards import Reward
-from fluxjax.rewards.answers import RewardFailure, as_batch, as_reward, to_message
+from fluxjax.rewards.answers import RewardFailure, as_batch, as_reward
+from fluxjax.rewards.process_caller import plain_answer
 
 NUMBERS = [
     (np.bool_(True), 1.0),
@@ -32,7 +33,7 @@ def test_numbers_of_all_libraries(value, number):
     parts = {"part": value}
     inside = as_reward(Reward(value, jnp.array(True), parts=parts))  # pyright: ignore[reportArgumentType]
     assert inside == Reward(number, True, parts={"part": number}) and type(inside.parts["part"]) is float
-    assert to_message(value)[0] == number
+    assert plain_answer(value)[0] == number
     assert [as_reward(answer).value for answer in as_batch([value, 1], 2)] == [number, 1.0]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reward_cases import scored
 
 from fluxjax.config import ConfigError
-from fluxjax.rewards.parameters import check_parameters
+from fluxjax.rewards.named import check_parameters
 from fluxjax.rewards.shaping import Format, Overlong
 
 

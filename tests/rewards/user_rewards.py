@@ -45,6 +45,10 @@ def nonsense(prompt, text):
     return "very good"
 
 
+def huge(prompt, text):
+    return 10**400
+
+
 def hangs(prompt, text):
     begun.set()
     released.wait()

@@ -54,9 +54,6 @@ class Objects:
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
 
-    def _decode(self, value: Any) -> Any:
-        return plain.decode(value, self._objects.__getitem__)
-
     def keep(self, value: Any) -> dict[str, int]:
         self._objects.append(value)
         return {"object": len(self._objects) - 1}
@@ -68,10 +65,7 @@ class Objects:
             target = getattr(target, name)
         match request["do"]:
             case "call":
-                arguments = [plain.decode(value, self._objects.__getitem__) for value in request["arguments"]]
-                keywords = {
-                    k: plain.decode(value, self._objects.__getitem__) for k, value in request["keywords"].items()
-                }
+                arguments, keywords = plain.decode(request["given"], self._objects.__getitem__)
                 return plain.encode(target(*arguments, **keywords), self.keep)
             case "get":
                 return self.keep(target) if callable(target) else plain.encode(target, self.keep)

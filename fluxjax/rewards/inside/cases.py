@@ -64,7 +64,7 @@ def complete(setup: str) -> str:
 
 def run(task: dict[str, Any], solution: types.ModuleType) -> str:
     """Returns what failed, an empty text if nothing did. What a test raises comes through."""
-    if "tests" not in task:
+    if not task["tests"]:
         return _compare(getattr(solution, task["entry_point"]), task["inputs"], task["outputs"])
     if "random" in task["tests"] + task["setup"]:
         import random

@@ -99,9 +99,7 @@ class StandIn:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         conversation, number, path = self._at
-        given = [plain.encode(value, _number) for value in arguments]
-        named = {name: plain.encode(value, _number) for name, value in keywords.items()}
-        return conversation.ask(number, path, "call", arguments=given, keywords=named)
+        return conversation.ask(number, path, "call", given=plain.encode((arguments, keywords), _number))
 
     def __getattr__(self, name: str) -> Any:
         conversation, number, path = self._at
@@ -154,13 +152,15 @@ def main(path: str) -> None:
         os.dup2(nowhere, standard)
     with open(path) as file:
         task = json.load(file)
-    if unusable := cases.unusable(task.get("tests", "")):
+    if unusable := cases.unusable(task["tests"]):
         print(json.dumps({"passed": False, "reason": unusable, "unusable": True}), file=verdicts, flush=True)
         os._exit(0)
     began = time.perf_counter()
     try:
         conversation.hear()  # whether it has loaded
-        sys.modules["solution"] = solution(conversation, cases.wanted(**task) if "tests" in task else ())
+        sys.modules["solution"] = solution(
+            conversation, cases.wanted(task["tests"], task["setup"], task["entry_point"])
+        )
         failure = cases.run(task, sys.modules["solution"])
     except BaseException as error:  # tests may end as they like
         failure = cases.described(error)

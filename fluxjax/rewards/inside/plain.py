@@ -6,6 +6,7 @@ with one key, the name of its type. Nothing is evaluated and nothing unpickled.
 """
 
 import collections
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
@@ -20,6 +21,13 @@ _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "deque": collections.deque,
     "iterator": iter,
 }
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  # by name: to JSON, and from it
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
+}
+_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # which take longer to import than most tests to run
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -43,12 +51,9 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
         return int(value) if -_EXACT < value < _EXACT else {"int": hex(value)}
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
+    for name, (atom, to_json, _) in _ATOMS.items():
+        if isinstance(value, atom):
+            return {name: to_json(value)}
     if isinstance(value, dict):
         return {"dict": [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
     if isinstance(value, (list, *_VIEWS)):
@@ -59,7 +64,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     if isinstance(value, Iterator):
         return {"iterator": _encode_items(value, encode_object)}
     kind = type(value)
-    if (kind.__module__, kind.__name__) in (("decimal", "Decimal"), ("fractions", "Fraction")):
+    if _MODULES.get(kind.__name__) == kind.__module__:
         return {kind.__name__: str(value)}
     if kind.__module__ == "numpy":  # its arrays and numbers; `float64` is a float already
         return encode(value.tolist(), encode_object)
@@ -90,36 +95,17 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
     try:
         if name == "object":
             return object_at(int(content))
-        return _decode(name, content, object_at)
+        if name == "dict":
+            return {decode(key, object_at): decode(item, object_at) for key, item in content}
+        if name in _COLLECTIONS:
+            return _COLLECTIONS[name]([decode(item, object_at) for item in content])
+        if name == "int":
+            return int(content, 16)
+        if name in _MODULES:
+            return getattr(importlib.import_module(_MODULES[name]), name)(str(content))
+        return _ATOMS[name][2](content)
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:  # such as a list in a set
         raise NotPlain(f"not of this protocol: {type(error).__name__}") from error
-
-
-def _decode(name: str, content: Any, object_at: Callable[[int], Any]) -> Any:
-    if name in _COLLECTIONS:
-        return _COLLECTIONS[name]([decode(item, object_at) for item in content])
-    match name:
-        case "dict":
-            return {decode(key, object_at): decode(item, object_at) for key, item in content}
-        case "int":
-            return int(content, 16)
-        case "complex":
-            return complex(*content)
-        case "bytes":
-            return bytes.fromhex(content)
-        case "bytearray":
-            return bytearray.fromhex(content)
-        case "range":
-            return range(*content)
-        case "Decimal":
-            import decimal  # takes longer to import than most tests to run
-
-            return decimal.Decimal(str(content))
-        case "Fraction":
-            import fractions
-
-            return fractions.Fraction(str(content))
-    raise KeyError(name)
 
 
 def write(pipe: BinaryIO, message: Any) -> None:

@@ -1,56 +1,99 @@
-"""Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and the native route of a fleet."""
+"""Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and the native route of a fleet.
+
+A question is posted again and again while the server has trouble and time is left.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import email.utils
 import json
-from typing import Any
+import mimetypes
+import os
+import pathlib
+import random
+import time
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import models.processing
+from rollout.listening import is_loopback
 
 from ...base.errors import ConfigError
-from .endpoint import Endpoint
+from ...base.medium import Media, MediaKind
+from ...base.scored import Prompt
+from ..answers import Failing, RewardFailure
 from .questions import Answer, Question
 
-CHAT, GENERATE = "/v1/chat/completions", "/generate"
+if TYPE_CHECKING:
+    import aiohttp
+
+_MOST_BYTES = 1 << 20  # of a reply
+_CONNECT_SECONDS = 10.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
+_LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions
+_PASSING = frozenset({408, 425, 429})  # statuses, and all from 500 on, after which the same may succeed
+_MOST_IMAGE_BYTES = 20 << 20  # of a file; OpenAI takes no larger ones
+_BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
-class ChatServer:
-    """A server of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves one out."""
+class ChatForm:
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves one
+    out."""
 
-    def __init__(self, endpoint: Endpoint, model: str, extra: str = "") -> None:
+    route = "/v1/chat/completions"
+
+    def __init__(self, model: str, extra: str = "") -> None:
         """Raises ConfigError for `extra` that is no JSON object."""
-        self._endpoint, self._model, self._extra = endpoint, model, _object(extra)
+        self._model = model
+        try:
+            self._extra = json.loads(extra or "{}")
+        except ValueError as error:
+            raise ConfigError(f"judge.extra is {extra!r}, which is no JSON: {error}") from None
+        if not isinstance(self._extra, dict):
+            raise ConfigError(f"judge.extra is {extra!r}; it must be a JSON object, of fields of the request")
 
-    async def ask(self, question: Question) -> Answer:
+    def body(self, question: Question) -> dict[str, Any]:
+        images = [{"type": "image_url", "image_url": {"url": image}} for image in question.images]
+        content = [*images, {"type": "text", "text": question.text}] if images else question.text
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": _content(question)}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": question.temperature,
             "max_tokens": question.max_tokens,
             "seed": question.seed,
         } | self._extra
-        body = {name: value for name, value in body.items() if value is not None}
-        return await self._endpoint.post(body, question.deadline, _chat_answer)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def answer(self, reply: Any) -> Answer:
+        choice = reply["choices"][0]
+        content = choice["message"].get("content")
+        if content is not None and not isinstance(content, str):
+            raise TypeError("content is no text")
+        return Answer(content or "", choice.get("finish_reason") != "length")  # no content: it refused, or only thought
 
 
-class GenerateServer:
-    """An engine of a fleet by its address: `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised
-    here, by the checkpoint that the server has, with its chat template."""
+class GenerateForm:
+    """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised here, by the
+    checkpoint that the server has, with its chat template."""
 
-    def __init__(self, endpoint: Endpoint, processor: models.processing.Processor) -> None:
-        self._endpoint, self._processor = endpoint, processor
+    route = "/generate"
 
-    async def ask(self, question: Question) -> Answer:
+    def __init__(self, processor: models.processing.Processor) -> None:
+        self._processor = processor
+
+    def body(self, question: Question) -> dict[str, Any]:
         sampling = {
             "max_new_tokens": question.max_tokens,
             "temperature": question.temperature,
             "sampling_seed": question.seed,
             "stop_token_ids": list(self._processor.eos_ids),
         }
-        body = {"input_ids": question_ids(self._processor, question), "sampling_params": sampling}
-        return await self._endpoint.post(body, question.deadline, self._answer)
+        return {"input_ids": question_ids(self._processor, question), "sampling_params": sampling}
 
-    def _answer(self, reply: Any) -> Answer:
+    def answer(self, reply: Any) -> Answer:
         finish = reply["meta_info"]["finish_reason"]["type"]
         if finish not in ("stop", "length"):
             raise ValueError(f"it ended by {finish}")
@@ -77,26 +120,188 @@ def question_ids(processor: models.processing.Processor, question: Question) -> 
     return list(processor.tokenise_chat(text))
 
 
-def _content(question: Question) -> str | list[dict[str, Any]]:
-    if not question.images:
-        return question.text
-    images = [{"type": "image_url", "image_url": {"url": image}} for image in question.images]
-    return [*images, {"type": "text", "text": question.text}]
+# --- images -----------------------------------------------------------------------------------
 
 
-def _chat_answer(reply: Any) -> Answer:
-    choice = reply["choices"][0]
-    content = choice["message"].get("content")
-    if content is not None and not isinstance(content, str):
-        raise TypeError("content is no text")
-    return Answer(content or "", choice.get("finish_reason") != "length")  # no content: it refused, or only thought
+async def image_urls(prompt: Prompt) -> tuple[str, ...]:
+    """Returns a URL for each image. Raises RewardFailure for a video, an image inside a parquet file, and a file that
+    can't be read or has more than 20 MiB."""
+    return tuple([await asyncio.to_thread(_url, media) for media in prompt.media])
 
 
-def _object(extra: str) -> dict[str, Any]:
+def _url(media: Media) -> str:
+    if media.kind is not MediaKind.IMAGE or media.cell:
+        what = "a video" if media.kind is not MediaKind.IMAGE else "inside a parquet file"
+        raise RewardFailure(Failing.RAISED, f"judge.images shows images that are files, but one medium is {what}")
+    if media.data is None and media.path.startswith(("http://", "https://", "data:")):
+        return media.path
     try:
-        found = json.loads(extra or "{}")
-    except ValueError as error:
-        raise ConfigError(f"judge.extra is {extra!r}, which is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"judge.extra is {extra!r}; it must be a JSON object, of fields of the request")
-    return found
+        raw = media.data
+        if raw is None:
+            with pathlib.Path(media.path).open("rb") as file:
+                raw = file.read(_MOST_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise RewardFailure(Failing.RAISED, f"judge.images: {media.name}: {error.strerror or error}") from None
+    if len(raw) > _MOST_IMAGE_BYTES:
+        raise RewardFailure(Failing.RAISED, f"judge.images: {media.name} has more than {_MOST_IMAGE_BYTES} bytes")
+    known = (kind for beginning, kind in _BEGINNINGS.items() if raw.startswith(beginning))
+    kind = next(known, None) or mimetypes.guess_type(media.path)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+# --- servers ----------------------------------------------------------------------------------
+
+
+class _Trouble(Exception):
+    """A try failed. `passes`: another one may succeed, after `pause` seconds where the server says so."""
+
+    def __init__(self, why: str, *, passes: bool = True, pause: float = 0.0, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.passes, self.pause, self.timed_out = passes, pause, timed_out
+
+
+class JudgeServer:
+    """A judge at an address. Tries after the first are counted as `retries` of `counts`."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        form: ChatForm | GenerateForm,  # for a reply that it can't read it raises errors of values, types or look-ups
+        request_seconds: float,
+        counts: MutableMapping[str, float],
+    ) -> None:
+        self._url, self._token, self._form = url, token, form
+        self._request_seconds, self._counts = request_seconds, counts
+        self._name = urlsplit(url)._replace(query="").geturl()  # in messages: a query may have a key
+        self._not_before = 0.0  # by time.monotonic, as a Retry-After says
+
+    async def ask(self, question: Question) -> Answer:
+        """Returns the answer. Raises RewardFailure once the server refuses, or there is no time for another try before
+        the deadline."""
+        import aiohttp
+
+        deadline, data = question.deadline, json.dumps(self._form.body(question)).encode()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        pause, worst = _FIRST_PAUSE, None
+        # A session for each question: one that is kept belongs to one event loop, and has to be closed there.
+        async with aiohttp.ClientSession(headers=headers, auto_decompress=False) as session:
+            while True:
+                await self._held_back(deadline)
+                try:
+                    return self._form.answer(await self._once(session, data, deadline))
+                except _Trouble as error:
+                    trouble = error
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    trouble = _Trouble("its reply is not what this route replies")
+                if not trouble.passes:
+                    raise RewardFailure(Failing.RAISED, f"{self._name}: {trouble}")
+                if worst is None or not trouble.timed_out:  # the last one has little time: what was before says more
+                    worst = trouble
+                wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # apart, so that not all come at once
+                if time.monotonic() + wait >= deadline:
+                    way = Failing.TIMED_OUT if worst.timed_out else Failing.RAISED
+                    raise RewardFailure(way, f"{self._name}: {worst}; no time is left for another try")
+                self._counts["retries"] += 1
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _held_back(self, deadline: float) -> None:
+        """Waits until the server wants to hear anything again."""
+        while (wait := self._not_before - time.monotonic()) > 0:
+            if self._not_before >= deadline:
+                raise RewardFailure(Failing.RAISED, f"{self._name}: it wants no questions (Retry-After) for too long")
+            await asyncio.sleep(wait)
+
+    async def _once(self, session: aiohttp.ClientSession, data: bytes, deadline: float) -> Any:
+        import aiohttp
+
+        seconds = max(min(self._request_seconds, deadline - time.monotonic()), 1e-3)
+        within = aiohttp.ClientTimeout(total=seconds, sock_connect=min(_CONNECT_SECONDS, seconds))
+        try:
+            # A redirect would take the token to where nobody said that it should go.
+            async with session.post(self._url, data=data, timeout=within, allow_redirects=False) as response:
+                raw = await _bounded(response)
+        except TimeoutError:
+            raise _Trouble("no reply in time", timed_out=True) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _Trouble(f"{type(error).__name__}: {error}"[:200]) from None
+        status = response.status
+        if status == 200:
+            return json.loads(raw)
+        if 300 <= status < 400:
+            where = response.headers.get("Location", "nowhere")[:200]
+            raise _Trouble(f"status {status}, a redirect to {where}: give that address", passes=False)
+        if status in _PASSING or status >= 500:
+            pause = _retry_after(response.headers.get("Retry-After", ""))
+            self._not_before = max(self._not_before, time.monotonic() + min(pause, _LONGEST_SHARED))
+            raise _Trouble(f"status {status}", pause=pause)
+        hint = "; is judge.token_env right?" if status in (401, 403) else ""
+        raise _Trouble(f"status {status}: {self._said(raw)}{hint}", passes=False)
+
+    def _said(self, raw: bytes) -> str:
+        """Returns what an error reply says, on one line, without the token."""
+        text = raw[:2000].decode(errors="replace")
+        try:
+            said = json.loads(raw)
+            said = said.get("error", said)
+            text = str(said.get("message", said)) if isinstance(said, dict) else str(said)
+        except (ValueError, AttributeError, RecursionError):
+            pass
+        text = text.replace(self._token, "***") if self._token else text
+        return " ".join(text.split())[:150]
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    raw = bytearray()
+    async for piece in response.content.iter_any():
+        raw += piece
+        if len(raw) > _MOST_BYTES:
+            raise _Trouble(f"its reply has more than {_MOST_BYTES} bytes")
+    return bytes(raw)
+
+
+def _retry_after(text: str) -> float:
+    """Returns the seconds of a Retry-After header, which may be a date; 0 where it says nothing."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+    return min(seconds, 1e6) if seconds > 0 else 0.0  # NaN is none
+
+
+def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
+    """Returns the address of a route: `route` is added where the address doesn't end so. Raises ConfigError for what is
+    no http address, and for a token that would go over http to another machine without `plain_http`."""
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"judge.server is {url!r}; it must be an address such as http://127.0.0.1:30000")
+    if parts.username or parts.password:
+        raise ConfigError("judge.server has credentials in it; name the variable that has the token in judge.token_env")
+    if token and parts.scheme == "http" and not is_loopback(parts.hostname or "") and not plain_http:
+        raise ConfigError(
+            f"judge.server is {url!r}: the token of judge.token_env would be sent to another machine for all to read; "
+            "use https, or set judge.plain_http=True where the network is trusted"
+        )
+    path = parts.path.rstrip("/")
+    if not path.endswith(route.rpartition("/v1")[2]):
+        path = path.removesuffix("/v1") + route
+    return parts._replace(path=path).geturl()
+
+
+def token_of(variable: str) -> str:
+    """Returns the token in an environment variable. Raises ConfigError where there is none."""
+    if not variable:
+        return ""
+    token = os.environ.get(variable, "").strip()
+    if not token or not token.isascii() or any(character.isspace() for character in token):
+        raise ConfigError(f"judge.token_env is {variable!r}, but that variable of the environment has no token")
+    return token

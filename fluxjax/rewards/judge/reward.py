@@ -15,13 +15,9 @@ from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
 from ..answers import Failing, RewardFailure
-from ..parameters import check_parameters
-from .endpoint import Endpoint, checked_url, token_of
-from .http_judges import CHAT, GENERATE, ChatServer, GenerateServer, load_processor
-from .image_urls import image_urls
-from .questions import JudgeModel, Question
-from .rubrics import Rubric
-from .verdicts import VerdictReader
+from ..named import check_parameters
+from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
+from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
 
@@ -81,12 +77,10 @@ class Judge:
         self._logged = 0
 
     def _served(self, address: str) -> JudgeModel:
-        token, route = token_of(self.token_env), CHAT if self.api == "chat" else GENERATE
-        url = checked_url(address, route, token, self.plain_http)
-        endpoint = Endpoint(url, token, self.request_seconds, self._counts)
-        if self.api == "chat":
-            return ChatServer(endpoint, self.model, self.extra)
-        return GenerateServer(endpoint, load_processor(self.tokenizer))
+        token = token_of(self.token_env)
+        form = ChatForm(self.model, self.extra) if self.api == "chat" else GenerateForm(load_processor(self.tokenizer))
+        url = checked_url(address, form.route, token, self.plain_http)
+        return JudgeServer(url, token, form, self.request_seconds, self._counts)
 
     def call_within(self, seconds: float) -> None:
         """Takes in how long a call of `score` may take. The judge gives up a little earlier: its own reason says

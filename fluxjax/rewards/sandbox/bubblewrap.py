@@ -13,14 +13,12 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 
 from ...base.errors import ConfigError
 from . import seccomp
-from .job_slots import JobSlots
-from .jobs import Outcome, SandboxError, SandboxJob, SandboxLimits, resource_limits
-from .supervised import Command, Process, converse
+from .bare import ProcessSandbox
+from .jobs import Command, Outcome, SandboxError, SandboxJob, SandboxLimits, resource_limits
 
 _BOX = "/box"
 _SHARE_MEMORY = 1 << 20  # bytes of /dev/shm, for semaphores
@@ -37,45 +35,34 @@ _ENVIRONMENT = {
 }
 
 
-class Bubblewrap:
-    """Runs at most `slots` jobs (or conversations) at a time; others wait for their turn.
-
-    `python` is the interpreter that jobs find, by default the one that runs this, without its site packages where it is
-    that of a virtual environment. Raises `ConfigError` where bubblewrap is missing or cannot work here.
-    """
+class Bubblewrap(ProcessSandbox):
+    """Raises `ConfigError` where bubblewrap is missing or cannot work here."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
-        self.python = os.path.realpath(python or sys._base_executable)  # type: ignore[attr-defined]
-        self.slots = slots
+        super().__init__(python, slots)
         self._bwrap, self._root = self._means()
         first, last = _UIDS
         # Two of each slot. Sandboxes of one process share none, and those of two processes on one host rarely do.
         start = os.getpid() * _BLOCK + next(_taken) * 2 * slots
         self._uids = [first + (start + k) % (last - first) for k in range(2 * slots)]
-        self._slots = JobSlots(slots)
         self._filter = seccomp.program()
         self._view = _view(pathlib.Path(self.python), self._root)
         self._check()
 
     def _means(self) -> tuple[list[str], bool]:
-        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace."""
-        return _find(), os.geteuid() == 0
-
-    async def run(self, job: SandboxJob) -> Outcome:
-        async with self._slots.slot() as slot:
-            with self._prepared(job, self._uids[2 * slot]) as command:
-                outcome = await (await Process.start(command)).outcome(job.stdin)
-                return _checked(outcome, command)
-
-    async def converse(self, asking: SandboxJob, answering: SandboxJob) -> tuple[Outcome, Outcome]:
-        async with self._slots.slot() as slot:
-            uid = self._uids[2 * slot]
-            with self._prepared(asking, uid) as command, self._prepared(answering, uid + 1) as its_command:
-                outcome, its_outcome = await converse(command, its_command)
-                return _checked(outcome, command), _checked(its_outcome, its_command)
+        """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace. Raises
+        `ConfigError` if it or another one that is needed is missing."""
+        for name in ("bwrap", "prlimit", "setpriv"):
+            if shutil.which(name) is None:
+                package = "bubblewrap" if name == "bwrap" else "util-linux"
+                raise ConfigError(
+                    f"sandbox is 'bubblewrap', but there is no command {name}: apt-get install {package} (or dnf). "
+                    f"sandbox='subprocess' runs code without protection, for code that you trust"
+                )
+        return [str(shutil.which("bwrap"))], os.geteuid() == 0
 
     @contextlib.contextmanager
-    def _prepared(self, job: SandboxJob, uid: int) -> Iterator[Command]:
+    def _prepared(self, job: SandboxJob, number: int) -> Iterator[Command]:
         """Prepares the command that runs a job, with its descriptors: the file in which bubblewrap writes how the job
         ended, the filter of system calls, and the job's files."""
         with contextlib.ExitStack() as stack:
@@ -87,18 +74,20 @@ class Bubblewrap:
             for folder, size in (("/tmp", job.limits.disk), ("/dev/shm", _SHARE_MEMORY)):
                 options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
             options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _BOX, "--"]
-            words = (
-                *self._bwrap,
-                *self._view,
-                *options,
-                *_becoming(uid if self._root else None, job.limits),
-                *job.command,
-            )
+            become = _becoming(self._uids[number] if self._root else None, job.limits)
+            words = (*self._bwrap, *self._view, *options, *become, *job.command)
             yield Command(words, job.limits, tuple(descriptors))
+
+    def _checked(self, outcome: Outcome, command: Command) -> Outcome:
+        """Raises `SandboxError` if bubblewrap ended before the job's command began: it reports no exit status then."""
+        if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
+            said = outcome.stderr.decode(errors="replace").strip()[:300]
+            raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")
+        return outcome
 
     def _check(self) -> None:
         """Runs the interpreter once. Raises `ConfigError` with what bubblewrap says."""
-        with self._prepared(SandboxJob((self.python, "-I", "-c", "pass")), self._uids[0]) as command:
+        with self._prepared(SandboxJob((self.python, "-I", "-c", "pass")), 0) as command:
             tried = subprocess.run(command.words, pass_fds=command.descriptors, capture_output=True, timeout=300)
         if tried.returncode:
             said = " ".join(tried.stderr.decode(errors="replace").split())[:300]
@@ -108,18 +97,6 @@ class Bubblewrap:
                 f"user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0) and an interpreter in a "
                 f"folder that this user may read ({self.python})"
             )
-
-
-def _find() -> list[str]:
-    """Returns the command. Raises `ConfigError` if it or another one that is needed is missing."""
-    for name in ("bwrap", "prlimit", "setpriv"):
-        if shutil.which(name) is None:
-            package = "bubblewrap" if name == "bwrap" else "util-linux"
-            raise ConfigError(
-                f"sandbox is 'bubblewrap', but there is no command {name}: apt-get install {package} (or dnf). "
-                f"sandbox='subprocess' runs code without protection, for code that you trust"
-            )
-    return [str(shutil.which("bwrap"))]
 
 
 def _view(python: pathlib.Path, root: bool) -> list[str]:
@@ -154,14 +131,6 @@ def _becoming(uid: int | None, limits: SandboxLimits) -> list[str]:
         return limit
     become = f"/usr/bin/setpriv --reuid {uid} --regid {uid} --clear-groups --bounding-set -all --inh-caps -all"
     return [*become.split(), "--no-new-privs", *limit]
-
-
-def _checked(outcome: Outcome, command: Command) -> Outcome:
-    """Raises `SandboxError` if bubblewrap ended before the job's command began: it reports no exit status then."""
-    if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
-        said = outcome.stderr.decode(errors="replace").strip()[:300]
-        raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")
-    return outcome
 
 
 @contextlib.contextmanager

@@ -1,12 +1,27 @@
-"""Jobs of sandboxes, their limits and their outcomes, and the protocol of a sandbox."""
+"""Jobs of sandboxes, their limits and outcomes, and the protocol of a sandbox; a job's process under supervision.
 
+The input of the process is fed, its output is bounded, and it ends in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 MIB = 1 << 20
+_LOOK = 0.1  # seconds between two looks at a job's memory
+_LINGER = 5.0  # seconds for pipes to close once all that held them is killed
+_PARTNER = 0.5  # seconds in which a process may end by itself once nobody talks to it
+_CHUNK = 1 << 16
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(RuntimeError):
@@ -86,3 +101,166 @@ class Sandbox(Protocol):
         """Runs two jobs, neither of which can reach the other but by what it says: the standard output of each is the
         standard input of the other. Both are over when the asking one ends. Raises `SandboxError`."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A process to be started: its command, the file descriptors that it inherits, the folder in which it starts."""
+
+    words: Sequence[str]
+    limits: SandboxLimits
+    descriptors: tuple[int, ...] = ()
+    cwd: str | None = None
+    path: str = os.defpath  # where it looks for commands: all that it gets of this process's environment
+
+
+class Process:
+    """A process and its descendants. `outcome` waits for it; `end` kills it with a reason, which the outcome names."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits, began: float) -> None:
+        self._process, self._limits, self._began = process, limits, began
+        self._reason = ""
+
+    @classmethod
+    async def start(
+        cls, command: Command, stdin: int = asyncio.subprocess.PIPE, stdout: int = asyncio.subprocess.PIPE
+    ) -> Process:
+        began = time.perf_counter()
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *command.words,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=command.descriptors,
+                cwd=command.cwd,
+                env={"PATH": command.path},
+                start_new_session=True,
+            )
+        )
+        try:
+            return cls(await asyncio.shield(starting), command.limits, began)
+        except asyncio.CancelledError:  # asyncio would kill the first process only: what that began to start lives on
+            begun = cls(await starting, command.limits, began)
+            begun.end("cancelled")
+            await begun.outcome()
+            raise
+
+    def end(self, reason: str) -> None:
+        """Kills the process; the first reason is the one that counts. Does nothing once it has ended by itself."""
+        if self._process.returncode is None:
+            self._reason = self._reason or reason
+            _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # it begins nothing more while they are counted
+            # For a moment bubblewrap's child is in another group already, but not yet bound to die with its parent.
+            for member in reversed(descendants(self._process.pid)[1:]):
+                _signal(os.kill, member, signal.SIGKILL)
+            _signal(os.killpg, self._process.pid, signal.SIGKILL)
+
+    async def outcome(self, stdin: bytes = b"") -> Outcome:
+        """Waits for the end of the process, which comes within its limits. Kills the process when cancelled."""
+        output = bytearray(), bytearray()
+        streams = self._process.stdout, self._process.stderr
+        reading = [
+            asyncio.ensure_future(self._read(stream, kept))
+            for stream, kept in zip(streams, output, strict=True)
+            if stream is not None
+        ]
+        attending = [asyncio.ensure_future(self._feed(stdin)), asyncio.ensure_future(self._look_after())]
+        waiting = asyncio.ensure_future(self._process.wait())
+        try:
+            left = self._limits.seconds - (time.perf_counter() - self._began)
+            done, _ = await asyncio.wait({waiting}, timeout=max(left, 0))
+            if not done:
+                self.end("time")
+        finally:
+            self.end("cancelled")
+            await asyncio.wait({waiting, *reading}, timeout=_LINGER)
+            seconds = time.perf_counter() - self._began
+            await _cancelled(*reading, *attending, waiting)
+            self._process._transport.close()  # type: ignore[attr-defined]  # of pipes that somebody still holds
+        code = self._process.returncode
+        return Outcome(
+            exit=128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code,
+            stdout=bytes(output[0]),
+            stderr=bytes(output[1]),
+            seconds=seconds,
+            reason=self._reason,
+        )
+
+    async def _feed(self, data: bytes) -> None:
+        if (pipe := self._process.stdin) is None:
+            return
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            pipe.write(data)
+            await pipe.drain()
+        pipe.close()
+
+    async def _read(self, stream: asyncio.StreamReader, kept: bytearray) -> None:
+        while chunk := await stream.read(_CHUNK):
+            kept += chunk[: self._limits.output - len(kept)]
+            if len(kept) == self._limits.output:
+                self.end("output")  # what else comes until then is dropped
+
+    async def _look_after(self) -> None:
+        while self._process.returncode is None:
+            await asyncio.sleep(_LOOK)
+            members = descendants(self._process.pid)
+            if sum(map(_resident, members)) > self._limits.memory:
+                self.end("memory")
+            elif members and _files(members[-1]) > self._limits.files:
+                self.end("files")
+
+
+async def converse(asking: Command, answering: Command) -> tuple[Outcome, Outcome]:
+    """Runs two processes, the output of each the input of the other; both are over when the asking one ends."""
+    (hear, answer), (listen, ask) = os.pipe(), os.pipe()
+    async with contextlib.AsyncExitStack() as stack:
+        with contextlib.ExitStack() as ends:  # of the pipes, or neither would see that the other is gone
+            for end in (hear, answer, listen, ask):
+                ends.callback(os.close, end)
+            partner = await Process.start(answering, listen, answer)
+            stack.callback(partner.end, "cancelled")
+            process = await Process.start(asking, hear, ask)
+        its_outcome = asyncio.ensure_future(partner.outcome())
+        stack.push_async_callback(_cancelled, its_outcome)
+        outcome = await process.outcome()
+        await asyncio.wait({its_outcome}, timeout=_PARTNER)
+        partner.end("partner")
+        return outcome, await its_outcome
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, number)
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns a process and all that it or they have started, as far as they are alive; the deepest come last."""
+    members = [pid]
+    for member in members:
+        with contextlib.suppress(OSError):  # it ends while it is looked at
+            for task in pathlib.Path(f"/proc/{member}/task").iterdir():
+                members += map(int, (task / "children").read_text().split())
+    return members
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _files(pid: int) -> int:
+    """Returns how many files there are in the /tmp that a process sees, if that is not the one of this process."""
+    try:
+        there = os.statvfs(f"/proc/{pid}/root/tmp")
+        return 0 if there.f_fsid == os.statvfs("/tmp").f_fsid else there.f_files - there.f_ffree
+    except OSError:
+        return 0

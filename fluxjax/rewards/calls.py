@@ -1,0 +1,237 @@
+"""Calls of rewards that take time: in slots, in batches, within seconds; here in this process, in threads and loops.
+
+`process_caller.py` calls in processes.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from ..base.errors import said
+from ..base.scored import Completion
+from .answers import Failing, RewardFailure, as_batch
+from .named import Callee
+
+BATCH = 64  # responses that a batched reward gets at once, at most
+BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
+_PING_SECONDS = 0.5  # in which a loop answers that is not blocked
+
+
+class Slots:
+    """Slots 0 to `count` - 1, each held by one call at a time, on the run's event loop; further calls wait."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._free = count, list(range(count))
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._waiting = self._most = 0  # the latter since `usage`
+        self._busy = 0.0  # seconds that slots were held since `usage`, up to `_tallied`
+        self._since = self._tallied = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[int]:
+        """Waits for a slot and holds it."""
+        loop = asyncio.get_running_loop()
+        if self._semaphore is None or self._semaphore[0] is not loop:  # it belongs to the loop that first waits on it
+            self._semaphore = loop, asyncio.Semaphore(self._count)
+        semaphore = self._semaphore[1]
+        self._waiting += 1
+        if semaphore.locked():
+            self._most = max(self._most, self._waiting)
+        try:
+            await semaphore.acquire()
+        finally:
+            self._waiting -= 1
+        self._tally()
+        slot = self._free.pop()
+        try:
+            yield slot
+        finally:
+            self._tally()
+            self._free.append(slot)
+            semaphore.release()
+
+    def usage(self) -> tuple[int, float]:
+        """Returns the most calls that waited at once, and the share of slots' time in calls, both since the last call
+        of this method; the share is 0 only where no reward was called."""
+        self._tally()
+        waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
+        self._since, self._busy, self._most = self._tallied, 0.0, self._waiting
+        return waited, busy
+
+    def _tally(self) -> None:
+        now = time.monotonic()
+        self._busy += (self._count - len(self._free)) * (now - self._tallied)
+        self._tallied = now
+
+
+class Caller(abc.ABC):
+    """Calls one reward in the slots of its kind; one that scores batches, with up to `BATCH` responses at once."""
+
+    def __init__(self, slots: Slots, batched: bool) -> None:
+        self._slots, self._batched = slots, batched
+        self._open: _Batch | None = None  # which others may join
+
+    async def answer(self, completion: Completion) -> Any:
+        """Returns the answer for a completion. Raises RewardFailure."""
+        if not self._batched:
+            (answer,) = await self._in_a_slot([completion])
+        else:
+            if self._open is None or self._open.answers.done():  # cancelled, with the loop that it was sent in
+                self._open = _Batch(self._send)
+            batch, place = self._open, len(self._open.completions)
+            batch.completions.append(completion)
+            if place + 1 == BATCH:
+                self._open = None
+                batch.full.set()
+            answer = (await asyncio.shield(batch.answers))[place]
+        if isinstance(answer, RewardFailure):
+            raise answer
+        return answer
+
+    async def _send(self, batch: _Batch) -> list[Any]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BATCH_WAIT):
+                await batch.full.wait()
+        if self._open is batch:
+            self._open = None
+        return await self._in_a_slot(batch.completions)
+
+    async def _in_a_slot(self, completions: Sequence[Completion]) -> list[Any]:
+        async with self._slots.slot():
+            return await self.call(completions)
+
+    @abc.abstractmethod
+    async def call(self, completions: Sequence[Completion]) -> list[Any]:
+        """Returns an answer for each completion: one, unless the reward scores batches. An answer that is a
+        RewardFailure is to be raised; one that is true of all is raised here."""
+
+    def close(self) -> None:  # noqa: B027 - what runs here is left behind
+        """Ends calls that are under way, where they can be ended."""
+
+
+class _Batch:
+    """Completions that are scored together: `send` gets the batch at once, and waits until it is `full`."""
+
+    def __init__(self, send: Callable[[_Batch], Coroutine[Any, Any, list[Any]]]) -> None:
+        self.completions: list[Completion] = []
+        self.full = asyncio.Event()
+        self.answers = asyncio.create_task(send(self))
+        # Where all that waited were cancelled, nobody asks for an error.
+        self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
+
+
+class LocalCaller(Caller):
+    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in a loop of their own,
+    coroutines of this package in the run's loop, where the engines are. A call that takes too long is left behind."""
+
+    def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
+        self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
+        super().__init__(slots, self._callee.batched)
+        built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
+        self._in_run_loop = getattr(reward, "in_run_loop", built_in)
+
+    async def call(self, completions: Sequence[Completion]) -> list[Any]:
+        result = await self._result(*self._callee.arguments(completions))
+        return as_batch(result, len(completions)) if self._callee.batched else [result]
+
+    async def _result(self, *arguments: Any) -> Any:
+        function = self._callee.function
+        if not self._callee.asynchronous:
+            running = asyncio.wrap_future(in_daemon_thread(function, *arguments))
+        elif self._in_run_loop:
+            running = asyncio.ensure_future(function(*arguments))
+        else:
+            running = asyncio.wrap_future(self._loop.submit(function, *arguments))
+        try:  # not wait_for: a coroutine that refuses to be cancelled would hold that up for ever
+            done, _ = await asyncio.wait({running}, timeout=self._seconds)
+        finally:
+            running.cancel()
+        if not done:
+            await self._loop.check()
+            raise RewardFailure(Failing.TIMED_OUT, f"timed out after {self._seconds:g} s")
+        if running.cancelled():
+            raise RewardFailure(Failing.RAISED, "cancelled itself")
+        if isinstance(error := running.exception(), RewardFailure):
+            raise error
+        if error is not None:
+            raise RewardFailure(Failing.RAISED, said(error)) from error
+        return running.result()
+
+
+def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+    """Calls the function in a thread of its own: the end of the process does not wait for it, should it hang."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # also SystemExit: it must not look like a hang
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error if isinstance(error, Exception) else _no_end(error))
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return future
+
+
+def _no_end(error: BaseException) -> RuntimeError:
+    """Returns what stands for an error that would end a thread, or an event loop."""
+    return RuntimeError(f"raised {type(error).__name__}")
+
+
+class UsersLoop:
+    """An event loop in a daemon thread, for coroutines of users; another one where they block it. The end of the
+    process waits for no task that refuses to be cancelled."""
+
+    def __init__(self) -> None:
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None  # the event ends the loop
+
+    def submit(self, function: Callable[..., Awaitable[Any]], *arguments: Any) -> concurrent.futures.Future[Any]:
+        """Awaits `function(*arguments)` in the loop, which is started if need be."""
+        if self._running is None:
+            begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
+            begun = concurrent.futures.Future()
+            serve = _until_closed(begun)
+            threading.Thread(target=asyncio.run, args=(serve,), name="rewards-loop", daemon=True).start()
+            self._running = begun.result()
+        return asyncio.run_coroutine_threadsafe(_awaited(function, *arguments), self._running[0])
+
+    async def check(self) -> None:
+        """Leaves the loop behind if it does not answer: what was submitted to it is lost, and times out."""
+        if (running := self._running) is None:
+            return
+        answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), running[0]))
+        done, _ = await asyncio.wait({answered}, timeout=_PING_SECONDS)
+        answered.cancel()
+        if not done and self._running is running:
+            self._running = None
+
+    def close(self) -> None:
+        if self._running is not None:
+            loop, closed = self._running
+            loop.call_soon_threadsafe(closed.set)
+            self._running = None
+
+
+async def _until_closed(begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    closed = asyncio.Event()
+    begun.set_result((asyncio.get_running_loop(), closed))
+    await closed.wait()
+
+
+async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    try:
+        return await function(*arguments)
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _no_end(error) from None
