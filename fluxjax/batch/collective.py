@@ -18,9 +18,8 @@ from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .composition import Item, Piece, TrainGroup, check, squares_of, tokens_of
 from .part import Part, Room
-from .pieces import pieces_of
+from .share import Item, Piece, TrainGroup, check, only, pieces_of
 from .spreading import Spreading
 from .work import Estimate
 
@@ -44,30 +43,30 @@ class Collective:
         self._room, self._work_of = Room.of(config, vision), work_of
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
-    def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup]]:
-        """Returns the microbatches that all devices compute together, and the rest of `groups`.
+    def parts(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
+        """Returns the microbatches that all devices compute together, their groups, and the rest of `groups`.
 
         Raises ConfigError, naming prompt and field, for sequences that all devices can't hold, and if no plan exists.
         """
         large, rest = self._split(groups)
         if not large:
-            return [], rest
+            return [], [], rest
         groups = [*large, *rest]
-        items, tokens = [group.item for group in groups], self._room.tokens
-        shorter = pieces_of([group.item for group in rest], tokens, self._room.share_prompts)
-        shorter = [Piece(len(large) + piece.item, piece.responses) for piece in shorter]
-        shorter.sort(key=lambda piece: (-tokens_of(items, piece), piece.item, piece.responses))
+        frame = common_bound(group.inputs for group in groups)
+        shorter = pieces_of([group.item for group in rest], self._room.tokens, self._room.share_prompts)
+        shorter = [piece._replace(item=len(large) + piece.item) for piece in shorter]
+        shorter.sort(key=lambda piece: (-piece.tokens, piece))
         parts: list[Part] = []
         for part in self.spreading.parts(large):
-            plan, taken = self._filled(part, shorter, groups, items)
+            plan, taken = self._filled(part, shorter, frame)
             shorter = [piece for piece in shorter if piece not in taken]
             pieces = [*part.pieces, *taken]
-            plan, work = self._estimated(plan, pieces, items)
-            parts.append(Part(groups, pieces, plan, self._room, work=work))
+            plan, work = self._estimated(plan, pieces)
+            parts.append(Part(groups, pieces, plan, self._room, frame, work=work))
         left: dict[int, list[int]] = {}
         for piece in shorter:
             left.setdefault(piece.item, []).extend(piece.responses)
-        return parts, [groups[item].only(sorted(responses)) for item, responses in sorted(left.items())]
+        return parts, groups, only(groups, [(item, sorted(left[item])) for item in sorted(left)])
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
@@ -91,15 +90,13 @@ class Collective:
             item = group.item
             beyond = {k for k, n in enumerate(item.responses) if item.prompt + n > room or item.patches > patches}
             if share and 0 < len(beyond) < len(item.responses):
-                beyond = _followed(group, beyond, room, degree * room)
-            large += [group.only(sorted(beyond))] if beyond else []
+                beyond = _followed(item, beyond, room, degree * room)
+            large += only([group], [(0, sorted(beyond))]) if beyond else []
             held = [k for k in range(len(item.responses)) if k not in beyond]
-            rest += [group.only(held)] if held else []
+            rest += only([group], [(0, held)]) if held else []
         return large, rest
 
-    def _filled(
-        self, part: Part, shorter: Sequence[Piece], groups: Sequence[TrainGroup], items: Sequence[Item]
-    ) -> tuple[ShardPlan, list[Piece]]:
+    def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
         """Returns the plan of `part` with some of the `shorter` sequences, longest first, on devices that it leaves
         idle; and these sequences.
 
@@ -108,60 +105,64 @@ class Collective:
         sequence is, so they only have to fit.
         """
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
-        squares = dataclasses.replace(plan, work=tuple(squares_of(items, piece) for piece in part.pieces)).compute()
+        squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
         loads_D2 = np.stack([row_tokens(plan.num_devices, plan.lengths, plan.rounds), squares], axis=1)
         most_2 = loads_D2.max(axis=0)
         if loads_D2[:, 0].mean() > EVEN * most_2[0]:
             return plan, []
-        frame = common_bound(group.inputs for group in groups)
-        # the items whose media are in each replica
-        media_R: list[set[int]] = [set() for _ in range(plan.num_devices // replica)]
+        # the patches of the items whose media are in each replica
+        media_R: list[dict[int, int]] = [{} for _ in range(plan.num_devices // replica)]
         for piece, first in zip(part.pieces, plan.firsts, strict=True):
-            media_R[first // replica].add(piece.item)
+            media_R[first // replica][piece.item] = piece.patches
 
         def fits(device: int, piece: Piece) -> bool:
-            there = media_R[device // replica] | {piece.item}
-            return surely_hold(sum(items[item].patches for item in there), frame, replica, patches)
+            there = media_R[device // replica] | {piece.item: piece.patches}
+            return surely_hold(sum(there.values()), frame, replica, patches)
 
         taken: list[Piece] = []
         firsts: list[int] = []
         for piece in shorter:
-            load_2 = np.array([tokens_of(items, piece), squares_of(items, piece)])
+            load_2 = np.array([piece.tokens, piece.squares])
             free = [d for d in np.flatnonzero((loads_D2 + load_2 <= most_2).all(axis=1)).tolist() if fits(d, piece)]
             if free:
                 device = min(free, key=lambda d: (loads_D2[d, 0], d))
                 loads_D2[device] += load_2
-                media_R[device // replica].add(piece.item)
+                media_R[device // replica][piece.item] = piece.patches
                 taken.append(piece)
                 firsts.append(device)
-        lengths = (*plan.lengths, *(tokens_of(items, piece) for piece in taken))
+        lengths = (*plan.lengths, *(piece.tokens for piece in taken))
         degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
         packed = rounds(plan.num_devices, lengths, degrees, all_firsts)
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
-    def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece], items: Sequence[Item]) -> tuple[ShardPlan, float]:
+    def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
         """Returns the plan with the work of its sequences without media, and the busiest device's work with media."""
-        tokens = np.array(plan.lengths, float)
-        squares = np.array([squares_of(items, piece) for piece in pieces])
-        patches = np.array([items[piece.item].patches for piece in pieces], float)
-        work = self._work_of(tokens, squares, np.zeros(len(pieces)))
-        media = float((self._work_of(tokens, squares, patches) - work).sum()) / plan.num_devices
+        work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
+        media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
         plan = dataclasses.replace(plan, work=tuple(work.tolist()))
         return plan, float(plan.compute().max()) + media
 
 
-def _followed(group: TrainGroup, beyond: set[int], room: int, all_room: int) -> set[int]:
+def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
+    """Returns the estimated work of each piece, with its media."""
+    sizes = np.array([(piece.tokens, piece.squares, piece.patches) for piece in pieces], float).reshape(-1, 3)
+    return np.asarray(estimate(*sizes.T), float)
+
+
+def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
     """Returns the responses `beyond` one device, plus those that share their copy of the prompt if joining them saves
     more tokens than they have."""
-    responses = set(range(len(group.samples)))
+    responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:
         """Returns the number of prompt copies if `together` is computed together and the rest on single devices."""
         kinds = (together, all_room), (responses - together, room)
-        return sum(len(pieces_of([group.only(sorted(some)).item], longest, True)) for some, longest in kinds if some)
+        return sum(len(pieces_of([_of(some)], longest, True)) for some, longest in kinds if some)
 
-    item = group.item
+    def _of(some: set[int]) -> Item:
+        return item._replace(responses=tuple(item.responses[k] for k in sorted(some)))
+
     shared = pieces_of([item], all_room, True)
-    followed = {k for piece in shared if tokens_of([item], piece) > room for k in piece.responses}
+    followed = {k for piece in shared if piece.tokens > room for k in piece.responses}
     saved = (copies(beyond) - copies(followed)) * item.prompt
     return followed if saved > sum(item.responses[k] for k in followed - beyond) else beyond

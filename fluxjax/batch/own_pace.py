@@ -11,16 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
+from models.processing.vision_input import common_bound
 from sharding.planner.packing import Microbatches, busiest, lb_mini
 from sharding.planner.plan import ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .collective import Collective
-from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
-from .part import Part, Room, SizedPart, size_parts
-from .pieces import pieces_of
-from .share import Share, lay_out_share, share_parts
+from .collective import Collective, work_of
+from .part import Part, outlines_of
+from .share import Item, Outline, Piece, TrainGroup, pieces_of
 from .work import estimate
 
 CUTS = 3  # smaller sizes of pieces that are tried with shared prompts
@@ -37,8 +36,7 @@ class OwnPace:
     def __init__(
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
-        self._tempered = config.rollout.tempered
+        self._num_devices, self._shapes = num_devices, shapes
         self._work_of = estimate(config, text, vision)
         self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
         self._room = self._collective.spreading.room
@@ -47,15 +45,9 @@ class OwnPace:
         """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
         self._collective.spreading.check()
 
-    def share(self, outline: Sequence[SizedPart], shards: range) -> Share:
-        return share_parts(outline, shards)
-
-    def lay_out(self, share: Share) -> Composition:
-        return lay_out_share(share, self._room, self._tempered)
-
-    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
-        """Returns the microbatches: first those of all devices together, for sequences that no single device holds;
-        then those of one device each, device after device, each device's heaviest first.
+    def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
+        """Returns the microbatches and their groups: first those of all devices together, for sequences that no single
+        device holds; then those of one device each, device after device, each device's heaviest first.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
@@ -63,19 +55,21 @@ class OwnPace:
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
         """
-        parts, rest = self._collective.parts(groups)
-        return size_parts([*parts, *(self._alone(rest) if rest else ())], self._shapes)
+        parts, together, rest = self._collective.parts(groups)
+        groups = [*together, *rest]
+        return outlines_of([*parts, *(self._alone(groups, len(together)) if rest else ())], self._shapes), groups
 
-    def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        items = [group.item for group in groups]
-        pieces, work, devices = self._deal(items)
-        patches = self._room.patches
+    def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
+        """Returns the microbatches of single devices, of the groups from number `first` on."""
+        pieces, work, devices = self._deal([group.item for group in groups[first:]])
+        pieces = [piece._replace(item=first + piece.item) for piece in pieces]
+        patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])
         found: list[Part] = []
         for device, microbatches in enumerate(devices):
-            fitting = [part for members in microbatches for part in _within(members, pieces, items, patches)]
+            fitting = [part for members in microbatches for part in _within(members, pieces, patches)]
             for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
                 chosen, load = [pieces[i] for i in members], float(work[members].sum())
-                found.append(Part(groups, chosen, _on_one_device(items, chosen), self._room, device, load))
+                found.append(Part(groups, chosen, _on_one_device(chosen), self._room, frame, device, load))
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
@@ -87,15 +81,12 @@ class OwnPace:
         """
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
-        mean = -(-sum(tokens_of(items, piece) for piece in whole) // self._num_devices)
+        mean = -(-sum(piece.tokens for piece in whole) // self._num_devices)
         choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
         best: tuple[list[Piece], np.ndarray, list[Microbatches]] | None = None
         least = 0.0
         for pieces in choices:
-            tokens = np.array([tokens_of(items, piece) for piece in pieces])
-            squares = np.array([squares_of(items, piece) for piece in pieces])
-            patches = np.array([items[piece.item].patches for piece in pieces], float)
-            work = np.asarray(self._work_of(tokens.astype(float), squares, patches), float)
+            tokens, work = np.array([piece.tokens for piece in pieces]), work_of(self._work_of, pieces)
             devices = lb_mini(tokens, work, self._num_devices, room)
             longest = busiest(devices, work)
             if best is None or longest < (1 - WORTH) * least:
@@ -104,20 +95,20 @@ class OwnPace:
         return best
 
 
-def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
-    lengths = tuple(tokens_of(items, piece) for piece in pieces)
+def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
+    lengths = tuple(piece.tokens for piece in pieces)
     degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
-    work = tuple(squares_of(items, piece) for piece in pieces)
+    work = tuple(piece.squares for piece in pieces)
     return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, lengths, degrees, firsts))
 
 
-def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:
+def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
     """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. An
     item's patches stand once in a microbatch, so its pieces stay together."""
     parts: list[set[int]] = []
     used: list[int] = []
-    for item in sorted({pieces[i].item for i in members}, key=lambda item: (-items[item].patches, item)):
-        patches = items[item].patches
+    media = {pieces[i].item: pieces[i].patches for i in members}
+    for item, patches in sorted(media.items(), key=lambda pair: (-pair[1], pair[0])):
         place = next((k for k, n in enumerate(used) if n + patches <= cap), len(parts))
         if place == len(parts):
             parts.append(set())
