@@ -12,7 +12,7 @@ from packing_cases import compose
 from step_cases import ALGORITHM_CASES, TOKEN, VERSION, flat, learner_of, near_policy, trained
 from test_algorithms import group, random_case
 
-from fluxjax.algorithms import grpo, importance
+from fluxjax.algorithms import grpo, loss
 from fluxjax.batch.loss_inputs import with_proximal
 from fluxjax.config import AlgorithmConfig, ImportanceConfig, cli
 from fluxjax.config.cli import remarks
@@ -67,13 +67,13 @@ def test_the_proximal_policy_is_the_stored_one():
     batch = jax.tree.map(jnp.asarray, batch)
     moved = dataclasses.replace(batch, proximal_logprobs_BT=logprobs - 0.25)
     trained = batch.loss_weights_BT != 0
-    log_ratio, _ = importance.correction(logprobs, batch, TOKEN)
+    log_ratio, _ = loss.correction(logprobs, batch, TOKEN)
     assert not np.asarray(log_ratio).any()
-    log_ratio, weight = importance.correction(logprobs, moved, TOKEN)
+    log_ratio, weight = loss.correction(logprobs, moved, TOKEN)
     np.testing.assert_allclose(log_ratio, np.where(trained, 0.25, 0.0), atol=1e-6)
     ratio = np.exp(logprobs - 0.25 - batch.behaviour_logprobs_BT)
     np.testing.assert_allclose(weight, np.where(trained, np.minimum(ratio, 1.3), 0.0), rtol=1e-5)
-    log_ratio, weight = importance.correction(logprobs, moved, PPO)
+    log_ratio, weight = loss.correction(logprobs, moved, PPO)
     np.testing.assert_allclose(log_ratio, np.where(trained, logprobs - batch.behaviour_logprobs_BT, 0), atol=1e-6)
     np.testing.assert_allclose(weight, trained, rtol=1e-6)
 

@@ -22,7 +22,7 @@ from models.processing.vision_input import blank, concatenate, side_by_side
 from sharding.planner.plan import Round, ShardPlan
 from sharding.spread.buffers import SizedLayout, Spread, lay
 
-from ..base.response_bytes import bytes_of, numbers_of
+from ..base.scored import bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
 from .part import Part, Room, rows_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..algorithms.importance import log_ratio, log_weight
+from ..algorithms.loss import log_ratio, log_weight
 from ..algorithms.rl_algorithm import Key
 from ..config import ImportanceConfig, ImportanceLevel
 from .composition import Composition, PerToken
@@ -60,7 +60,7 @@ def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team = ALONE
 ) -> Composition:
     """Returns the composition with what its importance weights need of whole responses, or of all: see
-    `importance.whole`.
+    `ImportanceConfig.whole`.
 
     `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
     tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of

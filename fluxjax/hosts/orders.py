@@ -2,7 +2,7 @@
 decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, as they were written when they arrived (`base.response_bytes`): however many processes there are, process 0 only
+last, as they were written when they arrived (`base.scored`): however many processes there are, process 0 only
 decides which goes where.
 """
 
@@ -20,7 +20,7 @@ from models.inputs import PromptInput
 from models.shadow import ShadowTensor
 from sharding.planner.plan import Round, ShardPlan
 
-from ..base.response_bytes import head_of, version_span_of
+from ..base.scored import head_of, version_span_of
 from ..base.types import Columns
 from ..batch.fill import sized_group
 from ..batch.share import Outline, Piece, Share, TrainGroup

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from ..base.host_status import HostStage, HostStatus
-from ..base.process import resident_bytes
-from ..base.under_way import activity
+from ..base.process import activity, resident_bytes
 
 
 class StepWatch:

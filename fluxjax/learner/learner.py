@@ -30,7 +30,7 @@ from sharding.mesh import make_mesh
 from sharding.walk import Params, Tally
 from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardings
 
-from ..algorithms import importance
+from ..algorithms.loss import TALLIED, importance_metrics
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
@@ -180,7 +180,7 @@ class Learner:
         it is the last one of its training step, which then counts as a version.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
-        over trained tokens; for tokens that an engine generated, `importance.metrics`; for those that it generated
+        over trained tokens; for tokens that an engine generated, `importance_metrics`; for those that it generated
         with these very weights, mean and maximum absolute difference of its log-probs and the trainer's before the
         update. Gradients not finite change nothing and are reported by `skipped_nonfinite` = 1. `seconds/idle`, where
         work is predicted: how long a device waited for the last one at the end, on average; 0 if no microbatch has an
@@ -291,13 +291,13 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
     tallied = dict(zip(names, values, strict=True))
     loss, trained, generated = (tallied.pop(key) for key in ("loss", "trained_tokens", "generated_tokens"))
     fresh, gap, gap_max = (tallied.pop(key) for key in ("fresh_tokens", GAP, f"{GAP}_max"))
-    weights = {name: tallied.pop(name) for name in importance.TALLIED}
+    weights = {name: tallied.pop(name) for name in TALLIED}
     metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "trained_tokens": trained, "skipped_nonfinite": skipped}
     metrics |= {name: value / max(trained, 1.0) for name, value in tallied.items()}
     if fresh:
         metrics |= {GAP: gap / fresh, f"{GAP}_max": gap_max}
     if generated:
-        metrics |= importance.metrics(weights, generated)
+        metrics |= importance_metrics(weights, generated)
     return metrics
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.host_status import HostStatus
-from ..base.under_way import under_way, working_time
+from ..base.process import under_way, working_time
 from .data_shown import StatusTable, data_words, preprocessor_table, state_words
 from .hosts_shown import HostTable, host_lines
 from .rewards_shown import reward_words

@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..base.process import activity, compilations, working_time
 from ..base.types import Group
-from ..base.under_way import activity, compilations, working_time
 from ..config.run_folder import replace_text
 
 

@@ -35,8 +35,7 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import ShardingRules, shardings
 
 from ..algorithms import find_algorithm
-from ..base.process import LARGE_MODEL, give_back_large_blocks
-from ..base.under_way import activity
+from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
