@@ -9,10 +9,10 @@ component 3)
 
 The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
 as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
-`lag` counts the versions (training steps) since the token's; a fresher segment weighs more. C (`ImportanceConfig.kind`) is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your
-efficient RL framework secretly brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team,
-2025). At the level of sequences the geometric mean over the response stands for each of its tokens' ratios (GSPO,
-arXiv:2507.18071, equation 7).
+`lag` counts the versions (training steps) since the token's; a fresher segment weighs more. C (`ImportanceConfig.kind`)
+is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
+brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of sequences
+the geometric mean over the response stands for each of its tokens' ratios (GSPO, arXiv:2507.18071, equation 7).
 
 With `decoupled` a clipped objective bounds how far the policy moves from the proximal one, and w corrects for the
 rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
