@@ -14,10 +14,10 @@ from turns import third_of
 from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import unpack
 from fluxjax.batch.fitted import _placed
-from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.batch.rows import Budget, _chain, _cost, _Deal, _first_fit, _spread, _with_room, grid, packed
 from fluxjax.batch.share import Item, Outline, Piece, check, pieces_of
 from fluxjax.config import ConfigError, LossAggregation
+from fluxjax.learner.loss_inputs import with_logprobs
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 VERSION = 11  # of the trainer; tokens are of earlier ones
@@ -373,7 +373,9 @@ def test_all_microbatches_of_a_step_have_one_frame_bound():
 def test_reference_logprobs_are_filled_in_where_tokens_are_trained():
     groups, prepared = make_groups([[4], [5, (1, 2, 2)]], [[3, 2], [1]])
     composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
-    filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
+    filled = with_logprobs(
+        composition, "reference_logprobs_BT", [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches]
+    )
     for before, after in zip(composition.batches, filled.batches, strict=True):
         assert not before.reference_logprobs_BT.any()
         expected = np.where(before.lags_BT >= 0, np.float32(-2.5), np.float32(0))

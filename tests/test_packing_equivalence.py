@@ -17,8 +17,8 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
 from fluxjax.batch.composition import unpack
-from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
+from fluxjax.learner.loss_inputs import with_logprobs
 from models.decoder import logprobs
 from models.inputs import PackedTokens
 from models.processing.vision_input import concatenate, pad
@@ -164,7 +164,11 @@ def alone_results(policy, case, aggregation):
 
 
 def fill_reference(composition, references):
-    return with_reference(composition, composition.scattered(np.concatenate([references[k] for k in composition.keys])))
+    return with_logprobs(
+        composition,
+        "reference_logprobs_BT",
+        composition.scattered(np.concatenate([references[k] for k in composition.keys])),
+    )
 
 
 @pytest.mark.slow

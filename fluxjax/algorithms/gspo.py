@@ -26,7 +26,7 @@ class GSPO(GRPO):
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
         """The loss in the head of this file, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
-        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.batch.loss_inputs.with_policy_ratios"
+        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient

@@ -201,7 +201,7 @@ def correction(
     """Returns two factors of a clipped objective: the differentiable log(policy / the policy it clips around), and the
     constant weight; 0 where a token is not trained on. `logprobs_BT` are the policy's.
 
-    `fluxjax.batch.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
+    `fluxjax.learner.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
     sequences.
     """
     trained_BT = batch.loss_weights_BT != 0.0

@@ -53,7 +53,7 @@ class Composer:
     ) -> None:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
-        self._room = Room.of(config, vision)
+        self._room, self._tempered = Room.of(config, vision), config.rollout.tempered
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
@@ -108,7 +108,7 @@ class Composer:
 
     def lay_out(self, share: Share) -> Composition:
         """Returns the microbatches of a share: with the rows of its shards, and no others."""
-        return lay_out(share, self._room, self._config.rollout.tempered)
+        return lay_out(share, self._room, self._tempered)
 
     def _chosen(
         self,

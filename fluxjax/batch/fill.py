@@ -100,7 +100,7 @@ def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bo
             at, lengths, total = spans.response_cells(), np.array(spans.lengths, np.int64), spans.total
         else:
             devices = share.shards if outline.owner is None else range(1)
-            part = outline.part or Part(share.groups, outline.pieces, outline.plan, room)
+            part: Part = outline.part or Part(share.groups, outline.pieces, outline.plan, room)
             spans, batch, layout = _spread(part, outline, devices, share, room, tempered)
             at, here, total = _on(layout, devices, layout.cells[spans.response_cells()])
             ends = np.cumsum(np.array(spans.lengths, np.int64))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from sharding.spread.shapes import Sizes
 
 from ..base.types import Columns
 from ..config import ConfigError
-
-if TYPE_CHECKING:
-    from .part import Part
 
 
 class Item(NamedTuple):
@@ -184,8 +181,8 @@ class Outline:
 
     `shards[s][r]` is row `r` of shard `s`. Where a `plan` spreads sequences over devices, there is one long row, as if
     there were one device. `sizes` are those of the buffers of each shard; `coming` are those that they would have had,
-    if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` has the plan's devices at
-    hand, in the process that made it.
+    if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the
+    plan, in the process that made it.
     """
 
     shards: tuple[tuple[Row, ...], ...]
@@ -194,7 +191,7 @@ class Outline:
     plan: ShardPlan | None = None
     owner: int | None = None
     work: float | None = None
-    part: Part | None = None
+    part: Any = None
 
     @property
     def pieces(self) -> list[Piece]:

@@ -42,9 +42,8 @@ from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words
 from ..hosts.gang import Gang
-from ..learner.frozen import lora_of
 from ..learner.gradients import TokenLoss
-from ..learner.learner import Learner
+from ..learner.learner import Learner, lora_of
 from .memory_check import settled_remat
 from .no_pixels import NoPixels
 
