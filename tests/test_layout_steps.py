@@ -21,6 +21,7 @@ PAIRS = [
     ("response weights", "flex_ulysses"),
     ("gspo twice", "flex_ulysses"),
     ("gspo twice", "odc"),
+    ("ppo twice", "fsdp"),
     ("ppo twice", "flex_ulysses"),
     ("ppo twice", "odc"),
 ]

@@ -280,28 +280,19 @@ class PolicyTrainer:
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
                 self._critic.gradients.compile_ahead(self._critic.params, coming, scores=True)
-        if place.reference is not None:
-            scored = [
-                with_logprobs(
-                    minibatch, "reference_logprobs_BT", logprobs_of(minibatch, place.gradients, place.reference)
-                )
-                for minibatch in scored
-            ]
-        proximal = [logprobs_of(minibatch, place.gradients, place.params) for minibatch in scored] if needed else []
+        gradients, reference = place.gradients, place.reference
+        if reference is not None:
+            scored = [with_logprobs(c, "reference_logprobs_BT", logprobs_of(c, gradients, reference)) for c in scored]
+        proximal = [logprobs_of(composition, gradients, place.params) for composition in scored] if needed else []
         kl: list[np.ndarray] = []  # in nats, of each token, where it is taken off rewards
         if settings.kl_in_reward:
-            kl = [
-                token_kl(minibatch, now, settings.kl_estimator) for minibatch, now in zip(scored, proximal, strict=True)
-            ]
+            kl = [token_kl(c, now, settings.kl_estimator) for c, now in zip(scored, proximal, strict=True)]
         if self._critic is not None:
             scored = self._judge(parts, scored, kl)
         elif settings.kl_in_reward:
             sums = [{"kl": minibatch.summed(tokens)} for minibatch, tokens in zip(scored, kl, strict=True)]
             found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
-            scored = [
-                with_advantages(minibatch, numbers["advantages"])
-                for minibatch, numbers in zip(scored, found, strict=True)
-            ]
+            scored = [with_advantages(c, numbers["advantages"]) for c, numbers in zip(scored, found, strict=True)]
         for number, now in enumerate(proximal):
             composition = scored[number]
             if settings.importance.whole:
