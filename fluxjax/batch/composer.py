@@ -127,6 +127,7 @@ class Composer:
         ordered, numbers_R3 = _by_number(ordered)
         lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
+        weights = weights.astype(np.float64)
         newest = int(numbers_R3[:, 2].max(initial=-1))
         version = newest if version is None else version
         if newest > version:

@@ -158,7 +158,7 @@ class SpreadMedia:
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            if patches := groups[item].item.patches:
+            if patches := groups[item].patches:
                 self.first_feature[item] = total
                 total += patches // vision.merge_unit
         self._groups = groups
@@ -171,7 +171,7 @@ class SpreadMedia:
         for replica, item in sorted(homes):
             if item not in self.first_feature:
                 continue
-            count, first = groups[item].item.patches // vision.merge_unit, self.first_feature[item]
+            count, first = groups[item].patches // vision.merge_unit, self.first_feature[item]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
             pairs = list(pairwise(groups[item].inputs.frame_edges))

@@ -9,7 +9,6 @@ and features depend on the sizes of what its neighbours have, so that these are 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -48,20 +47,23 @@ class Piece(NamedTuple):
 Row = tuple[Piece, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainGroup:
+class TrainGroup(NamedTuple):
     """A group to lay out: its prompt, what a step reads of its non-empty responses, and for each the loss weight of a
-    token."""
+    token (float64)."""
 
     name: str  # of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
     columns: Columns
     weights: np.ndarray
 
-    @functools.cached_property
+    @property
+    def patches(self) -> int:
+        return 0 if self.inputs.patches_PX is None else len(self.inputs.patches_PX)
+
+    @property
     def item(self) -> Item:
-        patches_PX, lengths = self.inputs.patches_PX, self.columns.numbers_G3[:, 1].tolist()
-        return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
+        lengths = self.columns.numbers_G3[:, 1].tolist()
+        return Item(self.name, len(self.inputs), tuple(lengths), self.patches)
 
 
 def only(groups: Sequence[TrainGroup], parts: Sequence[tuple[int, Sequence[int]]]) -> list[TrainGroup]:
@@ -227,7 +229,7 @@ class Outline:
         """Returns what these devices lay out. They take part in what all compute together. Of a microbatch that is
         elsewhere, only its shape and its work matter."""
         if self.plan is None:
-            return dataclasses.replace(self, shards=self.shards[shards.start : shards.stop])
+            return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         return dataclasses.replace(self, shards=()) if self.elsewhere(shards) else self
 
     def items_on(self, shards: range) -> set[int]:
@@ -242,10 +244,10 @@ class Outline:
 
         def piece_of(piece: Piece) -> Piece:
             item, places = number[piece.item]
-            return piece._replace(item=item, responses=tuple([places[k] for k in piece.responses]))
+            return Piece(item, tuple([places[k] for k in piece.responses]), *piece[2:])
 
-        shards = tuple(tuple(tuple(map(piece_of, row)) for row in shard) for shard in self.shards)
-        return dataclasses.replace(self, shards=shards, part=None)
+        shards = tuple([tuple([tuple(map(piece_of, row)) for row in shard]) for shard in self.shards])
+        return Outline(shards, self.sizes, self.coming, self.plan, self.owner, self.work)
 
 
 @dataclasses.dataclass(frozen=True)

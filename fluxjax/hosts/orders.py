@@ -189,9 +189,9 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     responses: list[bytes] = []
     for k, group in enumerate(share.groups):
         if k in share.needed:
-            (draw, _, advantages_G, data), weights = group.columns, group.weights.astype(np.float64)
+            draw, _, advantages_G, data = group.columns
             media = told_media(group.inputs, place_of)
-            groups.append(ToldGroup(draw, media, weights.tobytes(), advantages_G.tobytes()))
+            groups.append(ToldGroup(draw, media, group.weights.tobytes(), advantages_G.tobytes()))
             responses += data
         else:
             groups.append(_told_sizes(group))
