@@ -74,10 +74,10 @@ class Spans:
 def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
     """Returns the microbatches of a share. `tempered`: they record the temperature at which each token was sampled.
     Without `room.share_prompts` every piece has one response."""
-    here = [outline for outline in share.micros if not outline.elsewhere(share.shards)]
+    here = [outline for outline in share.micros if outline.shards]
     elsewhere: list[Microbatch] = []
     for outline in share.micros:
-        if outline.elsewhere(share.shards):
+        if not outline.shards:
             shapes = _shapes_alone(tuple(sorted(outline.sizes.items())), room, tempered)
             layout = None if outline.plan is None else lay(outline.plan).sized(outline.sizes)
             elsewhere.append(Microbatch(shapes, outline.owner, outline.work, layout))

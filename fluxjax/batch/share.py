@@ -182,9 +182,10 @@ class Outline:
     """A microbatch before its arrays are written.
 
     `shards[s][r]` is row `r` of shard `s`. Where a `plan` spreads sequences over devices, there is one long row, as if
-    there were one device. `sizes` are those of the buffers of each shard; `coming` are those that they would have had,
-    if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the
-    plan, in the process that made it.
+    there were one device. There are no shards where a device of another process computes the microbatch alone: only its
+    shape and its work matter. `sizes` are those of the buffers of each shard; `coming` are those that they would have
+    had, if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part`
+    of the plan, in the process that made it.
     """
 
     shards: tuple[tuple[Row, ...], ...]
@@ -221,16 +222,12 @@ class Outline:
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
-    def elsewhere(self, shards: range) -> bool:
-        """Returns True if none of these devices computes any of the microbatch."""
-        return self.owner is not None and self.owner not in shards
-
     def of(self, shards: range) -> Outline:
-        """Returns what these devices lay out. They take part in what all compute together. Of a microbatch that is
-        elsewhere, only its shape and its work matter."""
+        """Returns what these devices lay out. They take part in what all compute together."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
-        return dataclasses.replace(self, shards=()) if self.elsewhere(shards) else self
+        elsewhere = self.owner is not None and self.owner not in shards
+        return dataclasses.replace(self, shards=()) if elsewhere else self
 
     def items_on(self, shards: range) -> set[int]:
         """Returns the items that have a token or a frame on one of these devices, if `self` is `of` them."""
@@ -278,10 +275,8 @@ class Share:
 
         Groups keep their order, by which media are numbered: all processes send features by one route.
         """
-        if processes == 1:
-            return [self]
-        each = len(self.shards) // processes
-        shards = [range(process * each, (process + 1) * each) for process in range(processes)]
+        count = len(self.shards) // processes
+        shards = [range(process * count, (process + 1) * count) for process in range(processes)]
         micros = [[outline.of(some) for outline in self.micros] for some in shards]
         used = [_responses(outlines) for outlines in micros]
         groups = iter(only(self.groups, [part for parts in used for part in parts.items()]))

@@ -48,7 +48,7 @@ class Team:
         with collector_paused():
             with self.stage("plan"):
                 steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
-                cut = [step.cut(self.processes) for step in steps]
+                cut = [step.cut(self.processes) if self.processes > 1 else [step] for step in steps]
                 self.hand_out([[shares[process] for shares in cut] for process in range(self.processes)], size, update)
             return self.laid_out(composer, [shares[0] for shares in cut])
 

@@ -198,7 +198,7 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     return {
         "shards": [share.shards.start, share.shards.stop],
         "version": share.version,
-        "micros": [_told_outline(outline, share.shards) for outline in share.micros],
+        "micros": [_told_outline(outline) for outline in share.micros],
         "groups": groups,
         "bytes": sum(map(len, responses)),
     }, responses
@@ -255,9 +255,9 @@ def _group(told: ToldGroup, inputs: PromptInput, data: bytes, at: int) -> tuple[
     return TrainGroup("", inputs, columns, weights), at
 
 
-def _told_outline(outline: Outline, shards: range) -> tuple[Any, ...]:
-    """Returns the fields of `_outline`. Of a microbatch that is elsewhere, only its shape and its work matter."""
-    plan = None if outline.plan is None or outline.elsewhere(shards) else outline.plan
+def _told_outline(outline: Outline) -> tuple[Any, ...]:
+    """Returns the fields of `_outline`: no plan where there are no shards."""
+    plan = outline.plan if outline.shards else None
     rounds = () if plan is None else [(round.degree, round.groups) for round in plan.rounds]
     planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts, rounds)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
