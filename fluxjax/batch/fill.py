@@ -26,7 +26,7 @@ from ..base.scored import bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
 from .part import Part, Room, rows_of
-from .share import Outline, Piece, Row, Share, TrainGroup
+from .share import Groups, Outline, Piece, Row, Share, TrainGroup
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Spans:
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
     advantages: list[float] = dataclasses.field(default_factory=list)  # of each response
 
-    def place(self, row: Row, cell: int, groups: Sequence[TrainGroup], features: dict[int, int], share: bool) -> None:
+    def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
         column = 0
         for segment, piece in enumerate(row, 1):
@@ -151,7 +151,7 @@ def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool
     plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
     outline = Outline((((Piece(0, (0,)),),),), dict(sizes), plan=plan, owner=0)
     group = sized_group(1, (nothing, nothing), (), [1])
-    (batch,) = _written([outline], Share((outline,), [group], range(1), 0, frozenset()), room, tempered).batches
+    (batch,) = _written([outline], Share((outline,), {0: group}, range(1), 0, frozenset()), room, tempered).batches
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
 
 
@@ -284,7 +284,7 @@ def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spre
 
 
 def _media(
-    rows: Iterable[Row], groups: Sequence[TrainGroup], num_patches: int, vision: VisionConfig
+    rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[int, int]]:
     """Returns a shard's vision buffer, with the media of its groups once each, and the first merged feature of each
     group."""

@@ -25,7 +25,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .part import Part, Room, outlines_of
-from .share import Item, Outline, Piece, TrainGroup, check, only, pieces_of
+from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
@@ -128,7 +128,7 @@ class OwnPace:
         left: dict[int, list[int]] = {}
         for piece in shorter:
             left.setdefault(piece.item, []).extend(piece.responses)
-        return parts, groups, only(groups, [(item, sorted(left[item])) for item in sorted(left)])
+        return parts, groups, [groups[item].only(sorted(left[item])) for item in sorted(left)]
 
     def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
         """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
@@ -153,9 +153,9 @@ class OwnPace:
             beyond = {k for k, n in enumerate(item.responses) if item.prompt + n > room or item.patches > patches}
             if share and 0 < len(beyond) < len(item.responses):
                 beyond = _followed(item, beyond, room, degree * room)
-            large += only([group], [(0, sorted(beyond))]) if beyond else []
+            large += [group.only(sorted(beyond))] if beyond else []
             held = [k for k in range(len(item.responses)) if k not in beyond]
-            rest += only([group], [(0, held)]) if held else []
+            rest += [group.only(held)] if held else []
         return large, rest
 
     def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:

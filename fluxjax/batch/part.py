@@ -26,7 +26,7 @@ from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
-from .share import Outline, Piece, TrainGroup
+from .share import Groups, Outline, Piece
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
 # token. A prompt's last token in the chunk predicts the first tokens of responses beyond it: at most one sequence of a
@@ -89,7 +89,7 @@ class Part:
 
     def __init__(
         self,
-        groups: Sequence[TrainGroup],
+        groups: Groups,
         pieces: Sequence[Piece],
         plan: ShardPlan,
         room: Room,
@@ -147,7 +147,7 @@ class SpreadMedia:
     """
 
     def __init__(
-        self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
+        self, groups: Groups, pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
     ) -> None:
         self._vision, self._num_devices = vision, plan.num_devices
         self.cap = room.whole_patches

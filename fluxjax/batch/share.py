@@ -9,9 +9,9 @@ and features depend on the sizes of what its neighbours have, so that these are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -65,26 +65,17 @@ class TrainGroup(NamedTuple):
         lengths = self.columns.numbers_G3[:, 1].tolist()
         return Item(self.name, len(self.inputs), tuple(lengths), self.patches)
 
+    def only(self, responses: Sequence[int]) -> TrainGroup:
+        """Returns the group with only these of its responses, in order."""
+        draw, numbers_G3, advantages_G, data = self.columns
+        if len(responses) == len(data):
+            return self
+        some = list(responses)
+        columns = Columns(draw, numbers_G3[some], advantages_G[some], tuple(data[k] for k in some))
+        return self._replace(columns=columns, weights=self.weights[some])
 
-def only(groups: Sequence[TrainGroup], parts: Sequence[tuple[int, Sequence[int]]]) -> list[TrainGroup]:
-    """Returns a group for each of the `parts` (item, responses in order): the item's group with these responses only.
-    All numbers are cut at once: there are thousands of parts, and a few numbers in each."""
-    counts = [len(group.columns.data) for group in groups]
-    firsts = np.cumsum([0, *counts]).tolist()
-    order = np.array([firsts[item] + k for item, responses in parts for k in responses], np.int64)
-    weights = np.concatenate([group.weights for group in groups])[order]
-    numbers_R3 = np.concatenate([group.columns.numbers_G3 for group in groups])[order]
-    advantages = np.concatenate([group.columns.advantages_G for group in groups])[order]
-    found, end = [], 0
-    for item, responses in parts:
-        begin, end, group = end, end + len(responses), groups[item]
-        if len(responses) < counts[item]:
-            draw, _, _, data = group.columns
-            some = tuple([data[k] for k in responses])
-            columns = Columns(draw, numbers_R3[begin:end], advantages[begin:end], some)
-            group = TrainGroup(group.name, group.inputs, columns, weights[begin:end])
-        found.append(group)
-    return found
+
+Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
 
 
 def check(
@@ -235,29 +226,19 @@ class Outline:
             return {piece.item for piece in self.pieces}
         return self.part.items_on(shards)
 
-    def renumbered(self, number: Mapping[int, tuple[int, Mapping[int, int]]]) -> Outline:
-        """Returns the outline with other numbers of items and responses: `number[item]` has the item's, and those of
-        its responses."""
-
-        def piece_of(piece: Piece) -> Piece:
-            item, places = number[piece.item]
-            return Piece(item, tuple([places[k] for k in piece.responses]), *piece[2:])
-
-        shards = tuple([tuple([tuple(map(piece_of, row)) for row in shard]) for shard in self.shards])
-        return Outline(shards, self.sizes, self.coming, self.plan, self.owner, self.work)
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """The part of a step that one process lays out: all of it where the process is alone.
 
-    `micros` are the step's microbatches, for the devices `shards` of the mesh only; their items are `groups`. Groups
-    that are not `needed` have nothing but their sizes here. `version` is that of the weights to be trained. `filled`
-    has all shards of each microbatch; it is known only where the step is planned.
+    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has their items. In other
+    processes than the one that plans, groups that are not `needed` have nothing but their sizes, and responses that are
+    in none of the rows are empty. `version` is that of the weights to be trained. `filled` has all shards of each
+    microbatch; it is known only where the step is planned.
     """
 
     micros: tuple[Outline, ...]
-    groups: Sequence[TrainGroup]
+    groups: Mapping[int, TrainGroup]
     shards: range
     version: int
     needed: frozenset[int]
@@ -267,32 +248,20 @@ class Share:
     def of_all(cls, micros: Sequence[Outline], groups: Sequence[TrainGroup], num_devices: int, version: int) -> Share:
         """Returns the share of a process that has all of so many devices."""
         needed, filled = frozenset(range(len(groups))), tuple(outline.filled for outline in micros)
-        return cls(tuple(micros), groups, range(num_devices), version, needed, filled)
+        return cls(tuple(micros), dict(enumerate(groups)), range(num_devices), version, needed, filled)
 
     def cut(self, processes: int) -> list[Share]:
-        """Returns the share of each of so many processes: the rows of its devices, with the responses in these rows and
-        no others. The process needs those groups of which a token or a frame lies on one of its devices.
+        """Returns the share of each of so many processes: the rows of its devices, and the groups in them. The process
+        needs those groups of which a token or a frame lies on one of its devices.
 
         Groups keep their order, by which media are numbered: all processes send features by one route.
         """
-        count = len(self.shards) // processes
-        shards = [range(process * count, (process + 1) * count) for process in range(processes)]
-        micros = [[outline.of(some) for outline in self.micros] for some in shards]
-        used = [_responses(outlines) for outlines in micros]
-        groups = iter(only(self.groups, [part for parts in used for part in parts.items()]))
-        shares: list[Share] = []
-        for some, outlines, parts in zip(shards, micros, used, strict=True):
-            number = {item: (k, {r: place for place, r in enumerate(parts[item])}) for k, item in enumerate(parts)}
-            needed = {number[item][0] for outline in outlines for item in outline.items_on(some)}
-            local = tuple(outline.renumbered(number) for outline in outlines)
-            own_groups = list(islice(groups, len(parts)))
-            shares.append(Share(local, own_groups, some, self.version, frozenset(needed), self.filled))
+        count, shares = len(self.shards) // processes, list[Share]()
+        for process in range(processes):
+            shards = range(process * count, (process + 1) * count)
+            outlines = tuple(outline.of(shards) for outline in self.micros)
+            items = {piece.item for outline in outlines for piece in outline.pieces}
+            groups = {item: self.groups[item] for item in sorted(items)}
+            needed = frozenset(item for outline in outlines for item in outline.items_on(shards))
+            shares.append(Share(outlines, groups, shards, self.version, needed, self.filled))
         return shares
-
-
-def _responses(outlines: Iterable[Outline]) -> dict[int, list[int]]:
-    """Returns the responses in these outlines by item, both ascending."""
-    found: dict[int, list[int]] = {}
-    for piece in chain.from_iterable(outline.pieces for outline in outlines):
-        found.setdefault(piece.item, []).extend(piece.responses)
-    return {item: sorted(found[item]) for item in sorted(found)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgpack
@@ -171,6 +172,7 @@ class ToldGroup(NamedTuple):
     media: list[list[Any]] | None  # what `told_media` returns
     weights: bytes  # float64, one number a response, as of `advantages`
     advantages: bytes
+    responses: Sequence[int]  # in the rows; the order has these, and no others
 
 
 class ToldSizes(NamedTuple):
@@ -185,20 +187,24 @@ class ToldSizes(NamedTuple):
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
     """Returns a share as it is sent: without its prompts' inputs, which the receiving process reads by their draws. For
     prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
+    used: dict[int, list[int]] = {}  # responses by item
+    for piece in chain.from_iterable(outline.pieces for outline in share.micros):
+        used.setdefault(piece.item, []).extend(piece.responses)
     groups: list[ToldGroup | ToldSizes] = []
     responses: list[bytes] = []
-    for k, group in enumerate(share.groups):
-        if k in share.needed:
+    for item, group in share.groups.items():
+        if item in share.needed:
             draw, _, advantages_G, data = group.columns
-            media = told_media(group.inputs, place_of)
-            groups.append(ToldGroup(draw, media, group.weights.tobytes(), advantages_G.tobytes()))
-            responses += data
+            media, numbers = told_media(group.inputs, place_of), used[item]
+            groups.append(ToldGroup(draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers))
+            responses += [data[k] for k in numbers]
         else:
             groups.append(_told_sizes(group))
     return {
         "shards": [share.shards.start, share.shards.stop],
         "version": share.version,
         "micros": [_told_outline(outline) for outline in share.micros],
+        "items": list(share.groups),
         "groups": groups,
         "bytes": sum(map(len, responses)),
     }, responses
@@ -223,18 +229,18 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
 
 def _share_of(rows: Mapping[str, Any], data: bytes, inputs: Inputs) -> Share:
     groups = [ToldGroup(*g) if isinstance(g[2], bytes) else ToldSizes(*g) for g in rows["groups"]]
-    needed = {k: group for k, group in enumerate(groups) if isinstance(group, ToldGroup)}
+    needed = {k: group for k, group in zip(rows["items"], groups, strict=True) if isinstance(group, ToldGroup)}
     media = {group.draw: _media(group) for group in needed.values()}
     found = inputs({draw: media[draw] for draw in sorted(media)})
     if missing := sorted(media.keys() - set(found)):
         raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
-    read, at = [], 0
-    for group in groups:
+    read: dict[int, TrainGroup] = {}
+    at = 0
+    for item, group in zip(rows["items"], groups, strict=True):
         if isinstance(group, ToldGroup):
-            whole, at = _group(group, found[group.draw], data, at)
-            read.append(whole)
+            read[item], at = _group(group, found[group.draw], data, at)
         else:
-            read.append(_sizes(group))
+            read[item] = _sizes(group)
     if at != len(data):
         raise OrderError(f"{len(data) - at} bytes more than the responses came")
     micros = tuple(_outline(*micro) for micro in rows["micros"])
@@ -243,15 +249,14 @@ def _share_of(rows: Mapping[str, Any], data: bytes, inputs: Inputs) -> Share:
 
 def _group(told: ToldGroup, inputs: PromptInput, data: bytes, at: int) -> tuple[TrainGroup, int]:
     """Returns the group whose responses begin at byte `at`, and where they end."""
-    data_G: list[bytes] = []
-    numbers: list[tuple[int, int, int]] = []
     advantages_G, weights = np.frombuffer(told.advantages), np.frombuffer(told.weights)
-    for _ in advantages_G:
+    data_G, numbers_G3 = [b""] * len(weights), np.zeros((len(weights), 3), np.int64)
+    for k in told.responses:
         head = head_of(data, at)
-        data_G.append(data[at : at + head.size])
-        numbers.append((head.sample, head.tokens, version_span_of(data_G[-1])[1]))
+        data_G[k] = data[at : at + head.size]
+        numbers_G3[k] = head.sample, head.tokens, version_span_of(data_G[k])[1]
         at += head.size
-    columns = Columns(told.draw, np.array(numbers, np.int64).reshape(-1, 3), advantages_G, tuple(data_G))
+    columns = Columns(told.draw, numbers_G3, advantages_G, tuple(data_G))
     return TrainGroup("", inputs, columns, weights), at
 
 
