@@ -158,9 +158,9 @@ class SpreadMedia:
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            if patches := groups[item].patches:
+            if edges := groups[item].inputs.frame_edges:
                 self.first_feature[item] = total
-                total += patches // vision.merge_unit
+                total += edges[-1] // vision.merge_unit
         self._groups = groups
         items: list[int] = []  # the item of each unit (a frame pair)
         edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
@@ -171,10 +171,11 @@ class SpreadMedia:
         for replica, item in sorted(homes):
             if item not in self.first_feature:
                 continue
-            count, first = groups[item].patches // vision.merge_unit, self.first_feature[item]
+            frame_edges = groups[item].inputs.frame_edges
+            count, first = frame_edges[-1] // vision.merge_unit, self.first_feature[item]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
-            pairs = list(pairwise(groups[item].inputs.frame_edges))
+            pairs = list(pairwise(frame_edges))
             edges += pairs
             items += [item] * len(pairs)
             home += [homes[replica, item]] * len(pairs)

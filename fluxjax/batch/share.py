@@ -57,13 +57,9 @@ class TrainGroup(NamedTuple):
     weights: np.ndarray
 
     @property
-    def patches(self) -> int:
-        return 0 if self.inputs.patches_PX is None else len(self.inputs.patches_PX)
-
-    @property
     def item(self) -> Item:
-        lengths = self.columns.numbers_G3[:, 1].tolist()
-        return Item(self.name, len(self.inputs), tuple(lengths), self.patches)
+        patches_PX, lengths = self.inputs.patches_PX, self.columns.numbers_G3[:, 1].tolist()
+        return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
 
     def only(self, responses: Sequence[int]) -> TrainGroup:
         """Returns the group with only these of its responses, in order."""
