@@ -158,9 +158,9 @@ class SpreadMedia:
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            if edges := groups[item].inputs.frame_edges:
+            if frame_edges := groups[item].inputs.frame_edges:
                 self.first_feature[item] = total
-                total += edges[-1] // vision.merge_unit
+                total += frame_edges[-1] // vision.merge_unit
         self._groups = groups
         items: list[int] = []  # the item of each unit (a frame pair)
         edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
