@@ -79,8 +79,6 @@ class Process:
         if self._gang.process:
             self._follow()
             return {}
-        devices = self._settings["devices"]
-        shards = [range(process * devices, (process + 1) * devices) for process in range(self._processes)]
         groups, prepared = self._step(number)
         watch, gang, links = Stopwatch(), self._gang, self._links
         with watch("arrive"):
@@ -91,8 +89,7 @@ class Process:
         before = gang.bytes_told
         with collector_paused():  # as `Team.composed` does
             with watch("plan"):
-                outline = self._composer.outline(groups, prepared)
-                shares = [[self._composer.share(outline, some)] for some in shards]
+                shares = [[share] for share in self._composer.outline(groups, prepared).cut(self._processes)]
             if isinstance(links, ScriptedLinks):
                 links.answer(fingerprint(self._config, [self._composer.lay_out(shares[0][0])]))
             with watch("send"):  # and write down

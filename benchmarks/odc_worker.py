@@ -96,8 +96,7 @@ class Composed:
         ]
         groups = sft_groups([*prepared.values()], answers)
         composer = Composer(config, self._mesh.size, text=self._model.config.text)
-        count, process = self._mesh.size // self._links.processes, self._links.process
-        share = composer.share(composer.outline(groups, prepared), range(process * count, (process + 1) * count))
+        share = composer.outline(groups, prepared).cut(self._links.processes)[self._links.process]
         microbatches = composer.lay_out(share).everywhere
 
         def gradients() -> Any:

@@ -310,8 +310,7 @@ def _tell_step(process: TrainerProcess, world: World) -> None:
 def shares_of_step(process: TrainerProcess, world: World, prompts: Sequence[PreparedPrompt]) -> list[Share]:
     """Plans a step; returns the share of every process."""
     by_draw = {prepared.prompt.draw: prepared for prepared in prompts}
-    outline = process.composer.outline(responses(prompts), by_draw)
-    return [process.composer.share(outline, range(rank, rank + 1)) for rank in range(world.processes)]
+    return process.composer.outline(responses(prompts), by_draw).cut(world.processes)
 
 
 def learn(share: Share, process: TrainerProcess) -> list[bytes]:

@@ -40,8 +40,7 @@ from common import ROOT, cores
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch import composer
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import Outline
-from fluxjax.batch.part import SizedPart
+from fluxjax.batch.share import Outline
 from fluxjax.batch.work import estimate
 from fluxjax.config import STRATEGIES, Config
 from models.config import RopeConfig, TextConfig, VisionConfig
@@ -160,7 +159,7 @@ def simulate(strategy: str, pool: Sequence[dict[str, int]], steps: int, settings
     after_half, tally = 0, Tally(settings.devices)
     for step in range(steps):
         chosen = rng.integers(0, len(pool), settings.sequences).tolist()
-        outlines = composer.outline(*_groups(chosen, pool, inputs))
+        outlines = composer.outline(*_groups(chosen, pool, inputs)).micros
         new = {outline.program for outline in outlines} - programs
         after_half += len(new) if step >= steps // 2 else 0
         programs |= new
@@ -186,12 +185,11 @@ class Tally:
         loads, owned = np.zeros(self._devices), False
         for outline in outlines:
             self._cells += np.array(dataclasses.astuple(outline.filled))
-            if not isinstance(outline, SizedPart):
+            if (part := outline.part) is None:
                 continue
-            part = outline.part
             if part.owner is None:
                 self._balance[part.shaped].append(part.plan.balance)
-                self._sent.append(outline.layout.padding()["all_to_all"])
+                self._sent.append(part.layout.sized(outline.sizes).padding()["all_to_all"])
                 loads += part.work or 0.0
             else:
                 owned = True

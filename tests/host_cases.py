@@ -13,8 +13,7 @@ from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceC
 from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.minibatches import minibatches
-from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, portion
+from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, minibatches, portion
 from fluxjax.learner.run_models import RunModels
 
 DEVICES = 4

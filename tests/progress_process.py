@@ -31,7 +31,7 @@ def work(links: Links) -> None:
             if isinstance(order, Learn):
                 with gang.watch.stage("media"):
                     fail()
-                gang.laid_out(composer, [composer.share(composer.outline(groups, prepared), range(1, 2))])
+                gang.laid_out(composer, [composer.outline(groups, prepared).cut(2)[1]])
     gang.close()
 
 

@@ -12,12 +12,12 @@ from packing_cases import MODEL, compose, make_config, make_groups
 from turns import third_of
 
 from fluxjax.batch.composer import sft_groups
-from fluxjax.batch.composition import Item, PackedRows, Piece, check, tokens_of, unpack
+from fluxjax.batch.composition import unpack
 from fluxjax.batch.fitted import _placed
-from fluxjax.batch.loss_inputs import with_reference
-from fluxjax.batch.pieces import pieces_of, sized_pieces
 from fluxjax.batch.rows import Budget, _chain, _cost, _Deal, _first_fit, _spread, _with_room, grid, packed
+from fluxjax.batch.share import Item, Outline, Piece, check, pieces_of
 from fluxjax.config import ConfigError, LossAggregation
+from fluxjax.learner.loss_inputs import with_logprobs
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 VERSION = 11  # of the trainer; tokens are of earlier ones
@@ -39,9 +39,9 @@ def test_short_rows_come_in_more_numbers():
     assert Budget.of(make_config(tokens_per_row=1024, rows=16), 1, None).rows == (4, 8, 16)
 
 
-def pack(items: list[Item], budget: Budget, *, share_prompts: bool = True) -> list[PackedRows]:
+def pack(items: list[Item], budget: Budget, *, share_prompts: bool = True) -> list[Outline]:
     check(items, budget.tokens_per_row, budget.patches[-1])
-    return packed(items, sized_pieces(items, budget.tokens_per_row, share_prompts), budget, share_prompts)
+    return packed(items, pieces_of(items, budget.tokens_per_row, share_prompts), budget, share_prompts)
 
 
 def shapes_of(budget: Budget) -> set[tuple[int, int, int]]:
@@ -52,8 +52,12 @@ def shapes_of(budget: Budget) -> set[tuple[int, int, int]]:
     }
 
 
+def sizes_of(micro):
+    return micro.sizes["rows"], micro.sizes["patches"]
+
+
 def places(plan):
-    return [(p.item, k) for m in plan for shard in m.shards for row in shard for p in row for k in p.responses]
+    return [(p.item, k) for micro in plan for p in micro.pieces for k in p.responses]
 
 
 def rows_of(plan):
@@ -83,12 +87,13 @@ def test_packing_places_every_response_once_within_all_budgets(sizes, tokens, ro
     plan = pack(items, budget, share_prompts=share)
     assert sorted(places(plan)) == [(i, k) for i, item in enumerate(items) for k in range(len(item.responses))]
     for micro in plan:
-        assert micro.rows in budget.rows
-        assert micro.patches in budget.patches
+        most_rows, most_patches = sizes_of(micro)
+        assert most_rows in budget.rows
+        assert most_patches in budget.patches
         assert len(micro.shards) == shards
         for shard in micro.shards:
-            assert len(shard) <= micro.rows
-            assert sum(items[i].patches for i in {piece.item for row in shard for piece in row}) <= micro.patches
+            assert len(shard) <= most_rows
+            assert sum(items[i].patches for i in {piece.item for row in shard for piece in row}) <= most_patches
             for row in shard:
                 used = sum(items[p.item].prompt + sum(items[p.item].responses[k] for k in p.responses) for p in row)
                 assert 0 < used <= tokens
@@ -117,15 +122,15 @@ def test_a_group_larger_than_a_row_is_split_and_its_media_counted_once_a_shard(s
     assert sorted(places(plan)) == [(0, k) for k in range(8)]
     [micro] = plan
     assert [len(shard) for shard in micro.shards] == rows
-    assert micro.patches == 16
+    assert sizes_of(micro)[1] == 16
 
 
 def test_rows_and_patches_shrink_with_the_batch():
     budget = Budget(64, grid(16), grid(64, 4))
     few = [Item(str(i), 30, (20,), patches=4) for i in range(3)]
     many = [Item(str(i), 30, (20,), patches=4) for i in range(19)]
-    assert [(m.rows, m.patches) for m in pack(few, budget)] == [(4, 16)]
-    assert [(m.rows, m.patches) for m in pack(many, budget)] == [(16, 64), (4, 16)]
+    assert [sizes_of(micro) for micro in pack(few, budget)] == [(4, 16)]
+    assert [sizes_of(micro) for micro in pack(many, budget)] == [(16, 64), (4, 16)]
 
 
 def test_media_that_fill_the_patch_budget_go_to_the_next_microbatch():
@@ -136,7 +141,7 @@ def test_media_that_fill_the_patch_budget_go_to_the_next_microbatch():
 
 def test_media_count_once_for_all_responses_of_a_group_in_a_row():
     plan = pack([Item("x", 10, (5, 5, 5), patches=40)], Budget(64, (1,), (64,)), share_prompts=False)
-    assert [(len(rows_of([micro])[0]), micro.patches) for micro in plan] == [(3, 64)]
+    assert [(len(rows_of([micro])[0]), sizes_of(micro)[1]) for micro in plan] == [(3, 64)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30), st.integers(1, 6), st.integers(1, 4))
@@ -368,7 +373,9 @@ def test_all_microbatches_of_a_step_have_one_frame_bound():
 def test_reference_logprobs_are_filled_in_where_tokens_are_trained():
     groups, prepared = make_groups([[4], [5, (1, 2, 2)]], [[3, 2], [1]])
     composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
-    filled = with_reference(composition, [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches])
+    filled = with_logprobs(
+        composition, "reference_logprobs_BT", [np.full(b.loss_weights_BT.shape, -2.5) for b in composition.batches]
+    )
     for before, after in zip(composition.batches, filled.batches, strict=True):
         assert not before.reference_logprobs_BT.any()
         expected = np.where(before.lags_BT >= 0, np.float32(-2.5), np.float32(0))
@@ -447,11 +454,18 @@ items_strategy = st.lists(
 ).map(lambda drawn: [Item(str(i), prompt, tuple(own), media) for i, (prompt, own, media) in enumerate(drawn)])
 
 
+def piece_of(index, item, responses):
+    """The piece of these responses, its sizes by their definitions."""
+    lengths = [item.responses[k] for k in responses]
+    squares = item.prompt**2 + sum((item.prompt + n) ** 2 - item.prompt**2 for n in lengths)
+    return Piece(index, tuple(responses), item.prompt + sum(lengths), float(squares), item.patches)
+
+
 def cut(item, index, longest):
     """First fit, longest first, of one group."""
     room, parts, free = longest - item.prompt, [], []
     if sum(item.responses) <= room:
-        return [Piece(index, tuple(range(len(item.responses))))]
+        return [piece_of(index, item, range(len(item.responses)))]
     for k in sorted(range(len(item.responses)), key=lambda k: -item.responses[k]):
         part = next((p for p, left in enumerate(free) if left >= item.responses[k]), len(parts))
         if part == len(parts):
@@ -459,7 +473,7 @@ def cut(item, index, longest):
             free.append(room)
         parts[part].append(k)
         free[part] -= item.responses[k]
-    return [Piece(index, tuple(sorted(part))) for part in parts]
+    return [piece_of(index, item, sorted(part)) for part in parts]
 
 
 @given(items_strategy, st.integers(1, 120), st.integers(0, 60), st.booleans())
@@ -467,23 +481,19 @@ def test_groups_are_cut_as_one_after_the_other_would_be(items, longest, response
     want = []
     for index, item in enumerate(items):
         most = min(longest, item.prompt + responses) if responses else longest
-        alone = [Piece(index, (k,)) for k in range(len(item.responses))]
+        alone = [piece_of(index, item, [k]) for k in range(len(item.responses))]
         want += cut(item, index, max(most, item.prompt + max(item.responses))) if share else alone
-    found = sized_pieces(items, longest, share, responses)
-    assert found.pieces == want == pieces_of(items, longest, share, responses)
-    assert found.tokens.tolist() == [tokens_of(items, piece) for piece in want]
-    assert [found.pieces[i] for i in found.order.tolist()] == sorted(want) and pieces_of([], longest, share) == []
+    assert pieces_of(items, longest, share, responses) == want and pieces_of([], longest, share) == []
 
 
 @given(items_strategy, st.sampled_from([52, 64, 200]), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.booleans())
 def test_a_packing_is_left_out_only_where_it_can_not_win(items, tokens, rows, shards, share):
     budget = Budget(tokens, grid(rows), (4, 8, 16), shards)
-    sized = sized_pieces(items, tokens, share)
-    by_size = [sized.pieces[i] for i in np.argsort(-sized.tokens, kind="stable").tolist()]
-    longest_first = _spread(items, _first_fit(items, by_size, budget), budget)
-    in_turn = _spread(items, _chain(items, budget) if share else _first_fit(items, sized.pieces, budget), budget)
+    pieces = pieces_of(items, tokens, share)
+    longest_first = _spread(_first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget), budget)
+    in_turn = _spread(_chain(items, budget) if share else _first_fit(pieces, budget), budget)
     both = [longest_first, in_turn] if share else [in_turn, longest_first]
-    assert packed(items, sized, budget, share) == min(both, key=lambda plan: _cost(plan, budget))
+    assert packed(items, pieces, budget, share) == min(both, key=_cost)
 
 
 @given(items_strategy, st.sampled_from([1, 2, 4]), st.integers(1, 5))
@@ -491,7 +501,7 @@ def test_rows_without_media_are_dealt_as_with_them(items, most, shards):
     items = [item._replace(patches=0) for item in items]
     budget = Budget(64, (most,), (0,), shards)
     waiting = [(piece,) for piece in sorted(pieces_of(items, 64, True))]
-    for micro in _spread(items, waiting, budget, most, 64):
+    for micro in _spread(waiting, budget, most, 64):
         deal = _Deal(shards, most, 0)
         waiting = [row for row in waiting if not deal.take(row, {row[0].item: 0})]
         assert micro.shards == tuple(map(tuple, deal.shards))

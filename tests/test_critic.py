@@ -1,4 +1,5 @@
-"""The critic: its loss against the formula in float64, its values and gradients under every layout, and whole steps."""
+"""The critic: its loss against the formula in float64, its values, and whole steps. `test_layout_steps` has it under
+every layout."""
 
 import dataclasses
 import functools
@@ -7,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner_cases import assert_equal, outcome, random_groups, tiny
-from packing_cases import MODEL, TEXT, compose, make_config
+from packing_cases import TEXT, compose
 from step_cases import (
     ALGORITHM_CASES,
     VERSION,
@@ -22,13 +22,12 @@ from step_cases import (
     trainer_of,
 )
 from test_algorithms import TOLERANCE, finite_differences, make_batch
-from turns import by_turns
 
 import models
 from fluxjax.algorithms import PPO, RLAlgorithm, grpo
 from fluxjax.algorithms.ppo import value_loss
 from fluxjax.batch.composition import unpack
-from fluxjax.config import STRATEGIES, AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator
+from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator
 from fluxjax.learner.learner import Learner
 from fluxjax.learner.policy_trainer import check_algorithm, portion
 from models.decoder import hidden_states, merge, split
@@ -114,49 +113,6 @@ def test_a_value_is_the_row_times_the_state_before_the_token(tied):
     assert not np.asarray(fresh.logprobs(composition.batches[0].inputs)[0]).any(), "it begins without an opinion"
     leaves, of_policy = (len(jax.tree.leaves(tree)) for tree in (critic.params, split(policy)[1]))
     assert "head" in critic.params and leaves == of_policy + int(tied)
-
-
-# --- layouts ---------------------------------------------------------------------------------------
-
-
-def with_targets(composition, seed):
-    """The composition with random old values and returns, of each response by its key."""
-
-    def drawn(kind):
-        def of(key, length):
-            return np.random.default_rng([seed, kind, *key]).normal(size=length)
-
-        keyed = zip(composition.keys, composition.lengths, strict=True)
-        return composition.scattered(np.concatenate([of(key, length) for key, length in keyed]))
-
-    return composition.replaced({"values_BT": drawn(0), "returns_BT": drawn(1)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "devices", "share"), by_turns([("flex_ulysses", 8, True), ("fsdp", 8, False), ("odc", 2, False)])
-)
-def test_values_loss_and_gradients_equal_one_device(strategy, devices, share):
-    config = make_config(tokens_per_row=64, rows=4, patches=128, share=share)
-    config.sharding.strategy = STRATEGIES[strategy]()
-    got = vision_outcome(config, devices)
-    assert got[0].sums["loss"] > 0.1
-    assert_equal(got, vision_alone())
-
-
-def vision_outcome(config, devices):
-    """What a critic of the vision model computes of random groups."""
-    policy, seed = tiny((8, 2)), 5
-    groups, prepared = random_groups(seed)
-    learner = Learner(make_config(), policy, grpo.token_loss, mesh=make_mesh(devices))
-    sizes = {"vision": MODEL.vision, "text": policy.config.text}
-    composition = compose(groups, prepared, config, devices, version=VERSION, **sizes)
-    return outcome(critic_for(make_config(), policy, learner), with_targets(composition, seed))
-
-
-@functools.cache
-def vision_alone():
-    return vision_outcome(make_config(tokens_per_row=128, rows=32, patches=2048), 1)
 
 
 # --- whole steps -----------------------------------------------------------------------------------

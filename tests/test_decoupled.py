@@ -363,6 +363,17 @@ def test_responses_of_a_long_prompt_stay_together():
     assert len(composition.batches) == 4
 
 
+def test_a_process_compiles_ahead_for_the_microbatches_of_its_own_devices():
+    composer = Composer(odc(), 2, text=MODEL.text)
+    step = composer.outline(*make_groups([[9], [9], [9]], [[4], [4], [4]]))
+    coming = tuple(dataclasses.replace(outline, coming=outline.sizes) for outline in step.micros)
+    for share in dataclasses.replace(step, micros=coming).cut(2):
+        composition = composer.lay_out(share)
+        assert composition.elsewhere and composition.batches
+        for now, then in zip(composition.batches, composition.coming, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, now, then)
+
+
 def test_shapes_of_one_device_and_of_all_are_remembered_apart():
     config, book = odc(), ShapeBook(MAX_SHAPES)
     groups, prepared = make_groups([[10], [10]], [[150], [5]])

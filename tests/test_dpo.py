@@ -17,8 +17,8 @@ from test_algorithms import finite_differences, group
 import models
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
 from fluxjax.config import AlgorithmConfig, ConfigError, cli
+from fluxjax.learner.loss_inputs import coupled, logprobs_of
 from fluxjax.learner.policy_trainer import check_algorithm, portion
-from fluxjax.learner.scoring import coupled, logprobs_of
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 from models.decoder import logprobs as model_logprobs

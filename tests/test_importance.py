@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_algorithms import finite_differences, loss_of, make_batch, random_case
 
-from fluxjax.algorithms import grpo, importance
+from fluxjax.algorithms import grpo, loss
 from fluxjax.algorithms.loss import clipped_surrogate, masked
 from fluxjax.config import AlgorithmConfig, Importance, ImportanceConfig
 
@@ -56,9 +56,9 @@ def test_formula_against_a_loop_on_either_side(name):
     rng = np.random.default_rng(3)
     ratios, lags = rng.uniform(-1.5, 1.5, 200), rng.integers(-1, 6, 200).astype(np.int32)
     want = [weight_of(math.exp(ratio), int(lag), cfg) for ratio, lag in zip(ratios, lags, strict=True)]
-    on_host, changed = importance.log_weight(ratios, lags, cfg)
+    on_host, changed = loss.log_weight(ratios, lags, cfg)
     np.testing.assert_allclose(np.exp(on_host), want, rtol=1e-12)
-    on_device, changed_too = importance.log_weight(jnp.asarray(ratios, jnp.float32), jnp.asarray(lags), cfg)
+    on_device, changed_too = loss.log_weight(jnp.asarray(ratios, jnp.float32), jnp.asarray(lags), cfg)
     np.testing.assert_allclose(np.exp(on_device), want, rtol=TOLERANCE)
     np.testing.assert_array_equal(changed, changed_too)
     assert changed.any() == (cfg.kind is not Importance.NONE)
@@ -138,8 +138,8 @@ def test_extreme_log_ratios_stay_finite(name, decoupled):
 def metrics_of(logprobs, batch, cfg):
     generated = batch.loss_weights_BT != 0
     batch = jax.tree.map(jnp.asarray, batch)
-    sums, maxima = importance.tally(jnp.asarray(logprobs), batch, jnp.asarray(generated), cfg)
-    return importance.metrics({name: float(v) for name, v in (sums | maxima).items()}, float(generated.sum()))
+    sums, maxima = loss.importance_tally(jnp.asarray(logprobs), batch, jnp.asarray(generated), cfg)
+    return loss.importance_metrics({name: float(v) for name, v in (sums | maxima).items()}, float(generated.sum()))
 
 
 @pytest.mark.parametrize("name", KINDS)

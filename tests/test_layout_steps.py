@@ -10,8 +10,8 @@ from test_importance import TOLERANCE, weight_of
 from turns import by_turns
 
 from fluxjax.batch.composition import unpack
-from fluxjax.batch.loss_inputs import with_importance
 from fluxjax.config import Importance, ImportanceConfig, ImportanceLevel
+from fluxjax.learner.loss_inputs import with_importance
 
 # Each loss has a case that spreads sequences and one of ODC; importance weights, minibatches and epochs have a case of
 # each strategy between them. `test_dpo` has the gradients of dpo, whose loss is of pairs.
@@ -21,6 +21,7 @@ PAIRS = [
     ("response weights", "flex_ulysses"),
     ("gspo twice", "flex_ulysses"),
     ("gspo twice", "odc"),
+    ("ppo twice", "fsdp"),
     ("ppo twice", "flex_ulysses"),
     ("ppo twice", "odc"),
 ]

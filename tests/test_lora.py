@@ -20,8 +20,7 @@ from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
 from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat
 from fluxjax.config.algorithms import LORA_TARGETS
-from fluxjax.learner.frozen import fingerprint
-from fluxjax.learner.learner import Learner
+from fluxjax.learner.learner import Learner, fingerprint
 from fluxjax.learner.run_models import RunModels, first_reference
 from fluxjax.run.checkpoint import Checkpoints
 from models.lora import PROJECTIONS

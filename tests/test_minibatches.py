@@ -12,11 +12,12 @@ from packing_cases import compose
 from step_cases import ALGORITHM_CASES, TOKEN, VERSION, flat, learner_of, near_policy, trained
 from test_algorithms import group, random_case
 
-from fluxjax.algorithms import grpo, importance
-from fluxjax.batch.loss_inputs import with_proximal
+from fluxjax.algorithms import grpo, loss
 from fluxjax.config import AlgorithmConfig, ImportanceConfig, cli
 from fluxjax.config.cli import remarks
-from fluxjax.learner.minibatches import minibatches, of_all_updates
+from fluxjax.learner.learner import of_all_updates
+from fluxjax.learner.loss_inputs import with_logprobs
+from fluxjax.learner.policy_trainer import minibatches
 
 PPO = ImportanceConfig()
 
@@ -67,13 +68,13 @@ def test_the_proximal_policy_is_the_stored_one():
     batch = jax.tree.map(jnp.asarray, batch)
     moved = dataclasses.replace(batch, proximal_logprobs_BT=logprobs - 0.25)
     trained = batch.loss_weights_BT != 0
-    log_ratio, _ = importance.correction(logprobs, batch, TOKEN)
+    log_ratio, _ = loss.correction(logprobs, batch, TOKEN)
     assert not np.asarray(log_ratio).any()
-    log_ratio, weight = importance.correction(logprobs, moved, TOKEN)
+    log_ratio, weight = loss.correction(logprobs, moved, TOKEN)
     np.testing.assert_allclose(log_ratio, np.where(trained, 0.25, 0.0), atol=1e-6)
     ratio = np.exp(logprobs - 0.25 - batch.behaviour_logprobs_BT)
     np.testing.assert_allclose(weight, np.where(trained, np.minimum(ratio, 1.3), 0.0), rtol=1e-5)
-    log_ratio, weight = importance.correction(logprobs, moved, PPO)
+    log_ratio, weight = loss.correction(logprobs, moved, PPO)
     np.testing.assert_allclose(log_ratio, np.where(trained, logprobs - batch.behaviour_logprobs_BT, 0), atol=1e-6)
     np.testing.assert_allclose(weight, trained, rtol=1e-6)
 
@@ -93,7 +94,8 @@ def test_a_step_equals_its_optimizer_steps_by_hand(case, decoupled):
     draws = sorted(one.prompt.draw for one in groups)
     parts = [[one for one in groups if one.prompt.draw in draws[first::2]] for first in (0, 1)]
     compositions = [compose(part, prepared, config, version=VERSION) for part in parts]
-    scored = [with_proximal(c, [want.logprobs(batch.inputs)[0] for batch in c.batches]) for c in compositions]
+    logprobs = [[want.logprobs(batch.inputs)[0] for batch in c.batches] for c in compositions]
+    scored = [with_logprobs(c, "proximal_logprobs_BT", own) for c, own in zip(compositions, logprobs, strict=True)]
     steps = [want.step(composition.everywhere) for _ in range(2) for composition in scored]
     np.testing.assert_allclose(flat(got), flat(want), rtol=0, atol=0.0 if not decoupled else 1e-7)
     assert (got.version, want.version) == (VERSION + 1, VERSION + 4)

@@ -105,5 +105,5 @@ def test_no_file_is_entered_again(strategy: type) -> None:
         assert len(callers[file]) == 1, f"{file} is entered from {sorted(callers[file])}"
         for (_, called, function), count in calls.items():
             assert called != file or count == 1, f"{file}: {function} is called {count} times in a step"
-    family = {FSDP: {"rows"}, ODC: {"own_pace", "collective", "spreading", "fill"}}
+    family = {FSDP: {"rows"}, ODC: {"own_pace", "spreading", "fill"}}
     assert {"composer", "learner"} | family.get(strategy, {"spreading", "fill"}) <= hand_on

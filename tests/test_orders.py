@@ -13,8 +13,8 @@ from learner_cases import random_groups
 from packing_cases import MODEL, make_config
 from turns import third_of
 
+from fluxjax.base.types import Response
 from fluxjax.batch.composer import Composer
-from fluxjax.batch.composition import PackedRows
 from fluxjax.config import STRATEGIES
 from fluxjax.hosts.gang import fingerprint, release
 from fluxjax.hosts.orders import (
@@ -63,11 +63,8 @@ def test_rows_come_as_they_were_told(strategy, seed, processes, temperature, tog
     inputs = {draw: one.inputs for draw, one in prepared.items()}
     composer = functools.partial(Composer, config, 4, MODEL.vision, MODEL.text)
     whole = composer().compose(groups, prepared)
-    each = 4 // processes
-    shards = [range(process * each, (process + 1) * each) for process in range(processes)]
-    planner = composer()
-    outline = planner.outline(groups, prepared)
-    parts = [composer().lay_out(heard(planner.share(outline, some), inputs)) for some in shards]
+    shares = composer().outline(groups, prepared).cut(processes)
+    parts = [composer().lay_out(heard(share, inputs)) for share in shares]
     assert {key for part in parts for key in part.keys if key[0] >= 0} == set(whole.keys)
     assert sum(len(part.cells) for part in parts) == len(whole.cells)
     tokens = np.sum([part.lengths for part in parts], axis=0) if strategy != "fsdp" else whole.lengths
@@ -101,7 +98,7 @@ def test_no_media_are_told_and_no_batch():
     sizes = []
     for rows in (2, 8):
         composer = Composer(make_config(64, rows), 1, MODEL.vision)
-        data = learn(composer.share(composer.outline(groups, prepared), range(1)))
+        data = learn(composer.outline(groups, prepared))
         sizes.append(len(data))
         for one in prepared.values():
             if one.inputs.laid_out().vision is not None:
@@ -117,8 +114,8 @@ def test_processes_agree_on_settings_and_shapes():
     groups, prepared = random_groups(3)
     config = make_config(64, 2)
     composer = Composer(config, 4, MODEL.vision)
-    outline = composer.outline(groups, prepared)
-    first, second, whole = ([composer.lay_out(composer.share(outline, range(*ends)))] for ends in ((2,), (2, 4), (4,)))
+    step = composer.outline(groups, prepared)
+    first, second, whole = ([composer.lay_out(share)] for share in (*step.cut(2), step))
     assert fingerprint(config, first) == fingerprint(config, second)
     assert fingerprint(make_config(64, 3), first) == fingerprint(config, first), "packing is in the shapes"
     other = make_config(64, 2)
@@ -141,16 +138,13 @@ def test_processes_agree_on_the_release(tmp_path):
 def test_each_process_is_told_its_own():
     groups, prepared = random_groups(3)
     inputs = {draw: one.inputs for draw, one in prepared.items()}
-    composer = Composer(make_config(64, 2), 4, MODEL.vision)
-    outline = composer.outline(groups, prepared)
     came = []
-    for k in range(4):
-        share = heard(composer.share(outline, range(k, k + 1)), inputs)
-        micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
-        pieces = [piece for micro in micros for shard in micro.shards for row in shard for piece in row]
-        shown = sorted((piece.item, k) for piece in pieces for k in piece.responses)
-        assert shown == [(item, k) for item, group in enumerate(share.groups) for k in range(len(group.samples))]
-        came += [sample.response for group in share.groups for sample in group.samples]
+    for share in Composer(make_config(64, 2), 4, MODEL.vision).outline(groups, prepared).cut(4):
+        read = heard(share, inputs)
+        shown = sorted((piece.item, k) for micro in read.micros for piece in micro.pieces for k in piece.responses)
+        columns = {item: group.columns for item, group in read.groups.items()}
+        assert shown == [(item, k) for item, some in columns.items() for k, data in enumerate(some.data) if data]
+        came += [Response.of(some.draw, data) for some in columns.values() for data in some.data if data]
     sent = [sample.response for group in groups for sample in group.samples if sample.response.token_ids]
     known = {(r.draw, r.sample): dataclasses.replace(r, rid="") for r in sent}
     assert {(r.draw, r.sample): r for r in came} == known and len(came) == len(sent)
@@ -162,7 +156,7 @@ def test_each_process_is_told_its_own():
         (b"", "no order"),
         (b"\xc1nonsense", "no order"),
         (msgpack.packb([1, 2]), "no order"),
-        (msgpack.packb({"protocol": 9, "order": "end"}), "version 9"),
+        (msgpack.packb({"protocol": 99, "order": "end"}), "version 99"),
         (msgpack.packb({"protocol": PROTOCOL, "order": "dance"}), "no order 'dance'"),
         (msgpack.packb({"protocol": PROTOCOL, "order": "save", "steps": 3}), "order save"),
     ],
@@ -175,7 +169,7 @@ def test_what_is_no_order_is_named(data, says):
 def test_a_prompt_that_is_not_here_is_named():
     groups, prepared = random_groups(3)
     composer, inputs = Composer(make_config(64, 2), 1, MODEL.vision), {d: one.inputs for d, one in prepared.items()}
-    share = composer.share(composer.outline(groups, prepared), range(1))
+    share = composer.outline(groups, prepared)
     with pytest.raises(OrderError, match="draw 100 can't be prepared here"):
         heard(share, {draw: some for draw, some in inputs.items() if draw != 100})
     cut, responses = told(share)

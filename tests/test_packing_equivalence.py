@@ -17,8 +17,8 @@ import models
 from fluxjax.algorithms import grpo
 from fluxjax.base.types import TrainBatch
 from fluxjax.batch.composition import unpack
-from fluxjax.batch.loss_inputs import with_reference
 from fluxjax.config import AlgorithmConfig, LossAggregation
+from fluxjax.learner.loss_inputs import with_logprobs
 from models.decoder import logprobs
 from models.inputs import PackedTokens, concatenate, pad
 from sharding.walk import Walk
@@ -163,7 +163,11 @@ def alone_results(policy, case, aggregation):
 
 
 def fill_reference(composition, references):
-    return with_reference(composition, composition.scattered(np.concatenate([references[k] for k in composition.keys])))
+    return with_logprobs(
+        composition,
+        "reference_logprobs_BT",
+        composition.scattered(np.concatenate([references[k] for k in composition.keys])),
+    )
 
 
 @pytest.mark.slow

@@ -18,9 +18,8 @@ from fluxjax.algorithms import grpo
 from fluxjax.batch import composer as composer_module
 from fluxjax.batch import rows
 from fluxjax.batch.composer import Composer, shape_book
-from fluxjax.batch.composition import Item, tokens_of
 from fluxjax.batch.fitted import fit_rows, lengths_between
-from fluxjax.batch.pieces import sized_pieces
+from fluxjax.batch.share import Item, pieces_of
 from fluxjax.config import FSDP, ODC, STRATEGIES, FlexUlysses
 from fluxjax.config.cli import load
 from fluxjax.learner.learner import Learner
@@ -64,7 +63,7 @@ def test_outlines_name_the_shapes_of_their_batches(strategy):
     shapes = {}
     for seed in range(40):
         groups, prepared = random_groups(seed)
-        outlines = composer.outline(groups, prepared)
+        outlines = composer.outline(groups, prepared).micros
         composition = again.compose(groups, prepared)
         for outline, batch in zip(outlines, composition.batches, strict=True):
             shapes.setdefault(outline.program, set()).add(shape_of(batch))
@@ -94,7 +93,7 @@ def test_as_many_programs_are_traced_as_outlines_name(strategy):
         before = len(traced)
         learner.step(composer.compose(groups, prepared).microbatches)
         late += len(traced) - before if seed >= STEPS // 2 else 0
-        programs |= {outline.program for outline in counted.outline(groups, prepared)}
+        programs |= {outline.program for outline in counted.outline(groups, prepared).micros}
     assert len(traced) == len(programs) <= MOST
     assert late == 0
 
@@ -110,21 +109,22 @@ def drawn(seed, count, longest):
 @pytest.mark.parametrize("seed", range(20))
 def test_fitted_rows_hold_every_piece_once(seed):
     items = drawn(seed, 3 + 5 * seed, 3000)
-    pieces, lengths = sized_pieces(items, 4096, True), lengths_between(64, 4096)
-    fit = fit_rows(pieces.tokens, 8, lengths)
+    pieces, lengths = pieces_of(items, 4096, True), lengths_between(64, 4096)
+    tokens = np.array([piece.tokens for piece in pieces])
+    fit = fit_rows(tokens, 8, lengths)
     assert fit is not None
     plan = fit.filled(pieces)
     assert {length for length, _ in plan} <= set(lengths) and fit.columns() == sum(length for length, _ in plan)
     assert sorted(piece.item for _, members in plan for row in members for piece in row) == list(range(len(items)))
     for length, members in plan:
         assert len(members) <= 8
-        assert all(sum(tokens_of(items, piece) for piece in row) <= length for row in members)
-    again = fit_rows(pieces.tokens, 8, sorted({length for length, _ in plan}))
+        assert all(sum(piece.tokens for piece in row) <= length for row in members)
+    again = fit_rows(tokens, 8, sorted({length for length, _ in plan}))
     assert again is not None and again.columns() <= fit.columns()
 
 
 def test_fitted_rows_need_a_row_that_holds_the_longest_piece():
-    tokens = sized_pieces(drawn(0, 5, 3000), 4096, True).tokens
+    tokens = np.array([piece.tokens for piece in pieces_of(drawn(0, 5, 3000), 4096, True)])
     assert fit_rows(tokens, 8, [64, 128]) is None
     assert fit_rows(tokens, 8, []) is None
 
@@ -136,7 +136,7 @@ def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_emp
     for step in range(40):
         sizes = np.random.default_rng(step).integers(1030, 1200, 24).tolist()
         groups, prepared = make_groups([[size - 10] for size in sizes], [[10]] * len(sizes), step)
-        outlines = composer.outline(groups, prepared)
+        outlines = composer.outline(groups, prepared).micros
         tokens, cells = (sum(getattr(o.filled, name) for o in outlines) for name in ("tokens", "token_cells"))
         assert tokens == sum(sizes) and 1 - tokens / cells < 0.12
         programs |= {outline.program for outline in outlines}
@@ -194,9 +194,9 @@ def test_an_image_that_many_responses_show_needs_one_shape():
     """Each response has a prompt of its own, on several devices, so that the image is wanted on all of them."""
     groups, prepared = make_groups([[4, (1, 4, 8)]], [[9, 10, 11, 12, 13, 14]])
     composer = composer_of(FlexUlysses(), 4, MODEL.vision, tokens_per_row=24, rows=2, patches=32, share=False)
-    programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared)}
+    programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared).micros}
     assert len(composer.shapes) == len(programs)
-    assert len(programs) <= len(composer.outline(groups, prepared))
+    assert len(programs) <= len(composer.outline(groups, prepared).micros)
 
 
 @pytest.mark.parametrize("steps", [20, 400])
@@ -205,11 +205,11 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
     composer = composer_of(FlexUlysses(), tokens_per_row=512, rows=1)
     small, large = (make_groups([[20]] * count, [[20, 20]] * count) for count in (8, 16))
     for _ in range(steps):
-        (outline,) = composer.outline(*small)
-    found = [other.program for other in composer.outline(*large)]
+        (outline,) = composer.outline(*small).micros
+    found = [other.program for other in composer.outline(*large).micros]
     assert len(found) == (1 if steps < 300 else 2)
     assert (set(found) == {outline.program}) == (steps >= 300)
-    again = [other.program for other in composer.outline(*large)]
+    again = [other.program for other in composer.outline(*large).micros]
     assert len(again) == 1 and again != [outline.program], "where steps have grown, the program is worth it"
 
 
@@ -220,7 +220,7 @@ def test_a_step_that_a_program_holds_is_not_divided():
     for _ in range(400):
         composer.outline(*small)
         composer.outline(*large)
-    assert len(composer.outline(*middle)) == 1
+    assert len(composer.outline(*middle).micros) == 1
 
 
 # --- programs compiled ahead --------------------------------------------------------------------

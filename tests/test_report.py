@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.text import Text
 from tensorboardX.proto import event_pb2
 
+from fluxjax.base.process import activity
 from fluxjax.base.timeline import Span, Timeline
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
-from fluxjax.base.under_way import activity
 from fluxjax.config import ConfigError, ReportConfig
 from fluxjax.report import pictures
 from fluxjax.report.display import Display

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxjax.base.response_bytes import bytes_of, head_of, numbers_of
+from fluxjax.base.scored import bytes_of, head_of, numbers_of
 from fluxjax.base.types import Columns, Group, Prompt, Response, Reward, Sample
 from fluxjax.coordinator.ledger import Ledger, PromptStage
 from fluxjax.coordinator.messages import Request

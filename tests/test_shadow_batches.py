@@ -118,13 +118,9 @@ def test_batches_of_every_process_are_those_of_central(
     assert [one.prompt for one in plain.values()] == [one.prompt for one in shadowed.values()]
     groups = answered(plain, seed + first)
     make = functools.partial(Composer, settings_of(strategy, together), DEVICES, MODEL.vision, MODEL.text)
-    each = DEVICES // processes
-    shards = [range(k * each, (k + 1) * each) for k in range(processes)]
-    planner = make()
-    wanted, outline = planner.outline(groups, plain), make().outline(groups, shadowed)
+    wanted, planned = (make().outline(groups, prepared).cut(processes) for prepared in (plain, shadowed))
     fetched = 0
-    for number, some in enumerate(shards):
-        want, share = planner.share(wanted, some), planner.share(outline, some)
+    for number, (want, share) in enumerate(zip(wanted, planned, strict=True)):
         # Each process has a store of its own, and may have decoded nothing of this before.
         here = zero if number == 0 else process(strategy, seed + 100 * number, True)
         here.prompts.loader = zero.prompts.loader

@@ -95,20 +95,6 @@ def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("devices", "share", "hybrid"),
-    by_turns([(3, False, {}), (4, True, HYBRID)], first=2),
-)
-def test_devices_that_compute_alone_equal_one(devices, share, hybrid):
-    """Images, videos and text, in microbatches of very different sizes."""
-    config = spread_config(ODC, share, **hybrid)
-    composition = composed(config, 7, devices, shapes=SHAPES)
-    assert set(owners(composition)) == set(range(devices))
-    found = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(devices))
-    assert_equal(outcome(found, composition), alone_of(HEADS, 7))
-
-
-@pytest.mark.long
 @pytest.mark.turn(0)
 def test_sequences_longer_than_a_device_are_computed_by_several():
     """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then

@@ -16,8 +16,8 @@ from run_cases import Commands, checkpoint_steps, ended, logged
 
 from fluxjax import launch
 from fluxjax.base import event_loop
+from fluxjax.base.process import under_way
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
-from fluxjax.base.under_way import under_way
 from fluxjax.config import Config
 from fluxjax.hosts.gang import Gang
 from fluxjax.run import main

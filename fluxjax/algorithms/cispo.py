@@ -4,29 +4,23 @@
 
 The bound cuts the weight of a token, not its gradient: rare tokens, at which reasoning turns, are still learned where
 PPO's clipping drops them. There is no lower bound (`clip_low` is 1). The paper gives no number for the upper bound; 5
-is
-from ScaleRL (arXiv:2510.13786). Advantages are GRPO's, the mean is over tokens.
+is from ScaleRL (arXiv:2510.13786). Advantages are GRPO's, the mean is over tokens.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ..base.types import TrainBatch
 from ..config import AlgorithmConfig
 from .grpo import GRPO
-from .importance import correction
-from .loss import masked, regularised
+from .loss import correction, masked, regularised
+from .rl_algorithm import LossAndMetrics, TokenValues
 
 
 class CISPO(GRPO):
     def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+    ) -> LossAndMetrics:
         """The loss in the head of this file. Metrics: `ratio`, r; `clip_fraction`, 1 where its weight is cut."""
         trained_BT = batch.loss_weights_BT != 0.0
         log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)

@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from ..base.types import Group, TrainBatch, has_variance, without_rounding
 from ..config import AlgorithmConfig
 from .advantages import rewards_of, with_advantages
 from .loss import kl_estimate, masked
-from .rl_algorithm import Key, RLAlgorithm
+from .rl_algorithm import Key, LossAndMetrics, RLAlgorithm, TokenValues
 
 
 class DPO(RLAlgorithm):
@@ -70,12 +69,8 @@ class DPO(RLAlgorithm):
         }
 
     def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+    ) -> LossAndMetrics:
         """Returns the value 0, with the gradient of the loss in the head of this file; `couple` returns that loss's
         value. Metric: `reference_kl`, the estimate of KL(policy || reference) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0

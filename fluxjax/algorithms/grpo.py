@@ -8,20 +8,27 @@ The loss of token t of response i, with A_i the group's relative advantage (no c
 
 For A_i < 0, `dual_clip` A_i bounds the minimum, see `dual_clipped`. The behaviour log-probs are the engine's, reported
 as it sampled the token, so r also corrects for differences between engine and trainer; `cfg.importance` chooses another
-correction, w and r: see `importance`. The KL term may have another estimator, or be in the reward: see `regularised`.
+correction, w and r: see `loss`. The KL term may have another estimator, or be in the reward: see `regularised`.
+
+Two of its successors are GRPO with other settings, which the configuration takes over with their names:
+
+- DAPO (Yu et al., arXiv:2503.14476, equation 8): a wider upper bound (`clip_high` 0.28) lets unlikely tokens become
+  more likely; the mean is over all tokens of a step, so a long answer counts by its tokens. The rest of the paper is
+  elsewhere: dynamic sampling is `rollout.dynamic_sampling`, overlong reward shaping is a reward.
+- Dr.GRPO, "GRPO done right" (Liu et al., arXiv:2503.20783, section 3.2), without two biases: advantages are not divided
+  by std(R), which favours prompts that are easy or hard; a token counts 1 / (responses * max_new_tokens), and not
+  1 / |o_i|, which favours long answers among wrong ones.
 """
 
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ..base.types import Group, TrainBatch, has_variance
 from ..config import AlgorithmConfig
 from .advantages import relative_to_group
-from .importance import correction
-from .loss import clipped_surrogate, dual_clipped, masked, regularised
-from .rl_algorithm import RLAlgorithm
+from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
+from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
@@ -36,34 +43,38 @@ def zero_variance_groups(groups: Sequence[Group]) -> int:
 
 
 def token_loss(
-    logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
-) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+    logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+) -> LossAndMetrics:
     """Returns the loss in the head of this file, and its metrics: `ratio`, r; `clip_fraction`, 1 where the bound cuts
     the gradient off; `dual_clip_fraction`, 1 where the dual clip does; and the metrics of `regularised`."""
+    loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
+    return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
+
+
+def clipped_loss(
+    logprobs_BT: TokenValues, advantages_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+) -> LossAndMetrics:
+    """Returns the first term of the loss in the head of this file, for any advantages, and its metrics."""
     trained_BT = batch.loss_weights_BT != 0.0
     log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
     ratio_BT = jnp.exp(log_ratio_BT)
-    objective_BT, clipped_BT = clipped_surrogate(ratio_BT, batch.advantages_BT, cfg.clip_low, cfg.clip_high)
+    objective_BT, clipped_BT = clipped_surrogate(ratio_BT, advantages_BT, cfg.clip_low, cfg.clip_high)
     metrics = {"ratio": masked(ratio_BT, trained_BT), "clip_fraction": masked(clipped_BT, trained_BT)}
     if cfg.dual_clip > 0.0:
-        objective_BT, beyond_BT = dual_clipped(objective_BT, ratio_BT, batch.advantages_BT, cfg.dual_clip)
+        objective_BT, beyond_BT = dual_clipped(objective_BT, ratio_BT, advantages_BT, cfg.dual_clip)
         metrics["dual_clip_fraction"] = masked(beyond_BT, trained_BT)
-    return regularised(-weight_BT * objective_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
+    return -weight_BT * objective_BT, metrics
 
 
 class GRPO(RLAlgorithm):
-    """GRPO, by the two functions above; its subclasses replace one of the two."""
+    """GRPO, by the functions `advantages` and `token_loss`; its subclasses replace one of the two."""
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         return advantages(groups, cfg)
 
     def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+    ) -> LossAndMetrics:
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:

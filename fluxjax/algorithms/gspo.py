@@ -11,27 +11,22 @@ because a mean of logs over a response varies little.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ..base.types import TrainBatch
 from ..config import AlgorithmConfig
 from .grpo import GRPO
-from .importance import correction
-from .loss import clipped_surrogate, masked, regularised
+from .loss import clipped_surrogate, correction, masked, regularised
+from .rl_algorithm import LossAndMetrics, TokenValues
 
 
 class GSPO(GRPO):
     response_ratios = True
 
     def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+    ) -> LossAndMetrics:
         """The loss in the head of this file, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
-        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.batch.loss_inputs.with_policy_ratios"
+        assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         change_BT = masked(logprobs_BT - jax.lax.stop_gradient(logprobs_BT), trained_BT)  # 0, with a gradient

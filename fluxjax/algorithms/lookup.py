@@ -18,8 +18,8 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
     __name__,
     {
         "grpo": "grpo:GRPO",
-        "dr_grpo": "dr_grpo:DrGRPO",
-        "dapo": "dapo:DAPO",
+        "dr_grpo": "grpo:GRPO",
+        "dapo": "grpo:GRPO",
         "gspo": "gspo:GSPO",
         "cispo": "cispo:CISPO",
         "rloo": "rloo:RLOO",

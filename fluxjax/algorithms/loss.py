@@ -1,13 +1,50 @@
-"""The terms that policy losses are made of, and the weights that turn token losses into a step's mean."""
+"""The terms that policy losses are made of, and the weights that turn token losses into a step's mean.
 
+One of them is a correction for every difference between the policy that generated a token and the one that is trained.
+Stale weights, responses whose segments come from several versions, replay and an engine that rounds differently have
+one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
+component 3)
+
+    w = C(proximal / behaviour) * decay**lag
+
+The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
+as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
+`lag` counts the versions (training steps) since the token's; a fresher segment weighs more. C (`ImportanceConfig.kind`)
+is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
+brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of sequences
+the geometric mean over the response stands for each of its tokens' ratios (GSPO, arXiv:2507.18071, equation 7).
+
+With `decoupled` a clipped objective bounds how far the policy moves from the proximal one, and w corrects for the
+rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
+
+    w * min(r A, clip(r) A),    r = policy / proximal
+
+In the first optimizer step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a
+token is. So with one optimizer step in each training step, `decoupled` never clips.
+Without `decoupled`, r = policy / behaviour, which already contains the factor proximal / behaviour; the factor `w /
+(proximal / behaviour)` remains: exactly 1 without C and decay.
+"""
+
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..base.types import TrainBatch
-from ..config import AlgorithmConfig, KlEstimator, LossAggregation
+from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLevel, KlEstimator, LossAggregation
+
+LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
+
+# The sums that a microbatch adds to those of its step: see `importance_metrics`.
+_WEIGHTS, _SQUARES, _CLIPPED = "importance/weights", "importance/squares", "importance/clipped"
+_KL, _EXCESS, _EXCESS_SQUARES, _LAGS = "staleness/kl", "staleness/excess", "staleness/excess_squares", "staleness/lags"
+_LAG_MAX = "staleness/lag_max"
+_SUMS = (_WEIGHTS, _SQUARES, _CLIPPED, _KL, _EXCESS, _EXCESS_SQUARES, _LAGS)
+TALLIED = (*_SUMS, _LAG_MAX)
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
@@ -116,3 +153,115 @@ def regularised(
         if not cfg.kl_in_reward:
             loss_BT = loss_BT + cfg.kl_coefficient * reference_kl_BT
     return loss_BT, metrics
+
+
+# --- importance -----------------------------------------------------------------------------------
+
+
+def log_ratio(policy: Any, behaviour: Any) -> Any:
+    """Returns `log(policy / behaviour)` of numpy or JAX log-probs, cut to +-20 nats; the gradient beyond is 0.
+
+    Infinities and NaN stay: they are faults, and the learner skips a step that has them."""
+    difference = policy - behaviour
+    xp = difference.__array_namespace__()
+    return xp.where(xp.isfinite(difference), xp.clip(difference, -LIMIT, LIMIT), difference)
+
+
+def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
+    """Returns (log w, whether C changed the ratio) for numpy or JAX arrays, by the formula in the head of this file.
+
+    `ratio` is `log(proximal / behaviour)` in nats, of tokens or responses; a `lag` of -1 counts as 0. A masked token
+    has the log-weight `-inf`.
+    """
+    xp = ratio.__array_namespace__()
+    changed = xp.zeros_like(ratio, dtype=bool)
+    corrected = ratio
+    if cfg.kind is Importance.TRUNCATE:
+        changed = ratio > math.log(cfg.high)
+        corrected = xp.where(changed, math.log(cfg.high), ratio)
+    elif cfg.kind is Importance.MASK:
+        changed = ratio > math.log(cfg.high)
+        if cfg.low > 0.0:
+            changed = changed | (ratio < math.log(cfg.low))
+        corrected = xp.where(changed, -math.inf, ratio)
+    if cfg.decay < 1.0:
+        corrected = corrected + math.log(cfg.decay) * xp.maximum(lag, 0).astype(ratio.dtype)
+    return corrected, changed
+
+
+def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array, "B T"]:
+    """Returns the log-probs of the proximal policy, a constant; `logprobs_BT` are the policy's."""
+    stored_BT = batch.proximal_logprobs_BT
+    return jax.lax.stop_gradient(logprobs_BT) if stored_BT is None else stored_BT
+
+
+def correction(
+    logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns two factors of a clipped objective: the differentiable log(policy / the policy it clips around), and the
+    constant weight; 0 where a token is not trained on. `logprobs_BT` are the policy's.
+
+    `fluxjax.learner.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
+    sequences.
+    """
+    trained_BT = batch.loss_weights_BT != 0.0
+    proximal_BT = proximal(logprobs_BT, batch)
+    corrected_BT = _corrected(proximal_BT, batch, cfg)
+    log_weight_BT, _ = log_weight(corrected_BT, batch.lags_BT, cfg)
+    if not cfg.decoupled:
+        log_weight_BT = log_weight_BT - corrected_BT
+    around_BT = proximal_BT if cfg.decoupled else batch.behaviour_logprobs_BT
+    log_ratio_BT = masked(log_ratio(logprobs_BT, around_BT), trained_BT)
+    return log_ratio_BT, jnp.where(trained_BT, jnp.exp(log_weight_BT), 0.0)
+
+
+def importance_tally(
+    logprobs_BT: Float[Array, "B T"], batch: TrainBatch, generated_BT: Bool[Array, "B T"], cfg: ImportanceConfig
+) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
+    """Returns (sums, maxima) over the tokens of a microbatch that an engine generated, for `importance_metrics`."""
+    proximal_BT = proximal(logprobs_BT, batch)
+    own_BT = masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), generated_BT)
+    log_weight_BT, changed_BT = log_weight(_corrected(proximal_BT, batch, cfg), batch.lags_BT, cfg)
+    weight_BT = jnp.where(generated_BT, jnp.exp(log_weight_BT), 0.0)
+    excess_BT = jnp.expm1(own_BT)  # ratio - 1: ratios are near 1, and their variance loses no digits to cancellation
+    lag_BT = jnp.where(generated_BT, batch.lags_BT, 0).astype(jnp.float32)
+    summed = {
+        _WEIGHTS: weight_BT,
+        _SQUARES: weight_BT**2,
+        _CLIPPED: jnp.where(generated_BT, changed_BT, False).astype(jnp.float32),
+        _KL: k3(own_BT),
+        _EXCESS: excess_BT,
+        _EXCESS_SQUARES: excess_BT**2,
+        _LAGS: lag_BT,
+    }
+    return {name: jnp.sum(values_BT) for name, values_BT in summed.items()}, {_LAG_MAX: jnp.max(lag_BT)}
+
+
+def importance_metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
+    """Returns the metrics of a step over its `generated` tokens, at least one, from what `importance_tally` returned.
+
+    `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if all
+    tokens are masked. `importance/mean`: the mean of w, before any normalisation. `importance/clipped`: the share of
+    tokens whose ratio was truncated or masked. `staleness/kl`: the k3 estimate of KL(behaviour || policy) in nats.
+    `staleness/variance`: the variance of the tokens' uncorrected ratios policy / behaviour. `staleness/lag_mean` and
+    `lag_max`: versions between the weights that generated a token and those at the start of its training step. "Policy"
+    is the proximal one here.
+    """
+    mean = {name: tallied[name] / generated for name in _SUMS}
+    squares = mean[_SQUARES]
+    return {
+        "importance/ess": min(mean[_WEIGHTS] ** 2 / squares, 1.0) if squares else 0.0,
+        "importance/mean": mean[_WEIGHTS],
+        _CLIPPED: mean[_CLIPPED],
+        _KL: mean[_KL],
+        "staleness/variance": max(mean[_EXCESS_SQUARES] - mean[_EXCESS] ** 2, 0.0),
+        "staleness/lag_mean": mean[_LAGS],
+        _LAG_MAX: tallied[_LAG_MAX],
+    }
+
+
+def _corrected(proximal_BT: Array, batch: TrainBatch, cfg: ImportanceConfig) -> Array:
+    """Returns the log-ratio that C corrects."""
+    if cfg.level is ImportanceLevel.SEQUENCE:
+        return batch.response_log_ratios_BT
+    return masked(log_ratio(proximal_BT, batch.behaviour_logprobs_BT), batch.loss_weights_BT != 0.0)

@@ -15,13 +15,13 @@ correction, which concerns the trained policy, does not weigh the critic's loss.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
 from .advantages import rewards_of, with_advantages
 from .grpo import GRPO
 from .loss import masked
+from .rl_algorithm import LossAndMetrics, TokenValues
 
 
 class PPO(GRPO):
@@ -33,9 +33,7 @@ class PPO(GRPO):
         return [with_advantages(group, rewards_of(group)) for group in groups]
 
 
-def value_loss(
-    values_BT: Float[Array, "B T"], batch: TrainBatch, value_clip: float
-) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float) -> LossAndMetrics:
     """Returns the critic's loss in the head of this file (`value_clip` 0: the plain square), 0 for tokens that are not
     trained on. Metrics: `value`, V; `clip_fraction`, 1 where the bound cuts the gradient off."""
     assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"

@@ -14,6 +14,8 @@ from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig, ConfigError
 
 Key: TypeAlias = tuple[int, int]  # (draw, sample) of a response
+TokenValues: TypeAlias = Float[Array, "B T"]
+LossAndMetrics: TypeAlias = tuple[TokenValues, dict[str, TokenValues]]  # the loss of each token; metrics by name
 
 _REQUIRED = ("advantages", "token_loss")
 
@@ -33,12 +35,8 @@ class RLAlgorithm:
         raise NotImplementedError
 
     def token_loss(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        entropies_BT: Float[Array, "B T"],
-        batch: TrainBatch,
-        cfg: AlgorithmConfig,
-    ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+        self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+    ) -> LossAndMetrics:
         """Returns the loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
 
         A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner

@@ -5,12 +5,11 @@ Warm starts use it. Advantages, behaviour and reference log-probs play no part.
 
 from collections.abc import Sequence
 
-from jaxtyping import Array, Float
-
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
 from .advantages import all_ones
 from .loss import masked
+from .rl_algorithm import LossAndMetrics, TokenValues
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
@@ -19,8 +18,8 @@ def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
 
 
 def token_loss(
-    logprobs_BT: Float[Array, "B T"], entropies_BT: Float[Array, "B T"], batch: TrainBatch, cfg: AlgorithmConfig
-) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
+    logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
+) -> LossAndMetrics:
     """Returns the loss `-log p(token)` in nats, also as the metric `nll`: its mean over tokens, whatever their
     weights."""
     trained_BT = batch.loss_weights_BT != 0.0

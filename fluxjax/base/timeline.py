@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from .under_way import activity
+from .process import activity
 
 K = TypeVar("K")
 

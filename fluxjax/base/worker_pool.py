@@ -1,18 +1,28 @@
 """Calls a function in processes that can be killed: the time and the memory of each call are bounded.
 
-A thread that hangs, or takes memory without end, ends the run; a process loses only its one call.
+A thread that hangs, or takes memory without end, ends the run; a process loses only its one call. Such a process is
+`python -m fluxjax.base.worker_pool DESCRIPTOR`: the run sends it over a socket the name of the function to call, then
+one argument at a time. Only the function's module may import JAX, not this file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import importlib
 import os
+import signal
+import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from .errors import said
+from .process_channel import Channel
 from .process_pool import PoolLoad, ProcessEnded, ProcessPool, WorkerProcess
+from .worker_bounds import GRACE, bound_memory, end_with_run, lacked_memory, leave_signals_to_the_run
 
 
 class WorkerTimeout(Exception):
@@ -91,7 +101,7 @@ class WorkerPool:
         memory = int(self.memory_gib * (1 << 30))
         path = [os.path.abspath(folder) for folder in sys.path]  # "" means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
-        process = WorkerProcess("fluxjax.base.called_worker", {**function, "path": path, "memory": memory})
+        process = WorkerProcess("fluxjax.base.worker_pool", {**function, "path": path, "memory": memory})
         if "failed" in process.ready:
             process.end()
             raise ProcessEnded(f"importing {self.function_path!r} raised {process.ready['failed']}")
@@ -118,3 +128,55 @@ class WorkerPool:
         if "error" in reply:
             raise WorkerError(reply["error"])
         return reply["result"]
+
+
+# --- the process of calls -------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    channel = Channel(socket.socket(fileno=descriptor))
+    leave_signals_to_the_run()
+    end_with_run(descriptor)
+    begin, _ = channel.receive()
+    sys.path.extend(path for path in begin["path"] if path not in sys.path)
+    try:
+        function = found(begin["function"])
+        if begin["made_with"] is not None:
+            function = function(begin["made_with"])
+    except Exception as error:  # whatever the module raises as it is imported
+        channel.send({"failed": f"{type(error).__name__}: {error}"})
+        return
+    bound_memory(begin["memory"])
+    channel.send({"ready": os.getpid()})
+    with contextlib.suppress(EOFError):
+        while True:
+            job, _ = channel.receive()
+            _answer(channel, function, job)
+
+
+def found(path: str) -> Callable[[Any], Any]:
+    """Returns the function at `module:function`. Raises the errors of importing it."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, Any]) -> None:
+    number, process = job["number"], os.getpid()
+    reply: dict[str, Any]
+    try:
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE)
+        reply = {"result": function(job["argument"])}
+    except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
+        reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
+    finally:
+        if os.getpid() != process:  # a child that the function forked: only its parent answers
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        channel.send({"number": number, **reply})
+    except (TypeError, ValueError, OverflowError) as error:
+        channel.send({"number": number, "error": f"returned what can't be sent: {error}"})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

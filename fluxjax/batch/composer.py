@@ -10,32 +10,26 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
+from models.inputs import PromptInput
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
-from ..base.types import Columns, Group, PreparedPrompt, Response, Reward, Sample
+from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from ..config import FSDP, ODC, Config, Strategy
-from .composition import Composition, Outline, TrainGroup
+from .composition import Composition
+from .fill import lay_out
+from .part import Room
 from .rows import RowPacking
-from .share import Share
+from .share import Share, TrainGroup
 
-
-@runtime_checkable
-class _Dealer(Protocol):
-    """Decides which devices compute what, for one `sharding.strategy`."""
-
-    def check(self) -> None: ...
-
-    def outline(self, groups: Sequence[TrainGroup]) -> Sequence[Outline]: ...
-
-    def share(self, outline: Any, shards: range) -> Share: ...
-
-    def lay_out(self, share: Share) -> Composition: ...
+if TYPE_CHECKING:
+    from .own_pace import OwnPace
+    from .spreading import Spreading
 
 
 class Composer:
@@ -59,9 +53,11 @@ class Composer:
     ) -> None:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
+        self._room, self._tempered = Room.of(config, vision), config.rollout.tempered
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
-    def _dealer_for(self, strategy: Strategy, num_devices: int) -> _Dealer:
+    def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
+        """Returns the object that decides which devices compute what."""
         if isinstance(strategy, FSDP):
             return RowPacking(self._config, num_devices, self._vision, self.shapes)
         if isinstance(strategy, ODC):
@@ -80,7 +76,7 @@ class Composer:
 
     def compose(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], **options: Any) -> Composition:
         """Returns the microbatches with all of their shards. Arguments are those of `outline`."""
-        return self.lay_out(self.share(self.outline(groups, prepared, **options), range(self.num_devices)))
+        return self.lay_out(self.outline(groups, prepared, **options))
 
     def outline(
         self,
@@ -89,9 +85,9 @@ class Composer:
         *,
         skip_idle: bool = False,
         version: int | None = None,
-    ) -> Sequence[Outline]:
-        """Plans the microbatches, with the loss weights, advantages and log-probs of the responses, and remembers their
-        sizes. Reads no token and no pixel of any prompt.
+    ) -> Share:
+        """Plans the microbatches of all shards, with the loss weights, advantages and log-probs of the responses, and
+        remembers their sizes. Reads no token and no pixel of any prompt.
 
         `prepared` maps the draw of each group to its prompt. Groups are laid out by draw and responses by sample,
         whatever order they arrive in.
@@ -106,15 +102,13 @@ class Composer:
         groups that contradict each other, `prepared` or `version`, or of which none has a token.
         """
         self.shapes.next_step()
-        return self._dealer.outline(self._chosen(groups, prepared, skip_idle, version))
-
-    def share(self, outline: Sequence[Outline], shards: range) -> Share:
-        """Returns the share of the process that has these shards of the mesh."""
-        return self._dealer.share(outline, shards)
+        to_train, version = self._chosen(groups, prepared, skip_idle, version)
+        micros, to_train = self._dealer.outline(to_train)
+        return Share.of_all(micros, to_train, self.num_devices, version)
 
     def lay_out(self, share: Share) -> Composition:
         """Returns the microbatches of a share: with the rows of its shards, and no others."""
-        return self._dealer.lay_out(share)
+        return lay_out(share, self._room, self._tempered)
 
     def _chosen(
         self,
@@ -122,7 +116,8 @@ class Composer:
         prepared: Mapping[int, PreparedPrompt],
         skip_idle: bool,
         version: int | None,
-    ) -> list[TrainGroup]:
+    ) -> tuple[Sequence[TrainGroup], int]:
+        """Returns the groups to train, and the version of the weights that are trained."""
         config = self._config
         ordered = sorted(groups, key=attrgetter("prompt.draw"))
         for group, following in pairwise(ordered):
@@ -132,6 +127,7 @@ class Composer:
         ordered, numbers_R3 = _by_number(ordered)
         lengths = numbers_R3[:, 1]
         weights = response_weights(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
+        weights = weights.astype(np.float64)
         newest = int(numbers_R3[:, 2].max(initial=-1))
         version = newest if version is None else version
         if newest > version:
@@ -140,30 +136,21 @@ class Composer:
             )
 
         to_train: list[TrainGroup] = []
-        counted, end = lengths.tolist(), 0
-        silent = not lengths.all()
+        end, silent = 0, not lengths.all()
         for group in ordered:
-            samples, columns, span = group.samples, group.columns, slice(end, end + len(group.samples))
-            end, weighed, tokens = span.stop, weights[span], counted[span]
-            if silent and not all(tokens):
-                samples = tuple(sample for sample, n in zip(samples, tokens, strict=True) if n)
-                columns, weighed, tokens = Columns.of(samples), weighed[lengths[span] > 0], [n for n in tokens if n]
-            if samples:
-                to_train.append(self._to_train(group, prepared, samples, weighed, version).known(columns, tokens))
+            columns, span = group.columns, slice(end, end + len(group.samples))
+            end, weighed = span.stop, weights[span]
+            if silent and not lengths[span].all():
+                columns = Columns.of([sample for sample in group.samples if sample.response.num_tokens])
+                weighed = weighed[lengths[span] > 0]
+            if columns.data:
+                to_train.append(TrainGroup(group.prompt.id, self._inputs(group.prompt, prepared), columns, weighed))
         if skip_idle:
             taught = [group for group in to_train if group.columns.advantages_G.any()]
             to_train = taught or to_train[:1]
-        return to_train
+        return to_train, version
 
-    def _to_train(
-        self,
-        group: Group,
-        prepared: Mapping[int, PreparedPrompt],
-        samples: tuple[Sample, ...],
-        weights: np.ndarray,
-        version: int,
-    ) -> TrainGroup:
-        prompt, config = group.prompt, self._config
+    def _inputs(self, prompt: Prompt, prepared: Mapping[int, PreparedPrompt]) -> PromptInput:
         if prompt.draw not in prepared:
             raise ValueError(f"prompt {prompt.id}, draw {prompt.draw}, is not among the prepared prompts")
         inputs = prepared[prompt.draw].inputs
@@ -171,8 +158,7 @@ class Composer:
             raise ValueError(f"prompt {prompt.id} has no token that could predict the first one of a response")
         if inputs.patches_PX is not None and self._vision is None:
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
-        temperature = 1.0 if config.rollout.tempered else None
-        return TrainGroup(prompt.id, inputs, samples, weights, version, temperature)
+        return inputs
 
 
 MAX_SHAPES = 32  # of microbatches that are compiled at most, for each number of devices

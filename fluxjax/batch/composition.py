@@ -1,139 +1,19 @@
-"""The data of the composer: its input, and what it hands to the learner.
-
-Its input are groups, and the pieces of groups that are computed as one sequence each: sizes and order only. Its output
-are a step's microbatches, and where each response lies in them.
-"""
+"""A step's microbatches, as the composer hands them to the learner, and where each response lies in them."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from models.inputs import PromptInput
-from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import SizedLayout
 
-from ..base.types import Columns, Sample, TrainBatch
-from ..config import ConfigError
-
-
-class Item(NamedTuple):
-    """The sizes of a group, for packing: tokens of its prompt and of each of its responses (all positive), and
-    patches."""
-
-    name: str  # of the prompt, for error messages
-    prompt: int
-    responses: tuple[int, ...]
-    patches: int = 0
-
-
-class Piece(NamedTuple):
-    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt."""
-
-    item: int
-    responses: tuple[int, ...]
-
-
-Row = tuple[Piece, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """`shards[s][r]` is row `r` of shard `s`; each shard is padded to `rows` rows of `tokens` tokens and `patches`
-    patches, and no frame pair has more than `frame` of these (0: the text model has none)."""
-
-    rows: int
-    tokens: int
-    patches: int
-    shards: tuple[tuple[Row, ...], ...]
-    frame: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainGroup:
-    """A group to lay out: its prompt, its non-empty samples in order, and for each the loss weight of a token."""
-
-    name: str  # of the prompt, for error messages
-    inputs: PromptInput
-    samples: tuple[Sample, ...]
-    weights: np.ndarray
-    version: int = 0  # of the weights that are trained
-    temperature: float | None = None  # of samples that do not say theirs; None: no token's temperature is written down
-
-    @functools.cached_property
-    def columns(self) -> Columns:
-        return Columns.of(self.samples)
-
-    @functools.cached_property
-    def item(self) -> Item:
-        return self._sized(tuple(sample.response.num_tokens for sample in self.samples))
-
-    def known(self, columns: Columns, lengths: Sequence[int]) -> TrainGroup:
-        """Stores the columns and the lengths of the samples, which need not be read again, and returns the group
-        itself."""
-        vars(self).update(columns=columns, item=self._sized(tuple(lengths)))
-        return self
-
-    def _sized(self, lengths: tuple[int, ...]) -> Item:
-        patches_PX = self.inputs.patches_PX
-        return Item(self.name, len(self.inputs), lengths, 0 if patches_PX is None else len(patches_PX))
-
-    def only(self, responses: Sequence[int]) -> TrainGroup:
-        """Returns the group with only these of its samples, in order."""
-        if len(responses) == len(self.samples):
-            return self
-        some = list(responses)
-        samples = tuple(self.samples[k] for k in some)
-        group = dataclasses.replace(self, samples=samples, weights=self.weights[some])
-        if "columns" in vars(self):
-            draw, numbers_G3, advantages_G, data = self.columns
-            columns = Columns(draw, numbers_G3[some], advantages_G[some], tuple(data[k] for k in some))
-            vars(group)["columns"] = columns
-        return group
-
-
-def tokens_of(items: Sequence[Item], piece: Piece) -> int:
-    """Returns the number of tokens of a piece, its copy of the prompt included."""
-    item, responses = items[piece.item], piece.responses
-    if len(responses) == len(item.responses):
-        return item.prompt + sum(item.responses)
-    return item.prompt + sum(map(item.responses.__getitem__, responses))
-
-
-def squares_of(items: Sequence[Item], piece: Piece) -> float:
-    """Returns twice the number of (query, key) pairs that attention looks at: `length**2` for a prompt with one
-    response."""
-    item = items[piece.item]
-    return float(item.prompt**2) + sum(r**2 + 2 * item.prompt * r for r in (item.responses[k] for k in piece.responses))
-
-
-def check(
-    items: Sequence[Item],
-    tokens: int,
-    patches: int,
-    row: str = "packing.tokens_per_row",
-    media: str = "packing.patches_per_device",
-) -> None:
-    """Raises ConfigError for a prompt that with one response exceeds `tokens`, or whose media exceed `patches`; `row`
-    and `media` name the fields that set these bounds."""
-    for item in items:
-        longest = item.prompt + max(item.responses)
-        if longest > tokens:
-            raise ConfigError(
-                f"prompt {item.name}: {item.prompt} prompt tokens and a response of {max(item.responses)} make "
-                f"{longest}, more than {row} = {tokens}"
-            )
-        if item.patches > patches:
-            raise ConfigError(
-                f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {patches}"
-            )
-
+from ..base.types import TrainBatch
+from .share import Filled
 
 PerToken: TypeAlias = Sequence[jax.Array | np.ndarray]  # an array `[B, T]` for each microbatch
 
@@ -151,29 +31,6 @@ class Microbatch:
     owner: int | None = None
     work: float | None = None
     layout: SizedLayout | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Filled:
-    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
-    and the cells of its patch buffers."""
-
-    tokens: int
-    token_cells: int
-    patches: int
-    patch_cells: int
-
-
-@runtime_checkable
-class Outline(Protocol):
-    """A microbatch before its arrays are written: `program` is equal for microbatches that the same compiled program
-    computes."""
-
-    @property
-    def program(self) -> tuple[object, ...]: ...
-
-    @property
-    def filled(self) -> Filled: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,62 +129,44 @@ def together(compositions: Sequence[Composition]) -> Composition:
 
 
 def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """Returns what the strategy's plans say of a step; nothing where sequences are packed without one."""
-    microbatches = composition.everywhere
-    if any(microbatch.layout is None for microbatch in microbatches):
-        return {}
-    own_pace = microbatches[0].work is not None
-    return decoupled_metrics(composition, num_devices) if own_pace else spread_metrics(composition)
+    """Returns what the strategy's plans say of a step; nothing where sequences are packed without one.
 
-
-def decoupled_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """Measures how evenly a step's work is dealt to devices that keep their own pace.
-
-    The share of all devices' time in which they are predicted to wait: at its end, and in collective microbatches for
-    the busiest device; the most and fewest microbatches of a device, those included that it computes with all others;
-    how many these are; the share of tokens in sequences on more than one device; padding of the rows.
+    The share of tokens in sequences on more than one device, and the padding of the rows. Where devices keep their own
+    pace, how evenly work is dealt to them: the share of all devices' time in which they are predicted to wait, at its
+    end, and in collective microbatches for the busiest device; the most and fewest microbatches of a device, those
+    included that it computes with all others; how many these are. Else how evenly sequences are spread: largest over
+    mean attention work and tokens of a device, and the padding of what all-to-alls send.
     """
-    layouts, loads, counts = _layouts(composition), np.zeros(num_devices), np.zeros(num_devices, int)
+    microbatches = composition.everywhere
+    layouts = [microbatch.layout for microbatch in microbatches if microbatch.layout is not None]
+    if len(layouts) < len(microbatches):
+        return {}
+    plans, padding = [layout.plan for layout in layouts], [layout.padding() for layout in layouts]
+    degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
+    metrics = {
+        "sharding/sharded_tokens": sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees),
+        "sharding/mlp_padding": float(np.mean([share["mlp"] for share in padding])),
+    }
+    if microbatches[0].work is None:
+        return metrics | {
+            "sharding/balance": max(plan.balance for plan in plans),
+            "sharding/memory": max(plan.memory_ratio for plan in plans),
+            "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
+        }
+    loads, counts = np.zeros(num_devices), np.zeros(num_devices, int)
     busy = together = 0.0  # of collective microbatches, over all devices and of the busiest one
-    for microbatch, layout in zip(composition.everywhere, layouts, strict=True):
+    for microbatch, plan in zip(microbatches, plans, strict=True):
         work = microbatch.work or 0.0
         if microbatch.owner is None:
             together += work
-            busy += work * num_devices / layout.plan.balance
+            busy += work * num_devices / plan.balance
         else:
             loads[microbatch.owner] += work
             counts[microbatch.owner] += 1
     collective = len(layouts) - counts.sum()
-    counts += collective
-    return {
+    return metrics | {
         "sharding/bubble": float(1 - (loads.sum() + busy) / (num_devices * (together + loads.max()))),
-        "sharding/microbatches_max": float(counts.max()),
-        "sharding/microbatches_min": float(counts.min()),
+        "sharding/microbatches_max": float(counts.max() + collective),
+        "sharding/microbatches_min": float(counts.min() + collective),
         "sharding/collective": float(collective),
-        "sharding/sharded_tokens": _sharded([layout.plan for layout in layouts]),
-        "sharding/mlp_padding": float(np.mean([layout.padding()["mlp"] for layout in layouts])),
     }
-
-
-def spread_metrics(composition: Composition) -> dict[str, float]:
-    """Measures how evenly plans spread a step's sequences: largest over mean attention work and tokens of a device, the
-    share of tokens in sequences on more than one device, padding of the rows and of what all-to-alls send."""
-    layouts = _layouts(composition)
-    plans, padding = [layout.plan for layout in layouts], [layout.padding() for layout in layouts]
-    return {
-        "sharding/balance": max(plan.balance for plan in plans),
-        "sharding/memory": max(plan.memory_ratio for plan in plans),
-        "sharding/sharded_tokens": _sharded(plans),
-        "sharding/mlp_padding": float(np.mean([share["mlp"] for share in padding])),
-        "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
-    }
-
-
-def _layouts(composition: Composition) -> list[SizedLayout]:
-    return [microbatch.layout for microbatch in composition.everywhere if microbatch.layout is not None]
-
-
-def _sharded(plans: Sequence[ShardPlan]) -> float:
-    """Returns the share of tokens in sequences on more than one device."""
-    degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
-    return sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees)

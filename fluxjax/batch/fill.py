@@ -6,154 +6,180 @@ spread over devices are first laid out as one long row, as if there were one dev
 the device and column of each token of that row.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput, blank, concatenate, side_by_side
-from sharding.spread.buffers import SizedLayout, Spread
-from sharding.spread.shapes import Sizes
+from sharding.planner.plan import Round, ShardPlan
+from sharding.spread.buffers import SizedLayout, Spread, lay
 
-from ..base.types import Sample, TrainBatch
-from .composition import Composition, Filled, Microbatch, PackedRows, Row, TrainGroup
-from .part import SizedPart, rows_of
+from ..base.scored import bytes_of, numbers_of
+from ..base.types import Columns, TrainBatch
+from .composition import Composition, Microbatch
+from .part import Part, Room, rows_of
+from .share import Groups, Outline, Piece, Row, Share, TrainGroup
 
 
 @dataclasses.dataclass
 class Spans:
     """The positions of all prompts and responses, span by span. Columns count within a row, features within a shard."""
 
-    total: int = 0  # cells
-    tempered: bool = False  # whether each token's temperature is recorded
+    total: int  # cells
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
     inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
     # cell, segment, branch, column of the token that predicts the first one, rotary position of the first one
-    samples: list[Sample] = dataclasses.field(default_factory=list)  # of each response
+    keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
+    data: list[bytes] = dataclasses.field(default_factory=list)  # the numbers of each response
+    lengths: list[int] = dataclasses.field(default_factory=list)  # tokens of each response
     weights: list[float] = dataclasses.field(default_factory=list)  # of each response
-    # versions of the weights: the step that trains each response
-    versions: list[int] = dataclasses.field(default_factory=list)
-    temperatures: list[float] = dataclasses.field(default_factory=list)  # of each response, if recorded
+    advantages: list[float] = dataclasses.field(default_factory=list)  # of each response
 
-    def place(self, row: Row, cell: int, groups: Sequence[TrainGroup], features: dict[int, int], share: bool) -> None:
+    def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
         column = 0
         for segment, piece in enumerate(row, 1):
             group = groups[piece.item]
-            prompt = group.inputs.laid_out()
+            prompt, (draw, numbers_G3, advantages_G, data) = group.inputs.laid_out(), group.columns
             self.prompts.append((cell + column, segment, features.get(piece.item, 0)))
             self.inputs.append(prompt)
             column += len(prompt)
-            last = column - 1
+            last, numbers = column - 1, numbers_G3.tolist()
             for branch, k in enumerate(piece.responses, 1):
-                sample = group.samples[k]
+                sample, length, _ = numbers[k]
                 branch = branch if share else 0
                 self.responses.append((cell + column, segment, branch, last, prompt.next_position))
-                self.samples.append(sample)
+                self.keys.append((draw, sample))
+                self.data.append(data[k])
+                self.lengths.append(length)
                 self.weights.append(group.weights[k])
-                self.versions.append(group.version)
-                if self.tempered:
-                    self.temperatures.append(sample.response.temperature or group.temperature or 1.0)
-                column += sample.response.num_tokens
-
-    def keys(self) -> tuple[tuple[int, int], ...]:
-        """Returns the (draw, sample) of each response."""
-        return tuple((sample.response.draw, sample.response.sample) for sample in self.samples)
-
-    def response_lengths(self) -> np.ndarray:
-        return np.array([sample.response.num_tokens for sample in self.samples], np.int64)
+                self.advantages.append(advantages_G[k])
+                column += length
 
     def response_cells(self) -> np.ndarray:
         """Returns the cells of all response tokens, response after response."""
-        return span_cells(np.array([span[0] for span in self.responses], np.int64), self.response_lengths())[0]
+        starts = np.array([span[0] for span in self.responses], np.int64)
+        return span_cells(starts, np.array(self.lengths, np.int64))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class SizedRows:
-    """A microbatch of packed rows, in buffers of given sizes."""
-
-    micro: PackedRows
-    filled: Filled
-    groups: Sequence[TrainGroup]  # its items
-    coming: Sizes | None = None  # those that it would have had, if they were compiled
-
-    @property
-    def program(self) -> tuple[object, ...]:
-        """A key that is equal for microbatches that the same compiled program computes."""
-        micro = self.micro
-        return (len(micro.shards), micro.rows, micro.tokens, micro.patches, micro.frame)
-
-
-def lay_out_rows(
-    plan: Sequence[PackedRows],
-    groups: Sequence[TrainGroup],
-    share_prompts: bool,
-    vision: VisionConfig | None,
-    tempered: bool = False,
-) -> Composition:
-    """Returns the microbatches of `plan`, whose items are `groups`. Without `share_prompts` every piece has one
-    response. With `tempered`, they record the temperature at which each token was sampled."""
-    batches: list[TrainBatch] = []
-    keys: list[tuple[int, int]] = []
-    cells: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    first = 0
-    for micro in plan:
-        spans, buffers = Spans(len(micro.shards) * micro.rows * micro.tokens, tempered), list[VisionInput]()
-        for shard, rows in enumerate(micro.shards):
-            features: dict[int, int] = {}
-            if vision is not None:
-                buffer, features = _media(rows, groups, micro.patches, vision)
-                buffers.append(buffer)
-            for row, pieces in enumerate(rows):
-                spans.place(pieces, (shard * micro.rows + row) * micro.tokens, groups, features, share_prompts)
-        batches.append(
-            _train_batch(_arrays(spans, micro.tokens), side_by_side(buffers, micro.frame) if buffers else None)
-        )
-        keys += spans.keys()
-        cells.append(first + spans.response_cells())
-        lengths.append(spans.response_lengths())
-        first += spans.total
-    microbatches = tuple(map(Microbatch, batches))
-    return Composition(microbatches, tuple(keys), np.concatenate(cells), np.concatenate(lengths))
+def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
+    """Returns the microbatches of a share. `tempered`: they record the temperature at which each token was sampled.
+    Without `room.share_prompts` every piece has one response."""
+    here = [outline for outline in share.micros if outline.shards]
+    elsewhere: list[Microbatch] = []
+    for outline in share.micros:
+        if not outline.shards:
+            shapes = _shapes_alone(tuple(sorted(outline.sizes.items())), room, tempered)
+            layout = None if outline.plan is None else lay(outline.plan).sized(outline.sizes)
+            elsewhere.append(Microbatch(shapes, outline.owner, outline.work, layout))
+    coming = [dataclasses.replace(outline, sizes=outline.coming) for outline in here if outline.coming is not None]
+    batches = _written(coming, share, room, tempered).batches if coming else ()
+    composition = _written(here, share, room, tempered)
+    return dataclasses.replace(composition, elsewhere=tuple(elsewhere), filled=share.filled, coming=batches)
 
 
-def lay_out_parts(parts: Sequence[SizedPart], share_prompts: bool, local_devices: range | None = None) -> Composition:
-    """Returns a microbatch for each part. Parts that all devices compute together stand first; with `local_devices`
-    they have only the rows of these devices."""
+def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
+    """Returns the microbatches of these outlines of a share. Those of a plan that all devices compute together have
+    only the rows of the share's devices."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
-    none = np.zeros(0, np.int64)
-    cells, counts = [none], [none]
+    cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     first = 0
-    for sized in parts:
-        part, layout = sized.part, sized.layout
-        devices = local_devices if local_devices is not None and part.owner is None else range(part.plan.num_devices)
-        tempered = any(group.temperature is not None for group in part.groups)
-        spans = Spans(sum(part.plan.lengths), tempered)
-        spans.place(part.pieces, 0, part.groups, part.media.first_feature if part.media else {}, share_prompts)
-        microbatches.append(Microbatch(_lay_out_part(sized, spans, devices), part.owner, part.work, layout))
-        keys += spans.keys()
-        at = layout.cells[spans.response_cells()] - devices.start * layout.columns
-        here = (at >= 0) & (at < len(devices) * layout.columns)
-        cells.append(first + at[here])
-        lengths = spans.response_lengths()
-        counts.append(np.add.reduceat(here, np.cumsum(lengths) - lengths, dtype=np.int64))
-        first += len(devices) * layout.columns
+    for outline in outlines:
+        if outline.plan is None:
+            spans, batch, layout = *_packed(outline, share, room, tempered), None
+            at, lengths, total = spans.response_cells(), np.array(spans.lengths, np.int64), spans.total
+        else:
+            devices = share.shards if outline.owner is None else range(1)
+            part: Part = outline.part or Part(share.groups, outline.pieces, outline.plan, room)
+            spans, batch, layout = _spread(part, outline, devices, share, room, tempered)
+            at, here, total = _on(layout, devices, layout.cells[spans.response_cells()])
+            ends = np.cumsum(np.array(spans.lengths, np.int64))
+            at, lengths = at[here], np.add.reduceat(here, [0, *ends[:-1].tolist()], dtype=np.int64)
+        microbatches.append(Microbatch(batch, outline.owner, outline.work, layout))
+        keys += spans.keys
+        cells.append(first + at)
+        counts.append(lengths)
+        first += total
     return Composition(tuple(microbatches), tuple(keys), np.concatenate(cells), np.concatenate(counts))
 
 
-def _lay_out_part(sized: SizedPart, spans: Spans, devices: range) -> TrainBatch:
-    line = {name: array.reshape(*array.shape[:-2], -1) for name, array in _arrays(spans, spans.total).items()}
-    media, device = sized.part.media, sized.layout.device
-    line["predecessor"], spread = sized.layout.spread(line["predecessor"])
-    vision = None
+def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple[Spans, TrainBatch]:
+    """Lays out packed rows."""
+    sizes = outline.sizes
+    rows, columns = sizes["rows"], sizes["columns"]
+    spans, buffers = Spans(len(outline.shards) * rows * columns), list[VisionInput]()
+    for shard, shard_rows in enumerate(outline.shards):
+        features: dict[int, int] = {}
+        if room.vision is not None:
+            buffer, features = _media(shard_rows, share.groups, sizes["patches"], room.vision)
+            buffers.append(buffer)
+        for row, pieces in enumerate(shard_rows):
+            spans.place(pieces, (shard * rows + row) * columns, share.groups, features, room.share_prompts)
+    vision = side_by_side(buffers, sizes["frame"]) if buffers else None
+    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision)
+
+
+def _spread(
+    part: Part, outline: Outline, devices: range, share: Share, room: Room, tempered: bool
+) -> tuple[Spans, TrainBatch, SizedLayout]:
+    """Lays out the rows of these devices of a microbatch with a plan."""
+    layout, media, vision = part.layout.sized(outline.sizes), part.media, None
+    spans = Spans(sum(part.plan.lengths))
+    spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
+    arrays = _arrays(spans, spans.total, share.version, tempered)
+    line = {name: array.reshape(*array.shape[:-2], -1) for name, array in arrays.items()}
+    line["predecessor"], spread = layout.spread(line["predecessor"])
     if media is not None:
-        line["feature_index"], vision = media.buffers(line["feature_index"], device, sized.sizes, devices)
-    return _train_batch(_onto_rows(line, sized.layout, devices), vision, rows_of(spread, devices))
+        line["feature_index"], vision = media.buffers(line["feature_index"], layout.device, outline.sizes, devices)
+    return spans, _train_batch(_onto_rows(line, layout, devices), vision, rows_of(spread, devices)), layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool) -> TrainBatch:
+    """Returns the shapes of a microbatch, in buffers of these sizes, that one device computes alone."""
+    nothing = np.zeros(0, np.int64)
+    plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
+    outline = Outline((((Piece(0, (0,)),),),), dict(sizes), plan=plan, owner=0)
+    group = sized_group(1, (nothing, nothing), (), [1])
+    (batch,) = _written([outline], Share((outline,), {0: group}, range(1), 0, frozenset()), room, tempered).batches
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
+
+
+def sized_group(
+    tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int], lengths: Sequence[int]
+) -> TrainGroup:
+    """Returns a group of which only the sizes are known: a prompt of `tokens` tokens, with features `shown` as in
+    `ModelInput.shown`, and frame pairs of so many patches (none: a prompt without media); responses of `lengths`
+    tokens. Everything else about it is zero, and that of the prompt takes no memory."""
+    index = np.full(tokens, -1, np.int32)
+    where, which = shown
+    index[where] = which
+    patches = int(np.sum(frames, dtype=np.int64))
+    vision = VisionInput(
+        patches_PX=_zeros((patches, 0), np.float32),
+        positions_P2=_zeros((patches, 2), np.int32),
+        frame_segments_P=np.repeat(np.arange(1, len(frames) + 1, dtype=np.int32), frames),
+        window_segments_P=_zeros((patches,), np.int32),
+        frame_bound=1,  # that of the batch is planned
+    )
+    positions, count = _zeros((3, tokens), np.int32), len(lengths)
+    inputs = ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
+    numbers_G3 = np.array([(k, n, 0) for k, n in enumerate(lengths)], np.int64).reshape(-1, 3)
+    data = tuple(bytes_of(k, None, (0,) * n, (0.0,) * n, (0,) * n) for k, n in enumerate(lengths))
+    return TrainGroup("", inputs, Columns(-1, numbers_G3, np.zeros(count), data), np.zeros(count))
+
+
+def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
@@ -161,15 +187,19 @@ _PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
     """Moves the tokens of one long row to the rows of `devices`: `[..., tokens]` -> `[..., devices, columns]`."""
-    size = len(devices) * layout.columns
-    at = layout.cells - devices.start * layout.columns
-    here = (at >= 0) & (at < size)
+    at, here, size = _on(layout, devices, layout.cells)
     rows = {}
     for name, values in line.items():
         flat = np.full((*values.shape[:-1], size), _PADDING.get(name, 0), values.dtype)
         flat[..., at[here]] = values[..., here]
         rows[name] = flat.reshape(*values.shape[:-1], len(devices), layout.columns)
     return rows
+
+
+def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns the places of `cells` in the rows of these devices, which of them are there, and the size of the rows."""
+    at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
+    return at, (at >= 0) & (at < size), size
 
 
 def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -179,15 +209,15 @@ def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.
     return np.repeat(starts, lengths) + within, within
 
 
-def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of all microbatches as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
+def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> dict[str, np.ndarray]:
+    """Returns the arrays of a microbatch as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
     total = spans.total
     arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens", "segments", "branches")}
     arrays |= {name: np.zeros(total, np.float32) for name in ("loss_weights", "advantages", "behaviour")}
     arrays |= {name: np.zeros(total, np.float32) for name in ("reference", "response_log_ratios")}
     arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "lags")}
     arrays["positions"] = np.zeros((3, total), np.int32)
-    if spans.tempered:
+    if tempered:
         arrays["temperatures"] = np.ones(total, np.float32)
     column = np.arange(total, dtype=np.int32) % tokens_per_row
     arrays["predecessor"] = np.maximum(column - 1, 0)
@@ -205,20 +235,19 @@ def _arrays(spans: Spans, tokens_per_row: int) -> dict[str, np.ndarray]:
     arrays["predecessor"][starts] = column[starts]  # no token predicts a first token; stay within the segment
 
     starts, segments, branches, last, position = np.array(spans.responses).T
-    lengths = spans.response_lengths()
+    lengths = np.array(spans.lengths, np.int64)
     cells, within = span_cells(starts, lengths)
-    responses = [sample.response for sample in spans.samples]
-    numbers = zip(*(response.arrays for response in responses), strict=True)
-    for name, parts in zip(("tokens", "behaviour", "lags"), numbers, strict=True):
-        arrays[name][cells] = np.concatenate(parts)
-    versions = arrays["lags"][cells]
-    arrays["lags"][cells] = np.where(versions < 0, -1, np.repeat(spans.versions, lengths) - versions)
+    numbers = [numbers_of(data) for data in spans.data]
+    arrays["tokens"][cells] = np.concatenate([response.tokens for response in numbers])
+    arrays["behaviour"][cells] = np.concatenate([response.logprobs for response in numbers])
+    versions = np.concatenate([response.versions for response in numbers])
+    arrays["lags"][cells] = np.where(versions < 0, -1, version - versions)
     for name, values in (
         ("segments", segments),
         ("branches", branches),
         ("loss_weights", spans.weights),
-        ("advantages", [sample.advantage for sample in spans.samples]),
-        *([("temperatures", spans.temperatures)] if spans.tempered else ()),
+        ("advantages", spans.advantages),
+        *([("temperatures", [response.temperature or 1.0 for response in numbers])] if tempered else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)
     arrays["positions"][:, cells] = np.repeat(position, lengths) + within
@@ -254,7 +283,7 @@ def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spre
 
 
 def _media(
-    rows: Iterable[Row], groups: Sequence[TrainGroup], num_patches: int, vision: VisionConfig
+    rows: Iterable[Row], groups: Groups, num_patches: int, vision: VisionConfig
 ) -> tuple[VisionInput, dict[int, int]]:
     """Returns a shard's vision buffer, with the media of its groups once each, and the first merged feature of each
     group."""

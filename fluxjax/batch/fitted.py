@@ -18,8 +18,7 @@ import numpy as np
 
 from sharding.spread.shapes import round_up
 
-from .composition import Piece, Row
-from .pieces import SizedPieces
+from .share import Piece, Row
 
 MORE = 2  # microbatches tried beyond the least number that could hold all tokens
 GOOD = 1.06  # padded tokens over tokens, below which no further microbatch is tried
@@ -53,14 +52,14 @@ class Fit:
         """Returns the sum of the row lengths of the microbatches."""
         return sum(self.lengths[k] for k in self.used)
 
-    def filled(self, sized: SizedPieces) -> list[tuple[int, list[Row]]]:
+    def filled(self, pieces: Sequence[Piece]) -> list[tuple[int, list[Row]]]:
         """Returns, for each microbatch, the length of its rows and its non-empty rows, each as its pieces."""
         rows: dict[int, list[Piece]] = {}
-        for i, row in zip(sized.order.tolist(), self.where[sized.order].tolist(), strict=True):
-            rows.setdefault(row, []).append(sized.pieces[i])
+        for piece, row in sorted(zip(pieces, self.where.tolist(), strict=True)):
+            rows.setdefault(row, []).append(piece)
         members: dict[int, list[Row]] = {k: [] for k in self.used}
-        for row, pieces in rows.items():
-            members[row // self.rows].append(tuple(pieces))
+        for row, row_pieces in rows.items():
+            members[row // self.rows].append(tuple(row_pieces))
         return [(self.lengths[k], used_rows) for k, used_rows in members.items()]
 
 

@@ -2,27 +2,33 @@
 
 Devices wait for one another only at the end of a minibatch. So each device's work over all of its microbatches has to
 be even, not the number or the size of its microbatches (ODC paper, section 4). A microbatch is one row of one device,
-laid out like any spread one, by a plan of a single device; the device computes its own media, too. Sequences that one
-device can't hold are computed by all devices together, before the others: see `collective`.
+laid out like any spread one, by a plan of a single device; the device computes its own media, too.
+
+Sequences that one device can't hold are computed by all devices together, before the others, spread as under
+`flex_ulysses`. Meanwhile all devices wait for one another at every layer. So devices that the plan leaves idle compute
+shorter sequences, as long as the microbatch takes no more time.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from models.config import TextConfig, VisionConfig
+from models.inputs import common_bound
+from sharding.mesh import replica_size
 from sharding.planner.packing import Microbatches, busiest, lb_mini
-from sharding.planner.plan import ShardPlan, rounds
+from sharding.planner.plan import ShardPlan, rounds, row_tokens
+from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .collective import Collective
-from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
-from .part import Part, Room, SizedPart, size_parts
-from .pieces import pieces_of
-from .share import Share, lay_out_share, share_parts
-from .work import estimate
+from .part import Part, Room, outlines_of
+from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
+from .spreading import Spreading
+from .work import Estimate, estimate
 
+EVEN_TOKENS = 0.95  # mean over maximum of the devices' tokens, above which no device counts as idle
 CUTS = 3  # smaller sizes of pieces that are tried with shared prompts
 WORTH = 0.01  # share of a step's predicted time that further copies of prompts must save
 
@@ -37,25 +43,19 @@ class OwnPace:
     def __init__(
         self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes, self._room = num_devices, shapes, Room.of(config, vision)
-        self._tempered = config.rollout.tempered
+        self._num_devices, self._shapes = num_devices, shapes
         self._work_of = estimate(config, text, vision)
-        self._collective = Collective(config, num_devices, vision, text, shapes, self._work_of)
-        self._room = self._collective.spreading.room
+        self._spreading = Spreading(config, num_devices, vision, text, shapes)
+        self._room = Room.of(config, vision)
+        self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def check(self) -> None:
         """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
-        self._collective.spreading.check()
+        self._spreading.check()
 
-    def share(self, outline: Sequence[SizedPart], shards: range) -> Share:
-        return share_parts(outline, shards)
-
-    def lay_out(self, share: Share) -> Composition:
-        return lay_out_share(share, self._room, self._tempered)
-
-    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
-        """Returns the microbatches: first those of all devices together, for sequences that no single device holds;
-        then those of one device each, device after device, each device's heaviest first.
+    def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
+        """Returns the microbatches and their groups: first those of all devices together, for sequences that no single
+        device holds; then those of one device each, device after device, each device's heaviest first.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
@@ -63,19 +63,21 @@ class OwnPace:
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
         """
-        parts, rest = self._collective.parts(groups)
-        return size_parts([*parts, *(self._alone(rest) if rest else ())], self._shapes)
+        parts, together, rest = self._together(groups)
+        groups = [*together, *rest]
+        return outlines_of([*parts, *(self._alone(groups, len(together)) if rest else ())], self._shapes), groups
 
-    def _alone(self, groups: Sequence[TrainGroup]) -> list[Part]:
-        items = [group.item for group in groups]
-        pieces, work, devices = self._deal(items)
-        patches = self._room.patches
+    def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
+        """Returns the microbatches of single devices, of the groups from number `first` on."""
+        pieces, work, devices = self._deal([group.item for group in groups[first:]])
+        pieces = [piece._replace(item=first + piece.item) for piece in pieces]
+        patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])
         found: list[Part] = []
         for device, microbatches in enumerate(devices):
-            fitting = [part for members in microbatches for part in _within(members, pieces, items, patches)]
+            fitting = [part for members in microbatches for part in _within(members, pieces, patches)]
             for members in sorted(fitting, key=lambda members: (-work[members].sum(), members)):
                 chosen, load = [pieces[i] for i in members], float(work[members].sum())
-                found.append(Part(groups, chosen, _on_one_device(items, chosen), self._room, device, load))
+                found.append(Part(groups, chosen, _on_one_device(chosen), self._room, frame, device, load))
         return found
 
     def _deal(self, items: Sequence[Item]) -> tuple[list[Piece], np.ndarray, list[Microbatches]]:
@@ -87,15 +89,12 @@ class OwnPace:
         """
         room, share = self._room.tokens, self._room.share_prompts
         whole = pieces_of(items, room, share)
-        mean = -(-sum(tokens_of(items, piece) for piece in whole) // self._num_devices)
+        mean = -(-sum(piece.tokens for piece in whole) // self._num_devices)
         choices = [whole, *(pieces_of(items, room, True, max(mean >> k, 1)) for k in range(CUTS) if share)]
         best: tuple[list[Piece], np.ndarray, list[Microbatches]] | None = None
         least = 0.0
         for pieces in choices:
-            tokens = np.array([tokens_of(items, piece) for piece in pieces])
-            squares = np.array([squares_of(items, piece) for piece in pieces])
-            patches = np.array([items[piece.item].patches for piece in pieces], float)
-            work = np.asarray(self._work_of(tokens.astype(float), squares, patches), float)
+            tokens, work = np.array([piece.tokens for piece in pieces]), work_of(self._work_of, pieces)
             devices = lb_mini(tokens, work, self._num_devices, room)
             longest = busiest(devices, work)
             if best is None or longest < (1 - WORTH) * least:
@@ -103,21 +102,122 @@ class OwnPace:
         assert best is not None
         return best
 
+    # --- microbatches of all devices together ---------------------------------------------------------
 
-def _on_one_device(items: Sequence[Item], pieces: Sequence[Piece]) -> ShardPlan:
-    lengths = tuple(tokens_of(items, piece) for piece in pieces)
+    def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
+        """Returns the microbatches that all devices compute together, their groups, and the rest of `groups`.
+
+        Raises ConfigError, naming prompt and field, for sequences that all devices can't hold, and if no plan exists.
+        """
+        large, rest = self._split(groups)
+        if not large:
+            return [], [], rest
+        groups = [*large, *rest]
+        frame = common_bound(group.inputs for group in groups)
+        shorter = pieces_of([group.item for group in rest], self._room.tokens, self._room.share_prompts)
+        shorter = [piece._replace(item=len(large) + piece.item) for piece in shorter]
+        shorter.sort(key=lambda piece: (-piece.tokens, piece))
+        parts: list[Part] = []
+        for part in self._spreading.parts(large):
+            plan, taken = self._filled(part, shorter, frame)
+            shorter = [piece for piece in shorter if piece not in taken]
+            pieces = [*part.pieces, *taken]
+            plan, work = self._estimated(plan, pieces)
+            parts.append(Part(groups, pieces, plan, self._room, frame, work=work))
+        left: dict[int, list[int]] = {}
+        for piece in shorter:
+            left.setdefault(piece.item, []).extend(piece.responses)
+        return parts, groups, [groups[item].only(sorted(left[item])) for item in sorted(left)]
+
+    def _split(self, groups: Sequence[TrainGroup]) -> tuple[list[TrainGroup], list[TrainGroup]]:
+        """Returns the groups of responses that need several devices, and the groups of responses that one device holds.
+        A group may be in both lists, with different responses.
+
+        With `packing.share_prompts`, responses that one device could hold join the others of their group if further
+        copies of the prompt would be more tokens than they have.
+        """
+        room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
+        degree, replica = self._spreading.degree, self._replica
+        check(
+            [group.item for group in groups],
+            degree * room,
+            replica * patches,
+            "packing.tokens_per_row * packing.rows_per_device" + (f" * {degree} devices" if degree > 1 else ""),
+            "packing.patches_per_device" + (f" * {replica} devices" if replica > 1 else ""),
+        )
+        large: list[TrainGroup] = []
+        rest: list[TrainGroup] = []
+        for group in groups:
+            item = group.item
+            beyond = {k for k, n in enumerate(item.responses) if item.prompt + n > room or item.patches > patches}
+            if share and 0 < len(beyond) < len(item.responses):
+                beyond = _followed(item, beyond, room, degree * room)
+            large += [group.only(sorted(beyond))] if beyond else []
+            held = [k for k in range(len(item.responses)) if k not in beyond]
+            rest += [group.only(held)] if held else []
+        return large, rest
+
+    def _filled(self, part: Part, shorter: Sequence[Piece], frame: int) -> tuple[ShardPlan, list[Piece]]:
+        """Returns the plan of `part` with some of the `shorter` sequences, longest first, on devices that it leaves
+        idle; and these sequences.
+
+        All rows of a microbatch have the length of its longest row, and attention takes the time of the busiest device.
+        So no device gets more tokens or more attention than the plan's largest. Media are spread evenly, wherever their
+        sequence is, so they only have to fit.
+        """
+        plan, patches, replica = part.plan, self._room.whole_patches, self._replica
+        squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
+        loads_D2 = np.stack([row_tokens(plan.num_devices, plan.lengths, plan.rounds), squares], axis=1)
+        most_2 = loads_D2.max(axis=0)
+        if loads_D2[:, 0].mean() > EVEN_TOKENS * most_2[0]:
+            return plan, []
+        # the patches of the items whose media are in each replica
+        media_R: list[dict[int, int]] = [{} for _ in range(plan.num_devices // replica)]
+        for piece, first in zip(part.pieces, plan.firsts, strict=True):
+            media_R[first // replica][piece.item] = piece.patches
+
+        def fits(device: int, piece: Piece) -> bool:
+            there = media_R[device // replica] | {piece.item: piece.patches}
+            return surely_hold(sum(there.values()), frame, replica, patches)
+
+        taken: list[Piece] = []
+        firsts: list[int] = []
+        for piece in shorter:
+            load_2 = np.array([piece.tokens, piece.squares])
+            free = [d for d in np.flatnonzero((loads_D2 + load_2 <= most_2).all(axis=1)).tolist() if fits(d, piece)]
+            if free:
+                device = min(free, key=lambda d: (loads_D2[d, 0], d))
+                loads_D2[device] += load_2
+                media_R[device // replica][piece.item] = piece.patches
+                taken.append(piece)
+                firsts.append(device)
+        lengths = (*plan.lengths, *(piece.tokens for piece in taken))
+        degrees, all_firsts = (*plan.degrees, *(1 for _ in taken)), (*plan.firsts, *firsts)
+        packed = rounds(plan.num_devices, degrees, all_firsts)
+        return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
+
+    def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
+        """Returns the plan with the work of its sequences without media, and the busiest device's work with media."""
+        work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
+        media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
+        plan = dataclasses.replace(plan, work=tuple(work.tolist()))
+        return plan, float(plan.compute().max()) + media
+
+
+def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
+    lengths = tuple(piece.tokens for piece in pieces)
     degrees, firsts = (1,) * len(lengths), (0,) * len(lengths)
-    work = tuple(squares_of(items, piece) for piece in pieces)
+    work = tuple(piece.squares for piece in pieces)
     return ShardPlan(1, lengths, work, degrees, firsts, rounds(1, degrees, firsts))
 
 
-def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Item], cap: int) -> list[list[int]]:
+def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
     """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. An
     item's patches stand once in a microbatch, so its pieces stay together."""
     parts: list[set[int]] = []
     used: list[int] = []
-    for item in sorted({pieces[i].item for i in members}, key=lambda item: (-items[item].patches, item)):
-        patches = items[item].patches
+    media = {pieces[i].item: pieces[i].patches for i in members}
+    for item, patches in sorted(media.items(), key=lambda pair: (-pair[1], pair[0])):
         place = next((k for k, n in enumerate(used) if n + patches <= cap), len(parts))
         if place == len(parts):
             parts.append(set())
@@ -125,3 +225,28 @@ def _within(members: Sequence[int], pieces: Sequence[Piece], items: Sequence[Ite
         parts[place].add(item)
         used[place] += patches
     return [sorted(i for i in members if pieces[i].item in part) for part in parts]
+
+
+def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
+    """Returns the estimated work of each piece, with its media."""
+    sizes = np.array([(piece.tokens, piece.squares, piece.patches) for piece in pieces], float).reshape(-1, 3)
+    return np.asarray(estimate(*sizes.T), float)
+
+
+def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
+    """Returns the responses `beyond` one device, plus those that share their copy of the prompt if joining them saves
+    more tokens than they have."""
+    responses = set(range(len(item.responses)))
+
+    def copies(together: set[int]) -> int:
+        """Returns the number of prompt copies if `together` is computed together and the rest on single devices."""
+        kinds = (together, all_room), (responses - together, room)
+        return sum(len(pieces_of([_of(some)], longest, True)) for some, longest in kinds if some)
+
+    def _of(some: set[int]) -> Item:
+        return item._replace(responses=tuple(item.responses[k] for k in sorted(some)))
+
+    shared = pieces_of([item], all_room, True)
+    followed = {k for piece in shared if piece.tokens > room for k in piece.responses}
+    saved = (copies(beyond) - copies(followed)) * item.prompt
+    return followed if saved > sum(item.responses[k] for k in followed - beyond) else beyond

@@ -16,16 +16,16 @@ import jax
 import numpy as np
 
 from models.config import VisionConfig
-from models.inputs import ARRAYS, VisionInput, blank, common_bound, concatenate, side_by_side
+from models.inputs import ARRAYS, VisionInput, blank, concatenate, side_by_side
 from sharding.mesh import binary_axes, replica_size
 from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
-from sharding.spread.buffers import Layout, SizedLayout, lay, size_cost
+from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config
-from .composition import Filled, Piece, TrainGroup
+from .share import Groups, Outline, Piece
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
 # token. A prompt's last token in the chunk predicts the first tokens of responses beyond it: at most one sequence of a
@@ -78,29 +78,33 @@ class Part:
 
     `owner` is the device that computes the entire part alone, by a plan of one device; None: the devices of the plan
     compute it together. `work` is the predicted cost for the busiest device, in any unit; None: no prediction is
-    needed. `shaped`: the plan was made for rows of a given length.
+    needed. `shaped`: the plan was made for rows of a given length. `frame` bounds the patches of a frame pair.
 
     Raises PlanError if a device does not hold its tokens or patches.
     """
 
     layout: Layout
     media: SpreadMedia | None  # None: a text model
-    caps: Sizes  # the largest size of each buffer that a microbatch may need
 
     def __init__(
         self,
-        groups: Sequence[TrainGroup],
+        groups: Groups,
         pieces: Sequence[Piece],
         plan: ShardPlan,
         room: Room,
+        frame: int = 1,
         owner: int | None = None,
         work: float | None = None,
         shaped: bool = False,
     ) -> None:
         self.groups, self.pieces, self.plan, self.owner, self.work = groups, tuple(pieces), plan, owner, work
-        self.shaped, self.layout = shaped, lay(plan, room.tokens)
-        self.caps = room.caps(plan.num_devices)
+        self.shaped, self.layout, self._room, self._frame = shaped, lay(plan, room.tokens), room, frame
         self.media = None if room.vision is None else SpreadMedia(groups, pieces, plan, room, room.vision)
+
+    @functools.cached_property
+    def caps(self) -> Sizes:
+        """The largest size of each buffer that a microbatch may need."""
+        return self._room.caps(self.plan.num_devices)
 
     @functools.cached_property
     def needs(self) -> Sizes:
@@ -111,13 +115,11 @@ class Part:
             return sizes
         # Several devices beyond an axis may show a feature that crosses the axis only once, so the cap is a second
         # bound.
-        media = self.media.needs(*self._shown())
+        media = self.media.needs(*self._shown()) | {"frame": self._frame}
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 
     def items_on(self, devices: range) -> set[int]:
-        """Returns the items that have a token or a frame on one of these devices of the mesh."""
-        if self.owner is not None:
-            return {piece.item for piece in self.pieces} if self.owner in devices else set()
+        """Returns the items that have a token or a frame on one of these devices."""
         media = set() if self.media is None else self.media.items_on(devices)
         spans = zip(self.pieces, self.plan.firsts, self.plan.degrees, strict=True)
         return media | {p.item for p, first, n in spans if first < devices.stop and devices.start < first + n}
@@ -144,7 +146,7 @@ class SpreadMedia:
     """
 
     def __init__(
-        self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
+        self, groups: Groups, pieces: Sequence[Piece], plan: ShardPlan, room: Room, vision: VisionConfig
     ) -> None:
         self._vision, self._num_devices = vision, plan.num_devices
         self.cap = room.whole_patches
@@ -152,13 +154,12 @@ class SpreadMedia:
         homes: dict[tuple[int, int], int] = {}  # the first piece of an item in a replica
         for i, piece in enumerate(pieces):
             homes.setdefault((plan.firsts[i] // self._replica, piece.item), i)
-        self._bound = common_bound(group.inputs for group in groups)
         self.first_feature: dict[int, int] = {}
         total = 0
         for item in sorted({item for _, item in homes}):
-            if patches := groups[item].item.patches:
+            if frame_edges := groups[item].inputs.frame_edges:
                 self.first_feature[item] = total
-                total += patches // vision.merge_unit
+                total += frame_edges[-1] // vision.merge_unit
         self._groups = groups
         items: list[int] = []  # the item of each unit (a frame pair)
         edges: list[tuple[int, int]] = []  # the first patch of each unit, and its end
@@ -169,10 +170,11 @@ class SpreadMedia:
         for replica, item in sorted(homes):
             if item not in self.first_feature:
                 continue
-            count, first = groups[item].item.patches // vision.merge_unit, self.first_feature[item]
+            frame_edges = groups[item].inputs.frame_edges
+            count, first = frame_edges[-1] // vision.merge_unit, self.first_feature[item]
             self._computed[replica, first : first + count] = used + np.arange(count)
             used += count
-            pairs = list(pairwise(groups[item].inputs.frame_edges))
+            pairs = list(pairwise(frame_edges))
             edges += pairs
             items += [item] * len(pairs)
             home += [homes[replica, item]] * len(pairs)
@@ -192,10 +194,6 @@ class SpreadMedia:
                 "raise it"
             )
 
-    @property
-    def num_patches(self) -> int:
-        return int(self._sizes.sum())
-
     def items_on(self, devices: range) -> set[int]:
         """Returns the items with a frame that one of these devices computes."""
         owners = np.array(self.plan.devices, np.int64)
@@ -208,7 +206,7 @@ class SpreadMedia:
         source = source[self._computed[device // self._replica, feature]]
         pairs = np.bincount(source * self._num_devices + device, minlength=self._num_devices**2)
         sends = crossings(pairs.reshape(self._num_devices, -1))
-        return {"patches": max(self._fullest, self._vision.merge_unit), "frame": self._bound} | sends
+        return {"patches": max(self._fullest, self._vision.merge_unit)} | sends
 
     def buffers(
         self, feature_index: np.ndarray, device: np.ndarray, sizes: Sizes, devices: range
@@ -275,31 +273,10 @@ def rows_of(tree: Tree, devices: range) -> Tree:
     return jax.tree.map(lambda rows: rows[devices.start : devices.stop], tree)
 
 
-@dataclasses.dataclass(frozen=True)
-class SizedPart:
-    """A part, and the sizes of its buffers."""
-
-    part: Part
-    sizes: Sizes
-    coming: Sizes | None = None  # the sizes that it would have had, if they were compiled
-
-    @functools.cached_property
-    def layout(self) -> SizedLayout:
-        return self.part.layout.sized(self.sizes)
-
-    @property
-    def program(self) -> tuple[object, ...]:
-        """A key that is equal for microbatches that the same compiled program computes."""
-        return (self.part.plan.num_devices, *sorted(self.sizes.items()))
-
-    @property
-    def filled(self) -> Filled:
-        """The used tokens and patches, and the capacity of the token and the patch buffers."""
-        media, devices = self.part.media, self.part.plan.num_devices
-        patches = (media.num_patches, devices * self.sizes["patches"]) if media is not None else (0, 0)
-        return Filled(sum(self.part.plan.lengths), devices * self.sizes["columns"], *patches)
-
-
-def size_parts(parts: Sequence[Part], shapes: ShapeBook) -> list[SizedPart]:
+def outlines_of(parts: Sequence[Part], shapes: ShapeBook) -> list[Outline]:
     """Returns the parts in buffers whose sizes `shapes` chooses."""
-    return [SizedPart(p, *shapes.choose(p.needs, p.caps, size_cost, p.plan.num_devices)) for p in parts]
+    found: list[Outline] = []
+    for part in parts:
+        sizes, coming = shapes.choose(part.needs, part.caps, size_cost, part.plan.num_devices)
+        found.append(Outline(((part.pieces,),), sizes, coming, part.plan, part.owner, part.work, part))
+    return found

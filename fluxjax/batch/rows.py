@@ -9,7 +9,6 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -19,11 +18,8 @@ from sharding.spread.buffers import size_weight
 from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
-from .composition import Composition, Filled, Item, PackedRows, Piece, Row, TrainGroup, check, tokens_of
-from .fill import SizedRows, lay_out_rows
 from .fitted import Fit, fit_rows, lengths_between
-from .pieces import SizedPieces, sized_pieces
-from .share import Share, share_rows
+from .share import Item, Outline, Piece, Row, TrainGroup, check, pieces_of
 
 # tokens: with shorter `packing.tokens_per_row`, further row lengths save too little to compile a program for them
 LONG = 1024
@@ -64,46 +60,34 @@ class RowPacking:
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
-        self._tempered = config.rollout.tempered
 
     def check(self) -> None:
         """Does nothing: rows do not depend on the number of devices."""
 
-    def share(self, outline: Sequence[SizedRows], shards: range) -> Share:
-        return share_rows(outline, shards)
-
-    def lay_out(self, share: Share) -> Composition:
-        def written(micros: Sequence[PackedRows]) -> Composition:
-            return lay_out_rows(micros, share.groups, self._share, self._vision, self._tempered)
-
-        micros = [micro for micro in share.micros if isinstance(micro, PackedRows)]
-        coming = [self._in(sizes, micros[number]) for number, sizes in share.coming]
-        batches = written(coming).batches if coming else ()
-        return dataclasses.replace(written(micros), filled=share.filled, coming=batches)
-
-    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedRows]:
-        """Returns the microbatches, in buffers whose sizes the shape book chooses."""
+    def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
+        """Returns the microbatches, in buffers whose sizes the shape book chooses, and their groups."""
         items = [group.item for group in groups]
         check(items, self._budget.tokens_per_row, self._budget.patches[-1])
-        pieces = sized_pieces(items, self._budget.tokens_per_row, self._share)
+        pieces = pieces_of(items, self._budget.tokens_per_row, self._share)
         exact = self._budget.tokens_per_row < LONG
-        plan = None if exact else self._fitted(items, pieces)
+        plan = None if exact else self._fitted(pieces)
         if plan is None or cells_of(plan) > _least_cells(items, self._budget, self._share):
             full = packed(items, pieces, self._budget, self._share)
             plan = full if plan is None or cells_of(full) < cells_of(plan) else plan
         frame = common_bound(group.inputs for group in groups) if self._vision is not None else 0
-        return [self._sized(micro, groups, items, frame, exact) for micro in plan]
+        return [self._sized(micro, frame, exact) for micro in plan], groups
 
-    def _fitted(self, items: Sequence[Item], pieces: SizedPieces) -> list[PackedRows] | None:
+    def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
         """Returns the microbatches in rows of fitted lengths; None if there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
         best: tuple[int, Fit] | None = None  # with the cells of one shard
+        tokens = np.array([piece.tokens for piece in pieces])
         for rows in reversed(budget.rows):
             known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
             free = lengths_between(budget.tokens_per_row // SHORTEST, budget.tokens_per_row)
-            found = [fit_rows(pieces.tokens, rows * shards, known)]
+            found = [fit_rows(tokens, rows * shards, known)]
             if not shapes.full(shards):
-                found.append(fit_rows(pieces.tokens, rows * shards, sorted({*known, *free})))
+                found.append(fit_rows(tokens, rows * shards, sorted({*known, *free})))
             cells = [rows * plan.columns() if plan is not None else math.inf for plan in found]
             k = 0 if cells[0] <= (1 + shapes.patience(shards)) * cells[-1] else -1
             if (plan := found[k]) is not None and (best is None or cells[k] < FEWER * best[0]):
@@ -111,36 +95,28 @@ class RowPacking:
         if best is None:
             return None
         filled, rows = best[1].filled(pieces), best[1].rows // shards
-        media = any(item.patches for item in items)
-        if media and any(_media_of(items, row) > budget.patches[-1] for _, members in filled for row in members):
+        media = (sum({piece.item: piece.patches for piece in row}.values()) for _, members in filled for row in members)
+        if max(media) > budget.patches[-1]:
             return None
-        return [micro for length, members in filled for micro in _spread(items, members, budget, rows, length)]
+        return [micro for length, members in filled for micro in _spread(members, budget, rows, length)]
 
-    def _sized(
-        self, micro: PackedRows, groups: Sequence[TrainGroup], items: Sequence[Item], frame: int, exact: bool
-    ) -> SizedRows:
+    def _sized(self, micro: Outline, frame: int, exact: bool) -> Outline:
         budget = self._budget
-        needs = {"rows": micro.rows, "columns": micro.tokens}
+        needs = {"rows": micro.sizes["rows"], "columns": micro.sizes["columns"]}
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
         if self._vision is not None:
             # The vision tower's program accepts no batch without patches, so every microbatch has some.
-            needs |= {"patches": max(micro.patches, self._vision.merge_unit), "frame": frame}
+            needs |= {"patches": max(micro.sizes["patches"], self._vision.merge_unit), "frame": frame}
             caps |= {"patches": budget.patches[-1], "frame": max(frame, 1 << (budget.patches[-1] - 1).bit_length())}
         sizes, coming = self._shapes.choose(needs, caps, _rows_cost, budget.num_shards, exact)
-        micro = self._in(sizes, micro)
-        used = sum(tokens_of(items, piece) for shard in micro.shards for row in shard for piece in row)
-        media = (
-            sum(_media_of(items, list(chain.from_iterable(shard))) for shard in micro.shards) if micro.patches else 0
-        )
-        shards = budget.num_shards
-        filled = Filled(used, shards * micro.rows * micro.tokens, media, shards * micro.patches)
-        return SizedRows(micro, filled, groups, coming)
+        return Outline(micro.shards, self._whole(sizes), self._whole(coming) if coming is not None else None)
 
-    def _in(self, sizes: Sizes, micro: PackedRows) -> PackedRows:
-        """Returns the microbatch in buffers of these sizes."""
-        unit = self._vision.merge_unit if self._vision is not None else 1
-        patches = -(-sizes.get("patches", 0) // unit) * unit
-        return PackedRows(sizes["rows"], sizes["columns"], patches, micro.shards, sizes.get("frame", 0))
+    def _whole(self, sizes: Sizes) -> Sizes:
+        """Returns the sizes with patches that make up complete merged features."""
+        if self._vision is None:
+            return sizes
+        unit = self._vision.merge_unit
+        return sizes | {"patches": -(-sizes["patches"] // unit) * unit}
 
 
 def _rows_cost(sizes: Mapping[str, int]) -> float:
@@ -150,14 +126,9 @@ def _rows_cost(sizes: Mapping[str, int]) -> float:
     )
 
 
-def _media_of(items: Sequence[Item], pieces: Sequence[Piece]) -> int:
-    """Returns the number of patches of these pieces, each item counted once."""
-    return sum(items[item].patches for item in {piece.item for piece in pieces})
-
-
-def cells_of(plan: Iterable[PackedRows]) -> int:
+def cells_of(plan: Iterable[Outline]) -> int:
     """Returns the tokens of one shard, padding included."""
-    return sum(micro.rows * micro.tokens for micro in plan)
+    return sum(micro.sizes["rows"] * micro.sizes["columns"] for micro in plan)
 
 
 def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
@@ -170,7 +141,7 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
     return tuple(sorted({-(-cap // (multiple << k)) * multiple for k in range(GRID)}))
 
 
-def packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prompts: bool) -> list[PackedRows]:
+def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share_prompts: bool) -> list[Outline]:
     """Packs every response of every item once, by the heuristic of two that needs fewer padded tokens and patches.
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
@@ -180,20 +151,18 @@ def packed(items: Sequence[Item], sized: SizedPieces, budget: Budget, share_prom
 
     An item's patches count once for each shard that has rows of the item.
     """
-    pieces = sized.pieces
 
     def by_size() -> list[Row]:
-        longest_first = np.argsort(-sized.tokens, kind="stable").tolist()
-        return _first_fit(items, [pieces[i] for i in longest_first], budget)
+        return _first_fit(sorted(pieces, key=lambda piece: -piece.tokens), budget)
 
     def in_turn() -> list[Row]:
-        return _chain(items, budget) if share_prompts else _first_fit(items, pieces, budget)
+        return _chain(items, budget) if share_prompts else _first_fit(pieces, budget)
 
     first, second = (by_size, in_turn) if share_prompts else (in_turn, by_size)
-    plan = _spread(items, first(), budget)
-    if _cost(plan, budget) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
+    plan = _spread(first(), budget)
+    if _cost(plan) <= _least_cells(items, budget, share_prompts) + budget.patches[0]:
         return plan  # the second heuristic can't be better
-    return min(plan, _spread(items, second(), budget), key=lambda plan: _cost(plan, budget))
+    return min(plan, _spread(second(), budget), key=_cost)
 
 
 def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> int:
@@ -204,30 +173,29 @@ def _least_cells(items: Sequence[Item], budget: Budget, share_prompts: bool) -> 
     return budget.tokens_per_row * max(rows, budget.rows[0])
 
 
-def _cost(plan: list[PackedRows], budget: Budget) -> int:
+def _cost(plan: Sequence[Outline]) -> int:
     """Returns the padded tokens and patches of one shard."""
-    return sum(micro.rows * budget.tokens_per_row + micro.patches for micro in plan)
+    return cells_of(plan) + sum(micro.sizes["patches"] for micro in plan)
 
 
-def _first_fit(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget) -> list[Row]:
+def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
     """Puts each piece into the first row with room for its tokens and patches."""
     free = np.zeros(len(pieces), np.int64)
     rows: list[list[Piece]] = []
     patches: list[int] = []
     members: list[set[int]] = []
     for piece in pieces:
-        size, media = tokens_of(items, piece), items[piece.item].patches
-        for row in _with_room(free[: len(rows)], size):
-            added = 0 if piece.item in members[row] else media
+        for row in _with_room(free[: len(rows)], piece.tokens):
+            added = 0 if piece.item in members[row] else piece.patches
             if patches[row] + added <= budget.patches[-1]:
                 break
         else:
-            row, added = len(rows), media
+            row, added = len(rows), piece.patches
             free[row] = budget.tokens_per_row
             rows.append([])
             patches.append(0)
             members.append(set())
-        free[row] -= size
+        free[row] -= piece.tokens
         rows[row].append(piece)
         patches[row] += added
         members[row].add(piece.item)
@@ -257,7 +225,8 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
                     taken.append(k)
                     room -= item.responses[k]
             if taken:
-                rows[-1].append(Piece(index, tuple(sorted(taken))))
+                tokens = item.prompt + sum(item.responses[k] for k in taken)
+                rows[-1].append(Piece(index, tuple(sorted(taken)), tokens, patches=item.patches))
                 free, patches = room, patches + item.patches
                 pending = [k for k in pending if k not in taken]
             if pending:
@@ -266,9 +235,7 @@ def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def _spread(
-    items: Sequence[Item], rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0
-) -> list[PackedRows]:
+def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0) -> list[Outline]:
     """Deals rows to the shards of as few microbatches as possible, with at most `most` rows a shard (0: as `budget`
     allows) of `tokens` tokens (0: `budget.tokens_per_row`).
 
@@ -276,22 +243,23 @@ def _spread(
     the fewest patches, then with the fewest rows. A row that fits in no shard waits for the next microbatch.
     """
     waiting = sorted(rows, key=lambda row: row[0])
-    media = any(item.patches for item in items)
+    media = any(piece.patches for row in rows for piece in row)
     allowed = (most,) if most else budget.rows
-    plan: list[PackedRows] = []
+    plan: list[Outline] = []
     while waiting:
         wanted = min(-(-len(waiting) // budget.num_shards), allowed[-1])
         per_shard = next(size for size in allowed if size >= wanted)
         if media:
             deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
-            left = [row for row in waiting if not deal.take(row, {p.item: items[p.item].patches for p in row})]
+            left = [row for row in waiting if not deal.take(row, {p.item: p.patches for p in row})]
             packed, buffer = tuple(map(tuple, deal.shards)), max(deal.patches)
         else:  # without media, the shards take the rows in turn
             now, left = waiting[: budget.num_shards * per_shard], waiting[budget.num_shards * per_shard :]
             packed, buffer = tuple(tuple(now[shard :: budget.num_shards]) for shard in range(budget.num_shards)), 0
         size = next(size for size in allowed if size >= max(map(len, packed)))
         buffer = buffer if tokens else next(size for size in budget.patches if size >= buffer)
-        plan.append(PackedRows(size, tokens or budget.tokens_per_row, buffer, packed))
+        sizes = {"rows": size, "columns": tokens or budget.tokens_per_row, "patches": buffer}
+        plan.append(Outline(packed, sizes))
         assert len(left) < len(waiting), "a row has more patches than a shard may hold"
         waiting = left
     return plan

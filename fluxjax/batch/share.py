@@ -1,181 +1,263 @@
-"""The share of a step that each of several processes lays out: the rows of its own devices, from the groups in them.
+"""A step before its arrays are written: groups, the pieces that they are cut into, outlines of its microbatches, and
+the share of each process.
 
-The plan of a step is made once, of sizes alone, by the process that knows all groups. The other processes get their
-share of it, and read no prompt, no response and no pixel of the rest. Where sequences are spread over devices, the
-places of a device's tokens and features depend on the sizes of what its neighbours have, so that these are sent, too.
+All of it is made of sizes alone, by the process that knows all groups. The other processes get their share, and read no
+prompt, no response and no pixel of the rest. Where sequences are spread over devices, the places of a device's tokens
+and features depend on the sizes of what its neighbours have, so that these are sent, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 
-from models.inputs import ModelInput, VisionInput
-from sharding.planner.plan import Round, ShardPlan
-from sharding.spread.buffers import lay
+from models.inputs import PromptInput
+from sharding.mesh import replica_size
+from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
 
-from ..base.types import Response, Reward, Sample, TrainBatch
-from .composition import Composition, Filled, Microbatch, PackedRows, Piece, Row, TrainGroup
-from .fill import SizedRows, lay_out_parts
-from .part import Part, Room, SizedPart
+from ..base.types import Columns
+from ..config import ConfigError
+
+
+class Item(NamedTuple):
+    """The sizes of a group: tokens of its prompt and of each of its responses (all positive), and patches."""
+
+    name: str  # of the prompt, for error messages
+    prompt: int
+    responses: tuple[int, ...]
+    patches: int = 0
+
+
+class Piece(NamedTuple):
+    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. Sizes are known only where
+    rows are planned."""
+
+    item: int
+    responses: tuple[int, ...]
+    tokens: int = 0  # the copy of the prompt included
+    squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
+    patches: int = 0  # of the item, which stand once in a shard, whatever the number of its pieces there
+
+
+Row = tuple[Piece, ...]
+
+
+class TrainGroup(NamedTuple):
+    """A group to lay out: its prompt, what a step reads of its non-empty responses, and for each the loss weight of a
+    token (float64)."""
+
+    name: str  # of the prompt, for error messages; empty in processes that do not plan
+    inputs: PromptInput
+    columns: Columns
+    weights: np.ndarray
+
+    @property
+    def item(self) -> Item:
+        patches_PX, lengths = self.inputs.patches_PX, self.columns.numbers_G3[:, 1].tolist()
+        return Item(self.name, len(self.inputs), tuple(lengths), 0 if patches_PX is None else len(patches_PX))
+
+    def only(self, responses: Sequence[int]) -> TrainGroup:
+        """Returns the group with only these of its responses, in order."""
+        draw, numbers_G3, advantages_G, data = self.columns
+        if len(responses) == len(data):
+            return self
+        some = list(responses)
+        columns = Columns(draw, numbers_G3[some], advantages_G[some], tuple(data[k] for k in some))
+        return self._replace(columns=columns, weights=self.weights[some])
+
+
+Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
+
+
+def check(
+    items: Sequence[Item],
+    tokens: int,
+    patches: int,
+    row: str = "packing.tokens_per_row",
+    media: str = "packing.patches_per_device",
+) -> None:
+    """Raises ConfigError for a prompt that with one response exceeds `tokens`, or whose media exceed `patches`; `row`
+    and `media` name the fields that set these bounds."""
+    for item in items:
+        longest = item.prompt + max(item.responses)
+        if longest > tokens:
+            raise ConfigError(
+                f"prompt {item.name}: {item.prompt} prompt tokens and a response of {max(item.responses)} make "
+                f"{longest}, more than {row} = {tokens}"
+            )
+        if item.patches > patches:
+            raise ConfigError(
+                f"prompt {item.name}: its media have {item.patches} patches, more than {media} = {patches}"
+            )
+
+
+def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, responses: int = 0) -> list[Piece]:
+    """Returns the pieces, each computed as one sequence: groups with `share_prompts`, else responses.
+
+    A group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens without the prompt (0: no
+    limit): as few as first-fit-decreasing finds, nearly always one. A response that exceeds these limits alone, with
+    its prompt, is still a piece.
+    """
+    if not items:
+        return []
+    prompts = np.fromiter((item.prompt for item in items), np.int64, len(items))
+    counts = np.fromiter((len(item.responses) for item in items), np.int64, len(items))
+    sizes = np.fromiter(chain.from_iterable(item.responses for item in items), np.int64, int(counts.sum()))
+    firsts = np.cumsum(counts) - counts
+    item_of = np.repeat(np.arange(len(items)), counts)
+    number = np.arange(len(sizes)) - firsts[item_of]  # index of each response in its item
+    part = number if not share_prompts else np.zeros(len(sizes), np.int64)
+    if share_prompts:
+        most = np.minimum(longest, prompts + responses) if responses else longest
+        rooms = np.maximum(most - prompts, np.maximum.reduceat(sizes, firsts))
+        wide = np.add.reduceat(sizes, firsts) > rooms
+        if wide.any():
+            here = wide[item_of]
+            part[here] = _parts(sizes[here], counts[wide], rooms[wide])
+    key = item_of * (int(part.max()) + 1) + part
+    order = np.argsort(key, kind="stable")
+    begins = np.flatnonzero(np.diff(key[order], prepend=-1))
+    owner = item_of[order[begins]]
+    prompt, ordered = prompts[owner], sizes[order]
+    tokens = np.add.reduceat(ordered, begins)
+    squares = prompt * (prompt + 2 * tokens) + np.add.reduceat(ordered**2, begins)
+    numbers, ends = number[order].tolist(), [*begins[1:].tolist(), len(sizes)]
+    spans = [tuple(numbers[begin:end]) for begin, end in zip(begins.tolist(), ends, strict=True)]
+    patches = [items[item].patches for item in owner.tolist()]
+    columns = (owner.tolist(), spans, (prompt + tokens).tolist(), squares.astype(float).tolist(), patches)
+    return [Piece(*fields) for fields in zip(*columns, strict=True)]
+
+
+def _parts(sizes: np.ndarray, counts: np.ndarray, rooms: np.ndarray) -> np.ndarray:
+    """Returns the part of each response, group after group: the first part of the group with room for it, largest
+    responses first. A part holds `rooms` tokens of its group; no response exceeds that."""
+    groups, most = len(counts), int(counts.max())
+    group = np.repeat(np.arange(groups), counts)
+    order = np.lexsort((-sizes, group))  # stable: equal sizes stay in order
+    held = np.arange(most) < counts[:, None]
+    ranked = np.zeros((groups, most), np.int64)
+    ranked[held] = sizes[order]
+    free, chosen = np.repeat(rooms[:, None], most, axis=1), np.zeros((groups, most), np.int64)
+    every = np.arange(groups)
+    for rank in range(most):
+        size = ranked[:, rank]
+        chosen[:, rank] = (free[:, : rank + 1] >= size[:, None]).argmax(axis=1)
+        free[every, chosen[:, rank]] -= size
+    part = np.empty(len(sizes), np.int64)
+    part[order] = chosen[held]
+    return part
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRows:
-    """A microbatch that a shard plan lays out, without its groups: see `part.Part` and `part.SizedPart`.
+class Filled:
+    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
+    and the cells of its patch buffers."""
 
-    If a device of another process computes it alone, `pieces` are left out: only its shape and its work matter. The
-    plan exists only in the process that made it.
+    tokens: int
+    token_cells: int
+    patches: int
+    patch_cells: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A microbatch before its arrays are written.
+
+    `shards[s][r]` is row `r` of shard `s`. Where a `plan` spreads sequences over devices, there is one long row, as if
+    there were one device. There are no shards where a device of another process computes the microbatch alone: only its
+    shape and its work matter. `sizes` are those of the buffers of each shard; `coming` are those that they would have
+    had, if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part`
+    of the plan, in the process that made it.
     """
 
-    plan: ShardPlan | None
-    pieces: tuple[Piece, ...]
+    shards: tuple[tuple[Row, ...], ...]
     sizes: Sizes
+    coming: Sizes | None = None
+    plan: ShardPlan | None = None
     owner: int | None = None
     work: float | None = None
+    part: Any = None
 
-    def elsewhere(self, shards: range) -> bool:
-        """Returns True if none of these devices computes any of the microbatch."""
-        return self.owner is not None and self.owner not in shards
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for shard in self.shards for row in shard for piece in row]
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.shards) if self.plan is None else self.plan.num_devices
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """A key that is equal for microbatches that the same compiled program computes."""
+        return (self.num_devices, *sorted(self.sizes.items()))
+
+    @property
+    def filled(self) -> Filled:
+        pieces = self.pieces
+        if self.plan is None:
+            homes = [shard for shard, rows in enumerate(self.shards) for row in rows for _ in row]
+        else:
+            replica = replica_size(self.plan.num_devices)
+            homes = [first // replica for first in self.plan.firsts]
+        media = {(home, piece.item): piece.patches for home, piece in zip(homes, pieces, strict=True)}
+        cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
+        patch_cells = self.num_devices * self.sizes.get("patches", 0)
+        return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
+
+    def of(self, shards: range) -> Outline:
+        """Returns what these devices lay out. They take part in what all compute together."""
+        if self.plan is None:
+            return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
+        elsewhere = self.owner is not None and self.owner not in shards
+        return dataclasses.replace(self, shards=()) if elsewhere else self
+
+    def items_on(self, shards: range) -> set[int]:
+        """Returns the items that have a token or a frame on one of these devices, if `self` is `of` them."""
+        if self.part is None or self.owner is not None:
+            return {piece.item for piece in self.pieces}
+        return self.part.items_on(shards)
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of a step that one process lays out. `micros` are the step's microbatches, for the devices `shards` of
-    the mesh only; their items are `groups`. Groups that are not `needed` have nothing but their sizes here. `coming`
-    has (microbatch, new sizes of its buffers) where a program is to be compiled for them."""
+    """The part of a step that one process lays out: all of it where the process is alone.
 
-    micros: tuple[PackedRows | PlannedRows, ...]
-    groups: Sequence[TrainGroup]
-    shards: range
-    needed: frozenset[int]
-    filled: tuple[Filled, ...] = ()  # of the microbatches with all of their shards
-    coming: tuple[tuple[int, Sizes], ...] = ()
-
-
-def share_rows(outline: Sequence[SizedRows], shards: range) -> Share:
-    """Returns the share of the process that has these shards, with the responses in their rows and no others."""
-    rows = [sized.micro.shards[shards.start : shards.stop] for sized in outline]
-    used: dict[int, list[int]] = {}  # responses, by item
-    for piece in chain.from_iterable(row for micro in rows for shard in micro for row in shard):
-        used.setdefault(piece.item, []).extend(piece.responses)
-    number = {item: k for k, item in enumerate(sorted(used))}
-    place = {item: {response: k for k, response in enumerate(sorted(used[item]))} for item in used}
-
-    def here(row: Row) -> Row:
-        return tuple(Piece(number[item], tuple(place[item][k] for k in responses)) for item, responses in row)
-
-    micros = [
-        dataclasses.replace(sized.micro, shards=tuple(tuple(map(here, shard)) for shard in micro))
-        for sized, micro in zip(outline, rows, strict=True)
-    ]
-    groups = [outline[0].groups[item].only(sorted(used[item])) for item in number]
-    return Share(tuple(micros), groups, shards, frozenset(number.values()), *_filled_and_coming(outline))
-
-
-def _filled_and_coming(
-    outline: Sequence[SizedRows] | Sequence[SizedPart],
-) -> tuple[tuple[Filled, ...], tuple[tuple[int, Sizes], ...]]:
-    coming = [(number, sized.coming) for number, sized in enumerate(outline) if sized.coming is not None]
-    return tuple(sized.filled for sized in outline), tuple(coming)
-
-
-def share_parts(outline: Sequence[SizedPart], shards: range) -> Share:
-    """Returns the share of the process that has these devices. It takes part in what all compute together, and needs
-    those groups of which a token or a frame lies on one of its devices. Of microbatches that are elsewhere, only shapes
-    count.
-
-    Its groups keep the order that they have in the parts, by which media are numbered: all processes send features by
-    one route.
+    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has their items. In other
+    processes than the one that plans, groups that are not `needed` have nothing but their sizes, and responses that are
+    in none of the rows are empty. `version` is that of the weights to be trained. `filled` has all shards of each
+    microbatch; it is known only where the step is planned.
     """
-    planned = [PlannedRows(sized.part.plan, (), sized.sizes, sized.part.owner, sized.part.work) for sized in outline]
-    here = [None if rows.elsewhere(shards) else sized.part for rows, sized in zip(planned, outline, strict=True)]
-    lists = {id(part.groups): part.groups for part in here if part is not None}  # several parts have the same list
-    used = {(id(part.groups), piece.item) for part in here if part is not None for piece in part.pieces}
-    order = [(of, item) for of, groups in lists.items() for item in range(len(groups)) if (of, item) in used]
-    number = {place: k for k, place in enumerate(order)}
-    needed: set[int] = set()
-    micros: list[PlannedRows] = []
-    for rows, part in zip(planned, here, strict=True):
-        if part is None:
-            micros.append(rows)
-            continue
-        local = {item: number[id(part.groups), item] for item in {piece.item for piece in part.pieces}}
-        needed |= {local[item] for item in part.items_on(shards)}
-        pieces = tuple(Piece(local[piece.item], piece.responses) for piece in part.pieces)
-        micros.append(dataclasses.replace(rows, pieces=pieces))
-    local_groups = [lists[of][item] for of, item in order]
-    return Share(tuple(micros), local_groups, shards, frozenset(needed), *_filled_and_coming(outline))
 
+    micros: tuple[Outline, ...]
+    groups: Mapping[int, TrainGroup]
+    shards: range
+    version: int
+    needed: frozenset[int]
+    filled: tuple[Filled, ...] = ()
 
-def lay_out_share(share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of a share of shard plans. `tempered` says that they have the temperature of each
-    token."""
-    parts: list[SizedPart] = []
-    elsewhere: list[Microbatch] = []
-    for micro in share.micros:
-        assert isinstance(micro, PlannedRows)
-        if micro.elsewhere(share.shards):
-            layout = None if micro.plan is None else lay(micro.plan).sized(micro.sizes)
-            shapes = _shapes_alone(tuple(sorted(micro.sizes.items())), room, tempered)
-            elsewhere.append(Microbatch(shapes, micro.owner, micro.work, layout))
-        else:
-            assert micro.plan is not None
-            part = Part(share.groups, micro.pieces, micro.plan, room, micro.owner, micro.work)
-            parts.append(SizedPart(part, micro.sizes))
-    composition = lay_out_parts(parts, room.share_prompts, share.shards)
-    coming = [SizedPart(parts[number].part, sizes) for number, sizes in share.coming]
-    batches = lay_out_parts(coming, room.share_prompts, share.shards).batches if coming else ()
-    return dataclasses.replace(composition, elsewhere=tuple(elsewhere), filled=share.filled, coming=batches)
+    @classmethod
+    def of_all(cls, micros: Sequence[Outline], groups: Sequence[TrainGroup], num_devices: int, version: int) -> Share:
+        """Returns the share of a process that has all of so many devices."""
+        needed, filled = frozenset(range(len(groups))), tuple(outline.filled for outline in micros)
+        return cls(tuple(micros), dict(enumerate(groups)), range(num_devices), version, needed, filled)
 
+    def cut(self, processes: int) -> list[Share]:
+        """Returns the share of each of so many processes: the rows of its devices, and the groups in them. The process
+        needs those groups of which a token or a frame lies on one of its devices.
 
-@functools.lru_cache(maxsize=1024)
-def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool) -> TrainBatch:
-    """Returns the shapes of a microbatch, in buffers of these sizes, that one device computes alone."""
-    nothing = np.zeros(0, np.int64)
-    prompt, temperature = sized_input(1, (nothing, nothing), ()), 1.0 if tempered else None
-    group = TrainGroup("", prompt, sized_samples([1]), np.zeros(1), temperature=temperature)
-    plan = ShardPlan(1, (2,), (0.0,), (1,), (0,), (Round(1, ((0,),)),))
-    part = SizedPart(Part([group], [Piece(0, (0,))], plan, room, 0), dict(sizes))
-    (batch,) = lay_out_parts([part], room.share_prompts).batches
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), batch)
-
-
-# --- groups of which a process knows the sizes ----------------------------------------------------
-
-
-def sized_input(tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int]) -> ModelInput:
-    """Returns a prompt of `tokens` tokens, with features `shown` as in `ModelInput.shown`, and frame pairs of so many
-    patches (none: a prompt without media). Everything else about it is zero, and takes no memory."""
-    index = np.full(tokens, -1, np.int32)
-    where, which = shown
-    index[where] = which
-    patches = int(np.sum(frames, dtype=np.int64))
-    segments = np.repeat(np.arange(1, len(frames) + 1, dtype=np.int32), frames)
-    vision = VisionInput(
-        patches_PX=_zeros((patches, 0), np.float32),
-        positions_P2=_zeros((patches, 2), np.int32),
-        frame_segments_P=segments,
-        window_segments_P=_zeros((patches,), np.int32),
-        frame_bound=1,  # that of the batch is planned
-    )
-    positions = _zeros((3, tokens), np.int32)
-    return ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
-
-
-def sized_samples(lengths: Sequence[int]) -> tuple[Sample, ...]:
-    """Returns responses of so many tokens, of which nothing else is known."""
-    return tuple(
-        Sample(Response("", -1, k, (0,) * n, (0.0,) * n, (0,) * n, "stop", 1.0), Reward(0.0, False), 0.0)
-        for k, n in enumerate(lengths)
-    )
-
-
-def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), dtype), shape)
+        Groups keep their order, by which media are numbered: all processes send features by one route.
+        """
+        count, shares = len(self.shards) // processes, list[Share]()
+        for process in range(processes):
+            shards = range(process * count, (process + 1) * count)
+            outlines = tuple(outline.of(shards) for outline in self.micros)
+            items = {piece.item for outline in outlines for piece in outline.pieces}
+            groups = {item: self.groups[item] for item in sorted(items)}
+            needed = frozenset(item for outline in outlines for item in outline.items_on(shards))
+            shares.append(Share(outlines, groups, shards, self.version, needed, self.filled))
+        return shares

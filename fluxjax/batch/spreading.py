@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from models.config import TextConfig, VisionConfig
+from models.inputs import common_bound
 from sharding.cost import CostError, CostModel
 from sharding.planner import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
@@ -16,10 +17,8 @@ from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config, ConfigError, FlexUlysses, Ulysses
-from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
-from .part import Part, Room, SizedPart, size_parts
-from .pieces import pieces_of
-from .share import Share, lay_out_share, share_parts
+from .part import Part, Room, outlines_of
+from .share import Outline, Piece, TrainGroup, pieces_of
 from .work import calibrated, forward_seconds
 
 # (tokens, squares) of each sequence, the most tokens of a device -> plan
@@ -44,7 +43,6 @@ class Spreading:
     ) -> None:
         self._num_devices, self._shapes, room = num_devices, shapes, Room.of(config, vision)
         self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
-        self._tempered = config.rollout.tempered
         self.degree, self._plan = planner(config, text, num_devices, room.tokens)
         self.room = dataclasses.replace(room, degree=self.degree)
 
@@ -57,14 +55,9 @@ class Spreading:
                 f"sequence hold {held} tokens (packing.tokens_per_row * packing.rows_per_device each)"
             )
 
-    def outline(self, groups: Sequence[TrainGroup]) -> list[SizedPart]:
-        return size_parts(self.parts(groups), self._shapes)
-
-    def share(self, outline: Sequence[SizedPart], shards: range) -> Share:
-        return share_parts(outline, shards)
-
-    def lay_out(self, share: Share) -> Composition:
-        return lay_out_share(share, self.room, self._tempered)
+    def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
+        """Returns the microbatches and their groups; see `parts`."""
+        return outlines_of(self.parts(groups), self._shapes), groups
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step larger than all
@@ -74,14 +67,14 @@ class Spreading:
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
-        items, room = [group.item for group in groups], self.room
+        room, frame = self.room, common_bound(group.inputs for group in groups)
         # A group that exceeds all devices of a sharded sequence is cut, and its prompt is computed twice.
-        pieces = pieces_of(items, room.tokens * self.degree, room.share_prompts)
-        least = math.ceil(sum(tokens_of(items, piece) for piece in pieces) / (room.tokens * self._num_devices))
+        pieces = pieces_of([group.item for group in groups], room.tokens * self.degree, room.share_prompts)
+        least = math.ceil(sum(piece.tokens for piece in pieces) / (room.tokens * self._num_devices))
         counts = range(min(max(least, 1), len(pieces)), len(pieces) + 1)
 
         def dealt(count: int) -> list[Part]:
-            return [self._part(groups, items, members) for members in _deal(items, pieces, count)]
+            return [self._part(groups, members, frame) for members in _deal(pieces, count)]
 
         failures: list[PlanError] = []
         for count in counts:
@@ -100,7 +93,7 @@ class Spreading:
             return parts
         raise ConfigError(_explained(failures[0])) from failures[0]
 
-    def _part(self, groups: Sequence[TrainGroup], items: Sequence[Item], pieces: Sequence[Piece]) -> Part:
+    def _part(self, groups: Sequence[TrainGroup], pieces: Sequence[Piece], frame: int) -> Part:
         """Returns the microbatch of these pieces.
 
         A plan is first tried for the rows of compiled programs, then for rows slightly above the mean, which leave the
@@ -108,8 +101,7 @@ class Spreading:
         program. If measured costs decide what is spread, the planner always chooses freely: given rows would overrule
         the costs.
         """
-        tokens = [tokens_of(items, piece) for piece in pieces]
-        squares = [squares_of(items, piece) for piece in pieces]
+        tokens, squares = [piece.tokens for piece in pieces], [piece.squares for piece in pieces]
         room, mean = self.room.tokens, sum(tokens) / self._num_devices
         known = self._shapes.columns(self._num_devices, int(TIGHT * mean), min(int(LOOSE * mean), room))[:TRIES]
         tried = [] if self._by_cost else [*known, min(round_up(int(TIGHT * mean)), room)]
@@ -119,14 +111,14 @@ class Spreading:
                 plan = self._plan(tokens, squares, columns)
                 if plan.balance > NEARLY_EVEN:
                     continue
-                part = Part(groups, pieces, plan, self.room, shaped=True)
+                part = Part(groups, pieces, plan, self.room, frame, shaped=True)
             except PlanError:
                 continue
             compiled = self._compiled(part) is not None
             if plan.balance <= EVEN and (compiled or columns not in known):
                 return part
             fallback = fallback or (part if compiled else None)
-        free = Part(groups, pieces, self._plan(tokens, squares, room), self.room)
+        free = Part(groups, pieces, self._plan(tokens, squares, room), self.room, frame)
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:
@@ -191,14 +183,14 @@ def _explained(error: PlanError) -> str:
     return words.replace("limits.max_degree", "sharding.strategy.max_degree").replace("limits.num_heads", "the model's")
 
 
-def _deal(items: Sequence[Item], pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+def _deal(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
     """Deals pieces to microbatches: the longest first, to the microbatch with the fewest tokens. The pieces of a
     microbatch keep their order in `pieces`."""
     if count == 1:
         return [list(pieces)]
     totals, members = [0] * count, [[] for _ in range(count)]
-    for index in sorted(range(len(pieces)), key=lambda i: (-tokens_of(items, pieces[i]), i)):
+    for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i].tokens, i)):
         target = totals.index(min(totals))
-        totals[target] += tokens_of(items, pieces[index])
+        totals[target] += pieces[index].tokens
         members[target].append(index)
     return [[pieces[i] for i in sorted(indices)] for indices in members if indices]

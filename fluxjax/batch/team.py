@@ -47,12 +47,10 @@ class Team:
         the same time. After an error nothing can follow."""
         with collector_paused():
             with self.stage("plan"):
-                outlines = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
-                count = composer.num_devices // self.processes
-                shards = [range(process * count, (process + 1) * count) for process in range(self.processes)]
-                shares = [[composer.share(outline, devices) for outline in outlines] for devices in shards]
-                self.hand_out(shares, size, update)
-            return self.laid_out(composer, shares[0])
+                steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
+                cut = [step.cut(self.processes) if self.processes > 1 else [step] for step in steps]
+                self.hand_out([[shares[process] for shares in cut] for process in range(self.processes)], size, update)
+            return self.laid_out(composer, [shares[0] for shares in cut])
 
     def laid_out(self, composer: Composer, shares: Sequence[Share]) -> list[Composition]:
         """Returns the microbatches of this process's shares, when all processes agree on the programs to run."""

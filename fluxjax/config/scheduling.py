@@ -28,7 +28,7 @@ class DynamicSampling(enum.Enum):
 
 
 class Importance(enum.Enum):
-    """Ways to keep the ratios policy / behaviour from growing (`fluxjax.algorithms.importance`)."""
+    """Ways to keep the ratios policy / behaviour from growing (`fluxjax.algorithms.loss`)."""
 
     NONE = "none"  # they are not
     TRUNCATE = "truncate"  # at most `high` (TIS)

@@ -26,9 +26,8 @@ from sharding.walk import Params
 
 from ..algorithms import own_code
 from ..base.host_status import HostStage, HostStatus
-from ..base.process import resident_bytes
+from ..base.process import activity, resident_bytes
 from ..base.types import TrainBatch
-from ..base.under_way import activity
 from ..batch.composition import Composition
 from ..batch.share import Share
 from ..batch.team import Team

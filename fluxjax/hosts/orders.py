@@ -2,7 +2,7 @@
 decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, as they were written when they arrived (`base.response_bytes`): however many processes there are, process 0 only
+last, as they were written when they arrived (`base.scored`): however many processes there are, process 0 only
 decides which goes where.
 """
 
@@ -12,6 +12,7 @@ import dataclasses
 import struct
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgpack
@@ -21,12 +22,12 @@ from models.inputs import PromptInput
 from models.shadow import ShadowTensor
 from sharding.planner.plan import Round, ShardPlan
 
-from ..base.response_bytes import head_of
-from ..base.types import Response, Reward, Sample
-from ..batch.composition import Item, PackedRows, Piece, TrainGroup, tokens_of
-from ..batch.share import PlannedRows, Share, sized_input, sized_samples
+from ..base.scored import head_of, version_span_of
+from ..base.types import Columns
+from ..batch.fill import sized_group
+from ..batch.share import Outline, Piece, Share, TrainGroup
 
-PROTOCOL = 8
+PROTOCOL = 9
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
 UNKNOWN_PLACE = ""
@@ -159,48 +160,44 @@ class ToldGroup(NamedTuple):
     """A group as it is sent, without its responses, and without its prompt's inputs: a tuple of values, because there
     may be thousands."""
 
-    name: str
     draw: int
     media: list[list[Any]] | None  # what `told_media` returns
-    version: int
-    temperature: float | None
     weights: bytes  # float64, one number a response, as of `advantages`
     advantages: bytes
+    responses: Sequence[int]  # in the rows; the order has these, and no others
 
 
 class ToldSizes(NamedTuple):
     """The sizes of a group, on which the places of other groups depend."""
 
     prompt: int
-    lengths: Sequence[int]
-    temperature: float | None
     shown: Sequence[Sequence[int]]  # runs of `ModelInput.shown`: where they begin, which feature, how many
     frames: Sequence[int]
+    lengths: Sequence[int]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
     """Returns a share as it is sent: without its prompts' inputs, which the receiving process reads by their draws. For
     prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
+    used: dict[int, list[int]] = {}  # responses by item
+    for piece in chain.from_iterable(outline.pieces for outline in share.micros):
+        used.setdefault(piece.item, []).extend(piece.responses)
     groups: list[ToldGroup | ToldSizes] = []
     responses: list[bytes] = []
-    for k, group in enumerate(share.groups):
-        if k in share.needed:
-            columns, media = group.columns, told_media(group.inputs, place_of)
-            numbers = group.weights.astype(np.float64).tobytes(), columns.advantages_G.tobytes()
-            groups.append(ToldGroup(group.name, columns.draw, media, group.version, group.temperature, *numbers))
-            responses += columns.data
+    for item, group in share.groups.items():
+        if item in share.needed:
+            draw, _, advantages_G, data = group.columns
+            media, numbers = told_media(group.inputs, place_of), used[item]
+            groups.append(ToldGroup(draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers))
+            responses += [data[k] for k in numbers]
         else:
             groups.append(_told_sizes(group))
     return {
         "shards": [share.shards.start, share.shards.stop],
-        "micros": [
-            _told_plan(micro, share.shards)
-            if isinstance(micro, PlannedRows)
-            else (micro.rows, micro.tokens, micro.patches, micro.shards, micro.frame)
-            for micro in share.micros
-        ],
+        "version": share.version,
+        "micros": [_told_outline(outline) for outline in share.micros],
+        "items": list(share.groups),
         "groups": groups,
-        "coming": share.coming,
         "bytes": sum(map(len, responses)),
     }, responses
 
@@ -223,68 +220,65 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
 
 
 def _share_of(rows: Mapping[str, Any], data: bytes, inputs: Inputs) -> Share:
-    groups = [ToldGroup(*g) if len(g) == len(ToldGroup._fields) else ToldSizes(*g) for g in rows["groups"]]
-    needed = {k: group for k, group in enumerate(groups) if isinstance(group, ToldGroup)}
+    groups = [ToldGroup(*g) if isinstance(g[2], bytes) else ToldSizes(*g) for g in rows["groups"]]
+    needed = {k: group for k, group in zip(rows["items"], groups, strict=True) if isinstance(group, ToldGroup)}
     media = {group.draw: _media(group) for group in needed.values()}
     found = inputs({draw: media[draw] for draw in sorted(media)})
     if missing := sorted(media.keys() - set(found)):
         raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
-    read, at = [], 0
-    for group in groups:
+    read: dict[int, TrainGroup] = {}
+    at = 0
+    for item, group in zip(rows["items"], groups, strict=True):
         if isinstance(group, ToldGroup):
-            whole, at = _group(group, found[group.draw], data, at)
-            read.append(whole)
+            read[item], at = _group(group, found[group.draw], data, at)
         else:
-            read.append(_sizes(group))
+            read[item] = _sizes(group)
     if at != len(data):
         raise OrderError(f"{len(data) - at} bytes more than the responses came")
-    items = [group.item for group in read]
-    micros = [_plan(m, items) if isinstance(m, Mapping) else _rows(*m) for m in rows["micros"]]
-    coming = tuple((number, dict(sizes)) for number, sizes in rows["coming"])
-    return Share(tuple(micros), read, range(*rows["shards"]), frozenset(needed), coming=coming)
+    micros = tuple(_outline(*micro) for micro in rows["micros"])
+    return Share(micros, read, range(*rows["shards"]), rows["version"], frozenset(needed))
 
 
 def _group(told: ToldGroup, inputs: PromptInput, data: bytes, at: int) -> tuple[TrainGroup, int]:
     """Returns the group whose responses begin at byte `at`, and where they end."""
-    samples: list[Sample] = []
-    for advantage in np.frombuffer(told.advantages).tolist():
-        size = head_of(data, at).size
-        samples.append(Sample(Response.of(told.draw, data[at : at + size]), Reward(0.0, False), advantage))
-        at += size
-    weights = np.frombuffer(told.weights)
-    return TrainGroup(told.name, inputs, tuple(samples), weights, told.version, told.temperature), at
+    advantages_G, weights = np.frombuffer(told.advantages), np.frombuffer(told.weights)
+    data_G, numbers_G3 = [b""] * len(weights), np.zeros((len(weights), 3), np.int64)
+    for k in told.responses:
+        head = head_of(data, at)
+        data_G[k] = data[at : at + head.size]
+        numbers_G3[k] = head.sample, head.tokens, version_span_of(data_G[k])[1]
+        at += head.size
+    columns = Columns(told.draw, numbers_G3, advantages_G, tuple(data_G))
+    return TrainGroup("", inputs, columns, weights), at
 
 
-def _rows(rows: int, tokens: int, patches: int, shards: Sequence[Any], frame: int) -> PackedRows:
-    read = [[tuple(Piece(item, tuple(responses)) for item, responses in row) for row in shard] for shard in shards]
-    return PackedRows(rows, tokens, patches, tuple(map(tuple, read)), frame)
+def _told_outline(outline: Outline) -> tuple[Any, ...]:
+    """Returns the fields of `_outline`: no plan where there are no shards."""
+    plan = outline.plan if outline.shards else None
+    rounds = () if plan is None else [(round.degree, round.groups) for round in plan.rounds]
+    planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts, rounds)
+    pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
+    return pieces, outline.sizes, outline.coming, planned, outline.owner, outline.work
 
 
-def _told_plan(micro: PlannedRows, shards: range) -> dict[str, Any]:
-    shape = {"owner": micro.owner, "work": micro.work, "sizes": dict(micro.sizes)}
-    if micro.elsewhere(shards):
-        return shape
-    plan = micro.plan
-    assert plan is not None
-    return shape | {
-        "pieces": micro.pieces,
-        "devices": plan.num_devices,
-        "degrees": plan.degrees,
-        "firsts": plan.firsts,
-        "rounds": [[round.degree, round.groups] for round in plan.rounds],
-    }
-
-
-def _plan(told: Mapping[str, Any], items: Sequence[Item]) -> PlannedRows:
-    shape = {name: told[name] for name in ("owner", "work", "sizes")}
-    if "pieces" not in told:
-        return PlannedRows(None, (), **shape)
-    pieces = tuple(Piece(item, tuple(responses)) for item, responses in told["pieces"])
-    rounds = tuple(Round(degree, tuple(map(tuple, members))) for degree, members in told["rounds"])
-    lengths = tuple(tokens_of(items, piece) for piece in pieces)
-    work = (0.0,) * len(pieces)  # asked for by who plans
-    plan = ShardPlan(told["devices"], lengths, work, tuple(told["degrees"]), tuple(told["firsts"]), rounds)
-    return PlannedRows(plan, pieces, **shape)
+def _outline(
+    told: Sequence[Any],
+    sizes: Mapping[str, int],
+    coming: Mapping[str, int] | None,
+    planned: Sequence[Any] | None,
+    owner: int | None,
+    work: float | None,
+) -> Outline:
+    shards = tuple(
+        tuple(tuple(Piece(item, tuple(responses)) for item, responses in row) for row in shard) for shard in told
+    )
+    plan = None
+    if planned is not None:
+        devices, lengths, degrees, firsts, rounds = planned
+        groups = tuple(Round(degree, tuple(map(tuple, members))) for degree, members in rounds)
+        costs = (0.0,) * len(lengths)  # asked for by who plans
+        plan = ShardPlan(devices, tuple(lengths), costs, tuple(degrees), tuple(firsts), groups)
+    return Outline(shards, dict(sizes), None if coming is None else dict(coming), plan, owner, work)
 
 
 def _told_sizes(group: TrainGroup) -> ToldSizes:
@@ -292,17 +286,14 @@ def _told_sizes(group: TrainGroup) -> ToldSizes:
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
     counts = np.diff(np.append(begins, len(where)))
     shown = [values.tolist() for values in (where[begins], which[begins], counts)]
-    frames = np.diff(group.inputs.frame_edges).tolist()
-    return ToldSizes(len(group.inputs), group.item.responses, group.temperature, shown, frames)
+    return ToldSizes(len(group.inputs), shown, np.diff(group.inputs.frame_edges).tolist(), group.item.responses)
 
 
 def _sizes(told: ToldSizes) -> TrainGroup:
     where, which, counts = (np.array(values, np.int64) for values in told.shown)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     shown = np.repeat(where, counts) + within, np.repeat(which, counts) + within
-    samples = sized_samples(told.lengths)
-    inputs = sized_input(told.prompt, shown, told.frames)
-    return TrainGroup("", inputs, samples, np.zeros(len(samples)), temperature=told.temperature)
+    return sized_group(told.prompt, shown, told.frames, told.lengths)
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:

@@ -27,9 +27,8 @@ from ..batch.team import Arrays, Team, by_token
 from ..config import AlgorithmConfig, Config, CriticConfig, LoraConfig
 from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
-from .learner import Learner
-from .minibatches import of_all_updates
-from .scoring import logprobs_of
+from .learner import Learner, of_all_updates
+from .loss_inputs import logprobs_of
 
 
 class ValueGradients(Gradients):

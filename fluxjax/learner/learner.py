@@ -7,6 +7,7 @@ updates and reports. Nothing is fetched until the end of the step, and then one 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,15 +31,17 @@ from sharding.mesh import make_mesh
 from sharding.walk import Params, Tally
 from sharding.weights import WeightSpec, by_path, like, map_weights, with_shardings
 
-from ..algorithms import importance
+from ..algorithms.loss import TALLIED, importance_metrics
 from ..base.types import TrainBatch
 from ..batch.composition import Microbatch
 from ..config import ODC, Config, ConfigError, OptimConfig, Schedule
-from .frozen import fingerprint, lora_of
 from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase, on_every_device
 
 if TYPE_CHECKING:
     from ..data.materializer import Materializer
+
+# the metrics of optimizer steps that add up to those of a training step
+_ADDED = ("trained_tokens", "skipped_nonfinite", "seconds/idle")
 
 
 class Learner:
@@ -180,7 +183,7 @@ class Learner:
         it is the last one of its training step, which then counts as a version.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
-        over trained tokens; for tokens that an engine generated, `importance.metrics`; for those that it generated
+        over trained tokens; for tokens that an engine generated, `importance_metrics`; for those that it generated
         with these very weights, mean and maximum absolute difference of its log-probs and the trainer's before the
         update. Gradients not finite change nothing and are reported by `skipped_nonfinite` = 1. `seconds/idle`, where
         work is predicted: how long a device waited for the last one at the end, on average; 0 if no microbatch has an
@@ -291,14 +294,36 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
     tallied = dict(zip(names, values, strict=True))
     loss, trained, generated = (tallied.pop(key) for key in ("loss", "trained_tokens", "generated_tokens"))
     fresh, gap, gap_max = (tallied.pop(key) for key in ("fresh_tokens", GAP, f"{GAP}_max"))
-    weights = {name: tallied.pop(name) for name in importance.TALLIED}
+    weights = {name: tallied.pop(name) for name in TALLIED}
     metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "trained_tokens": trained, "skipped_nonfinite": skipped}
     metrics |= {name: value / max(trained, 1.0) for name, value in tallied.items()}
     if fresh:
         metrics |= {GAP: gap / fresh, f"{GAP}_max": gap_max}
     if generated:
-        metrics |= importance.metrics(weights, generated)
+        metrics |= importance_metrics(weights, generated)
     return metrics
+
+
+def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a training step out of those of its optimizer steps: sums of tokens, seconds and skipped steps;
+    the last learning rate; the largest of maxima; of all other metrics the mean, weighted by trained tokens, over the
+    optimizer steps that have it. `updates` is the number of optimizer steps. The metrics of a single optimizer step
+    stay unchanged."""
+    if len(updates) == 1:
+        return dict(updates[0])
+    merged = {"updates": float(len(updates))}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
+        if name == "lr":
+            merged[name] = values[-1]
+        elif name in _ADDED:
+            merged[name] = float(np.sum(values))
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        else:
+            merged[name] = float(np.average(values, weights=[update["trained_tokens"] for update in having]))
+    return merged
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
@@ -400,3 +425,38 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+# --- adapters beside frozen weights ---------------------------------------------------------------
+
+
+def lora_of(config: Config) -> models.Lora | None:
+    """The adapters that are trained, if any."""
+    settings = config.lora
+    return models.Lora(settings.rank, settings.alpha, settings.targets) if settings.rank else None
+
+
+def fingerprint(params: Params, mesh: Mesh) -> Array:
+    """Four bytes of each weight, `[W]` uint32, on every device: another value if one bit of the weight is another."""
+    return _fingerprints(mesh)(params)
+
+
+@functools.cache
+def _fingerprints(mesh: Mesh) -> jax.stages.Wrapped:
+    def all_of(params: Params) -> Array:
+        return jnp.stack([_of(weight) for weight in jax.tree.leaves(params)])
+
+    return jax.jit(all_of, out_shardings=NamedSharding(mesh, P()))
+
+
+def _of(weight: Array) -> Array:
+    """The sum of a weight's numbers, read as integers, each times an odd factor that depends on its place: sums of
+    integers depend on no order, and an odd factor loses no bit."""
+    factors = jnp.ones(weight.shape, jnp.uint32)
+    for axis in range(weight.ndim):
+        places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
+        factors += places * jnp.uint32(2 * _STRIDES[axis])
+    return jnp.sum(jax.lax.bitcast_convert_type(weight, jnp.uint32) * factors, dtype=jnp.uint32)
+
+
+_STRIDES = (73856093, 19349663, 83492791, 49979687, 67867967)  # primes without a meaning, one an axis

@@ -1,8 +1,9 @@
 """Training as the runtime calls it: a training step over scored groups, or gradients of some of them.
 
-A training step is one optimizer step, or several (`algorithm.minibatches`, `algorithm.epochs`), each over a minibatch
-with loss weights of its own. The policy before the first of them is the step's proximal policy, whose log-probs are
-computed once. Engines get the weights after the last, so a training step counts as one version, whatever it is made of.
+A training step is one optimizer step, or several (`algorithm.minibatches`, `algorithm.epochs`; PPO, arXiv:1707.06347,
+algorithm 1), each over a minibatch with loss weights of its own. The policy before the first of them is the step's
+proximal policy, whose log-probs are computed once. Engines get the weights after the last, so a training step counts as
+one version, whatever it is made of.
 
 A step's gradients may be computed in portions, at different times and on different devices, and are in the end as if
 computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
@@ -31,15 +32,25 @@ from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer
 from ..batch.composition import Composition, plan_metrics, together
-from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
 from ..batch.share import Share
 from ..batch.team import ALONE, Arrays, Team, by_response
 from ..config import Config, ConfigError
 from .gradients import Gradients, Outcome
-from .minibatches import minibatches, of_all_updates
+from .learner import of_all_updates
+from .loss_inputs import (
+    coupled,
+    logprobs_of,
+    needs_scores,
+    only_taught,
+    shaped,
+    token_kl,
+    with_advantages,
+    with_importance,
+    with_logprobs,
+    with_policy_ratios,
+)
 from .replay import ReplayBuffer, replay_metrics
 from .run_models import RunModels
-from .scoring import coupled, logprobs_of, needs_scores, only_taught, shaped, token_kl
 
 
 @dataclasses.dataclass
@@ -92,6 +103,7 @@ class PolicyTrainer:
         idle = self._algorithm.idle_without_advantage(config.algorithm)
         # The KL term is an advantage, too, and critics learn from all.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
+        self._needs_scores = needs_scores(config, self._algorithm)
         self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
         self._early: list[Portion] = []  # of the step under way
@@ -262,38 +274,31 @@ class PolicyTrainer:
         changed before the last optimizer step. Where advantages depend on log-probs or on the critic, the groups of the
         parts get new ones."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
-        needed = needs_scores(self._config, algorithm)
+        needed = self._needs_scores
         for composition in compositions:
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
                 self._critic.gradients.compile_ahead(self._critic.params, coming, scores=True)
-        if place.reference is not None:
-            scored = [
-                with_reference(minibatch, logprobs_of(minibatch, place.gradients, place.reference))
-                for minibatch in scored
-            ]
-        proximal = [logprobs_of(minibatch, place.gradients, place.params) for minibatch in scored] if needed else []
+        gradients, reference = place.gradients, place.reference
+        if reference is not None:
+            scored = [with_logprobs(c, "reference_logprobs_BT", logprobs_of(c, gradients, reference)) for c in scored]
+        proximal = [logprobs_of(composition, gradients, place.params) for composition in scored] if needed else []
         kl: list[np.ndarray] = []  # in nats, of each token, where it is taken off rewards
         if settings.kl_in_reward:
-            kl = [
-                token_kl(minibatch, now, settings.kl_estimator) for minibatch, now in zip(scored, proximal, strict=True)
-            ]
+            kl = [token_kl(c, now, settings.kl_estimator) for c, now in zip(scored, proximal, strict=True)]
         if self._critic is not None:
             scored = self._judge(parts, scored, kl)
         elif settings.kl_in_reward:
             sums = [{"kl": minibatch.summed(tokens)} for minibatch, tokens in zip(scored, kl, strict=True)]
             found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
-            scored = [
-                with_advantages(minibatch, numbers["advantages"])
-                for minibatch, numbers in zip(scored, found, strict=True)
-            ]
+            scored = [with_advantages(c, numbers["advantages"]) for c, numbers in zip(scored, found, strict=True)]
         for number, now in enumerate(proximal):
             composition = scored[number]
             if settings.importance.whole:
                 composition = with_importance(composition, now, settings.importance, self._team)
             if settings.updates > 1:
-                composition = with_proximal(composition, now)
+                composition = with_logprobs(composition, "proximal_logprobs_BT", now)
             if algorithm.response_ratios:
                 composition = with_policy_ratios(composition, now, settings.importance.decoupled, self._team)
             scored[number] = composition
@@ -329,7 +334,7 @@ class PolicyTrainer:
 
     def _renew_reference(self) -> None:
         """Makes the current policy the reference, where the configuration says so for this version."""
-        if self._models.renew_reference():
+        if self._config.algorithm.reference_every and self._models.renew_reference():
             for place in self._lent.values():
                 place.reference = place.gradients.on_mesh(self._learner.params)
 
@@ -391,6 +396,14 @@ def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], con
     lengths = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
     return Portion(groups, prepared, size)
+
+
+def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
+    """Deals whole groups, in the order of their draws, to `count` minibatches in turn, so that each is a mixture of the
+    step. Those without a token are left out: they have nothing to learn from."""
+    ordered = sorted(groups, key=lambda group: group.prompt.draw)
+    dealt = [ordered[first::count] for first in range(count)]
+    return [part for part in dealt if any(s.response.num_tokens for group in part for s in group.samples)]
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:

@@ -31,11 +31,6 @@ class _KeptGroup:
     born: int  # the oldest version that a token of it is of
     times: int = 0  # that it was replayed
 
-    @property
-    def size(self) -> float:
-        """The mean magnitude of the group's advantages."""
-        return float(np.mean([abs(sample.advantage) for sample in self.group.samples]))
-
 
 class ReplayBuffer:
     """The groups that may be replayed, with their prompts. What it does follows from its state alone."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.host_status import HostStatus
-from ..base.under_way import under_way, working_time
+from ..base.process import under_way, working_time
 from .shown import data_words, host_lines, host_table, preprocessor_table, reward_words, server_table
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from ..base.host_status import HostStatus
 from ..base.import_path import as_if_missing
+from ..base.process import activity, compilations, working_time
 from ..base.types import Group
-from ..base.under_way import activity, compilations, working_time
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 from .shown import host_records, tag

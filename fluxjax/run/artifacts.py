@@ -13,8 +13,7 @@ from models.processing import Processor
 from ..base.timeline import Timeline
 from ..config import Config
 from ..hosts.gang import Gang
-from ..learner.frozen import lora_of
-from ..learner.learner import Learner
+from ..learner.learner import Learner, lora_of
 from ..report import pictures
 from ..report.metrics import Summary, read
 from ..runtime.engine_pool import EnginePool

@@ -35,17 +35,15 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
-from ..base.process import LARGE_MODEL, give_back_large_blocks
-from ..base.under_way import activity
+from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words
 from ..hosts.gang import Gang
-from ..learner.frozen import lora_of
 from ..learner.gradients import TokenLoss
-from ..learner.learner import Learner
+from ..learner.learner import Learner, lora_of
 from .memory_check import settled_remat
 from .no_pixels import NoPixels
 

@@ -12,10 +12,9 @@ from models.processing import Processor
 from rollout.engine import Engine
 
 from ..base.host_status import HostStatus
-from ..base.process import settle_heap
+from ..base.process import settle_heap, working_time
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
-from ..base.under_way import working_time
 from ..config import Config, DType, ReportConfig
 from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang

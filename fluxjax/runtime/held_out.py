@@ -10,8 +10,8 @@ import numpy as np
 
 from rollout.engine import Engine, GenerateRequest, SamplingParams
 
+from ..base.process import activity
 from ..base.types import PreparedPrompt, Prompt, Reward
-from ..base.under_way import activity
 
 Score = Callable[[Prompt, str], Awaitable[Reward]]
 

@@ -19,10 +19,9 @@ from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..batch.composer import Composer
-from ..batch.composition import PackedRows, Piece, TrainGroup
-from ..batch.fill import lay_out_parts, lay_out_rows
-from ..batch.part import Room, SizedPart
+from ..batch.part import Room
 from ..batch.rows import Budget
+from ..batch.share import Outline, Piece, Share, TrainGroup
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # of made-up lengths
@@ -72,13 +71,12 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     vision = vision_of(model)
     budget = Budget.of(config, num_devices, vision)
     group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
-    temperature = 1.0 if config.rollout.tempered else None  # a token's own is written down where it changes
-    to_train = TrainGroup("largest", longest_prompt(config, model), group.samples, np.ones(1), 0, temperature)
+    to_train = TrainGroup("largest", longest_prompt(config, model), group.columns, np.ones(1))
+    sizes = {"rows": budget.rows[-1], "columns": budget.tokens_per_row, "patches": budget.patches[-1]}
     row = (Piece(0, (0,)),)
-    shards, frame = ((row,), *[()] * (num_devices - 1)), common_bound([to_train.inputs])
-    plan = PackedRows(budget.rows[-1], budget.tokens_per_row, budget.patches[-1], shards, frame)
-    composition = lay_out_rows([plan], [to_train], config.packing.share_prompts, vision, temperature is not None)
-    return composition.microbatches[0].batch
+    outline = Outline(((row,), *[()] * (num_devices - 1)), sizes | {"frame": common_bound([to_train.inputs])})
+    share = Share.of_all([outline], [to_train], num_devices, version=0)
+    return Composer(config, num_devices, vision, model.text).lay_out(share).microbatches[0].batch
 
 
 def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
@@ -86,15 +84,14 @@ def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> Train
     shapes = ShapeBook(most=1 << 20)  # an entry for whatever is asked for
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
-    outlines = [composer.outline(*_made_up_step(config, model, num_devices, step)) for step in range(STEPS)]
+    steps = [composer.outline(*_made_up_step(config, model, num_devices, step)) for step in range(STEPS)]
     entries = shapes.entries[num_devices]
     sizes = {name: max(entry.get(name, 0) for entry in entries) for name in sorted({n for e in entries for n in e})}
     sizes["columns"] = room.tokens
     if vision is not None:
         sizes["patches"] = room.whole_patches
-    last = outlines[-1][0]
-    assert isinstance(last, SizedPart)
-    return lay_out_parts([dataclasses.replace(last, sizes=sizes)], room.share_prompts).microbatches[0].batch
+    largest = dataclasses.replace(steps[-1].micros[0], sizes=sizes)
+    return composer.lay_out(dataclasses.replace(steps[-1], micros=(largest,))).microbatches[0].batch
 
 
 def _made_up_step(

@@ -30,7 +30,7 @@ from ..base.types import TrainBatch
 from ..config import ODC, AdaptiveAsyncConfig, AprilConfig, Config, ConfigError, RolloutEngine
 from ..learner.critic import Critic
 from ..learner.learner import Learner
-from ..learner.scoring import shaped
+from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
 from .account import in_gib
 from .largest import largest_batch, longest_prompt, vision_of

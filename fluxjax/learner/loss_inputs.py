@@ -1,0 +1,169 @@
+"""Everything that a loss reads beside the tokens, and what is made of it before an optimizer step: log-probs of other
+weights, each from a forward pass over whole minibatches; facts of whole responses; slopes of losses that couple
+responses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sharding.fsdp import own_rows
+from sharding.walk import Params
+
+from ..algorithms import RLAlgorithm
+from ..algorithms.loss import kl_estimate, log_ratio, log_weight
+from ..algorithms.rl_algorithm import Key
+from ..base.types import Group, TrainBatch
+from ..batch.composition import Composition, PerToken
+from ..batch.team import ALONE, Arrays, Team, by_response
+from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel, KlEstimator
+from .gradients import Gradients
+
+
+def logprobs_of(composition: Composition, gradients: Gradients, weights: Params) -> list[np.ndarray]:
+    """The log-probs of these weights, `[B, T]` of each microbatch of this process."""
+    found = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
+    return [own_rows(scores[0]) for scores in found if scores is not None]
+
+
+def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
+    """Says whether the log-probs of the weights to be trained are needed before they are trained."""
+    settings = config.algorithm
+    return settings.importance.whole or settings.updates > 1 or settings.kl_in_reward or algorithm.response_ratios
+
+
+def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
+    """The batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are right."""
+    further = {
+        "proximal_logprobs_BT": config.algorithm.updates > 1,
+        "policy_log_ratios_BT": algorithm.response_ratios,
+        "values_BT": algorithm.critic,
+        "returns_BT": algorithm.critic,
+    }
+    like = {name: batch.reference_logprobs_BT for name, used in further.items() if used}
+    return dataclasses.replace(batch, **like)
+
+
+def token_kl(composition: Composition, logprobs_BT: Sequence[np.ndarray], estimator: KlEstimator) -> np.ndarray:
+    """KL(policy || reference) of each token in nats, response after response."""
+    reference = composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
+    return kl_estimate(reference - composition.of_responses(logprobs_BT, np.float64), estimator)
+
+
+def only_taught(groups: Sequence[Group]) -> list[Group]:
+    """The groups without their responses of advantage 0; a group where no other response is left stays whole."""
+
+    def taught(group: Group) -> Group:
+        samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
+        return dataclasses.replace(group, samples=samples) if any(s.response.num_tokens for s in samples) else group
+
+    return [taught(group) for group in groups]
+
+
+def coupled(
+    composition: Composition,
+    logprobs_BT: PerToken,
+    groups: Sequence[Group],
+    algorithm: RLAlgorithm,
+    settings: AlgorithmConfig,
+    team: Team = ALONE,
+) -> tuple[Composition, Mapping[str, float]]:
+    """The composition whose advantages are minus the slopes of the algorithm's loss, and the metrics of `couple`.
+
+    `logprobs_BT` are the policy's, with which the next optimizer step begins; `groups` are those of all processes, with
+    their advantages, in process 0, which calls `couple` and has its metrics. Slopes are divided by the tokens' loss
+    weights, which cancels these out of the loss. Collective."""
+    metrics: dict[str, float] = {}
+
+    def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
+        slopes, found = algorithm.couple(groups, dict(zip(keys, sums["ratios"].tolist(), strict=True)), settings)
+        metrics.update(found)
+        return {"slopes": np.array([slopes.get(key, 0.0) for key in keys])}
+
+    tokens = composition.of_responses(logprobs_BT, np.float64)
+    tokens = tokens - composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
+    [found] = by_response(team, [composition], [{"ratios": composition.summed(tokens)}], couple)
+    token_slopes = np.repeat(found["slopes"], composition.lengths)
+    weights = composition.of_responses([b.loss_weights_BT for b in composition.batches], np.float64)
+    return composition.replaced({"advantages_BT": composition.scattered(-token_slopes / weights)}), metrics
+
+
+def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -> Composition:
+    """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, of tokens that are trained
+    on, as a field of `TrainBatch`: the reference model's, or those of the policy before the first of several optimizer
+    steps (`proximal_logprobs_BT`)."""
+    pairs = zip(composition.batches, logprobs_BT, strict=True)
+    trained = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
+    return composition.replaced({field: trained})
+
+
+def with_policy_ratios(
+    composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team = ALONE
+) -> Composition:
+    """Returns the composition with each response's mean of log(policy / clipping centre), for all of its tokens.
+
+    `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
+    behaviour policy or, if `decoupled`, the proximal policy, which is this policy if the batches have no other.
+    Collective.
+    """
+    batches = composition.batches
+    around_BT = [batch.behaviour_logprobs_BT for batch in batches]
+    if decoupled:
+        stored = [batch.proximal_logprobs_BT for batch in batches]
+        around_BT = [before if before is not None else now for before, now in zip(stored, logprobs_BT, strict=True)]
+    around = composition.of_responses(around_BT, np.float64)
+    means = _means(log_ratio(composition.of_responses(logprobs_BT, np.float64), around), composition, team)
+    ratios_BT = composition.scattered(np.repeat(means, composition.lengths))
+    return composition.replaced({"policy_log_ratios_BT": ratios_BT})
+
+
+def with_advantages(composition: Composition, advantages: np.ndarray) -> Composition:
+    """Returns the composition with other advantages, one a response."""
+    return composition.replaced({"advantages_BT": composition.scattered(np.repeat(advantages, composition.lengths))})
+
+
+def with_importance(
+    composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team = ALONE
+) -> Composition:
+    """Returns the composition with what its importance weights need of whole responses, or of all: see
+    `ImportanceConfig.whole`.
+
+    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
+    tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
+    policies is proportional to them. Collective.
+    """
+    batches, lengths = composition.batches, composition.lengths
+    behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
+    ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
+    ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
+    if importance.level is ImportanceLevel.SEQUENCE:
+        ratios = np.repeat(_means(ratios, composition, team), lengths)
+        ratios_BT = composition.scattered(ratios)
+    if importance.normalize:
+        lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
+        weights = np.exp(log_weight(ratios, lags, importance)[0])
+        mean = _mean(weights, team) or 1.0  # 0 if all are masked
+    advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
+    return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
+
+
+def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarray:
+    """Returns the mean of each response's values, of which there is one a token."""
+
+    def mean(_: Sequence[Key], sums: Arrays) -> Arrays:
+        return {"mean": sums["values"] / sums["tokens"]}
+
+    sums = {"values": composition.summed(values), "tokens": composition.lengths}
+    return by_response(team, [composition], [sums], mean)[0]["mean"]
+
+
+def _mean(values: np.ndarray, team: Team) -> np.float64:
+    """Returns the mean of the values of all processes."""
+
+    def mean(parts: Sequence[tuple[float, int]]) -> Sequence[float]:
+        total, count = (sum(numbers) for numbers in zip(*parts, strict=True))
+        return [total / count] * len(parts)
+
+    return np.float64(team.decided((float(values.sum()), len(values)), mean))
