@@ -26,8 +26,8 @@ from fluxjax.report.hosts_shown import MOST, host_lanes, host_lines, host_metric
 from fluxjax.report.loggers import MetricsLog
 from fluxjax.report.metrics import read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
+from fluxjax.run.artifacts import process_log
 from fluxjax.run.follower import prometheus_port
-from fluxjax.run.process_log import process_log
 from sharding.links import Links
 
 

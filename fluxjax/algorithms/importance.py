@@ -8,12 +8,12 @@ component 3)
 
 The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
 as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
-`lag` counts the versions (training steps) since the token's; a fresher segment
-weighs more.
+`lag` counts the versions (training steps) since the token's; a fresher segment weighs more.
+
 C (`ImportanceConfig.kind`) is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team,
-2025). At the level of sequences the geometric mean over the response stands for each of its tokens' ratios (GSPO,
-arXiv:2507.18071, equation 7).
+2025); `ImportanceConfig.bounds` are low and high. At the level of sequences the geometric mean over the response stands
+for each of its tokens' ratios (GSPO, arXiv:2507.18071, equation 7).
 
 With `decoupled` a clipped objective bounds how far the policy moves from the proximal one, and w corrects for the
 rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
@@ -65,14 +65,14 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     """
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
-    corrected = ratio
+    corrected, (low, high) = ratio, cfg.bounds
     if cfg.kind is Importance.TRUNCATE:
-        changed = ratio > math.log(cfg.high)
-        corrected = xp.where(changed, math.log(cfg.high), ratio)
+        changed = ratio > math.log(high)
+        corrected = xp.where(changed, math.log(high), ratio)
     elif cfg.kind is Importance.MASK:
-        changed = ratio > math.log(cfg.high)
-        if cfg.low > 0.0:
-            changed = changed | (ratio < math.log(cfg.low))
+        changed = ratio > math.log(high)
+        if low > 0.0:
+            changed = changed | (ratio < math.log(low))
         corrected = xp.where(changed, -math.inf, ratio)
     if cfg.decay < 1.0:
         corrected = corrected + math.log(cfg.decay) * xp.maximum(lag, 0).astype(ratio.dtype)
@@ -91,7 +91,7 @@ def correction(
     """Returns two factors of a clipped objective: the differentiable log(policy / the policy it clips around), and the
     constant weight; 0 where a token is not trained on. `logprobs_BT` are the policy's.
 
-    `fluxjax.batch.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
+    `fluxjax.batch.loss_inputs.with_response_ratios` must have filled in `batch.response_log_ratios_BT` for the level of
     sequences.
     """
     trained_BT = batch.loss_weights_BT != 0.0
@@ -131,7 +131,7 @@ def metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
     """Returns the metrics of a step over its `generated` tokens, at least one, from the sums and maxima of `tally`.
 
     `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if all
-    tokens are masked. `importance/mean`: the mean of w, before any normalisation. `importance/clipped`: the share of
+    tokens are masked. `importance/mean`: the mean of w. `importance/clipped`: the share of
     tokens whose ratio was truncated or masked. `staleness/kl`: the k3 estimate of KL(behaviour || policy) in nats.
     `staleness/variance`: the variance of the tokens' uncorrected ratios policy / behaviour. `staleness/lag_mean` and
     `lag_max`: versions between the weights that generated a token and those at the start of its training step. "Policy"

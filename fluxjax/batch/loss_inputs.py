@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..algorithms.importance import log_ratio, log_weight
+from ..algorithms.importance import log_ratio
 from ..algorithms.rl_algorithm import Key
-from ..config import ImportanceConfig, ImportanceLevel
 from .composition import Composition, PerToken
 from .team import ALONE, Arrays, Team, by_response
 
@@ -56,29 +55,16 @@ def _of_trained(composition: Composition, logprobs_BT: PerToken) -> list[np.ndar
     return [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
 
 
-def with_importance(
-    composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team = ALONE
-) -> Composition:
-    """Returns the composition with what its importance weights need of whole responses, or of all: see
-    `importance.whole`.
+def with_response_ratios(composition: Composition, logprobs_BT: PerToken, team: Team = ALONE) -> Composition:
+    """Returns the composition with each response's mean of log(policy / behaviour policy), for all of its tokens.
 
-    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
-    tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
-    policies is proportional to them. Collective.
+    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Collective.
     """
-    batches, lengths = composition.batches, composition.lengths
-    behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
-    ratios = log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour)
-    ratios_BT, mean = [batch.response_log_ratios_BT for batch in batches], 1.0
-    if importance.level is ImportanceLevel.SEQUENCE:
-        ratios = np.repeat(_means(ratios, composition, team), lengths)
-        ratios_BT = composition.scattered(ratios)
-    if importance.normalize:
-        lags = composition.of_responses([batch.lags_BT for batch in batches], np.int32)
-        weights = np.exp(log_weight(ratios, lags, importance)[0])
-        mean = _mean(weights, team) or 1.0  # 0 if all are masked
-    advantages_BT = [(batch.advantages_BT / mean).astype(np.float32) for batch in batches]
-    return composition.replaced({"response_log_ratios_BT": ratios_BT, "advantages_BT": advantages_BT})
+    behaviour = composition.of_responses([b.behaviour_logprobs_BT for b in composition.batches], np.float64)
+    means = _means(log_ratio(composition.of_responses(logprobs_BT, np.float64), behaviour), composition, team)
+    return composition.replaced(
+        {"response_log_ratios_BT": composition.scattered(np.repeat(means, composition.lengths))}
+    )
 
 
 def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarray:
@@ -89,13 +75,3 @@ def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarr
 
     sums = {"values": composition.summed(values), "tokens": composition.lengths}
     return by_response(team, [composition], [sums], mean)[0]["mean"]
-
-
-def _mean(values: np.ndarray, team: Team) -> np.float64:
-    """Returns the mean of the values of all processes."""
-
-    def mean(parts: Sequence[tuple[float, int]]) -> Sequence[float]:
-        total, count = (sum(numbers) for numbers in zip(*parts, strict=True))
-        return [total / count] * len(parts)
-
-    return np.float64(team.decided((float(values.sum()), len(values)), mean))

@@ -15,7 +15,7 @@ from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from ..config import Config, ConfigError, FlexUlysses, Ulysses
+from ..config import Config, ConfigError, Ulysses
 from .composition import Composition, Item, Piece, TrainGroup, squares_of, tokens_of
 from .part import Part, Room, SizedPart, size_parts
 from .pieces import pieces_of
@@ -145,7 +145,6 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
         limits = Limits(
             max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
             num_heads=text.num_heads if text is not None else 0,
-            alpha=strategy.alpha if isinstance(strategy, FlexUlysses) else Limits.alpha,
             tokens_per_device=room,
             tau=settings.devices_per_host,
         )

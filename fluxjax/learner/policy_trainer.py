@@ -31,10 +31,10 @@ from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer
 from ..batch.composition import Composition, plan_metrics, together
-from ..batch.loss_inputs import with_advantages, with_importance, with_policy_ratios, with_proximal, with_reference
+from ..batch.loss_inputs import with_advantages, with_policy_ratios, with_proximal, with_reference, with_response_ratios
 from ..batch.share import Share
 from ..batch.team import ALONE, Arrays, Team, by_response
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, ImportanceLevel
 from .gradients import Gradients, Outcome
 from .minibatches import minibatches, of_all_updates
 from .replay import ReplayBuffer, replay_metrics
@@ -290,8 +290,8 @@ class PolicyTrainer:
             ]
         for number, now in enumerate(proximal):
             composition = scored[number]
-            if settings.importance.whole:
-                composition = with_importance(composition, now, settings.importance, self._team)
+            if settings.importance.level is ImportanceLevel.SEQUENCE:
+                composition = with_response_ratios(composition, now, self._team)
             if settings.updates > 1:
                 composition = with_proximal(composition, now)
             if algorithm.response_ratios:

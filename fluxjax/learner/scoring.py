@@ -15,7 +15,7 @@ from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, TrainBatch
 from ..batch.composition import Composition, PerToken
 from ..batch.team import ALONE, Arrays, Team, by_response
-from ..config import AlgorithmConfig, Config, KlEstimator
+from ..config import AlgorithmConfig, Config, ImportanceLevel, KlEstimator
 from .gradients import Gradients
 
 
@@ -28,7 +28,12 @@ def logprobs_of(composition: Composition, gradients: Gradients, weights: Params)
 def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
     """Says whether the log-probs of the weights to be trained are needed before they are trained."""
     settings = config.algorithm
-    return settings.importance.whole or settings.updates > 1 or settings.kl_in_reward or algorithm.response_ratios
+    return (
+        settings.importance.level is ImportanceLevel.SEQUENCE
+        or settings.updates > 1
+        or settings.kl_in_reward
+        or algorithm.response_ratios
+    )
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:

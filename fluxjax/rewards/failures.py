@@ -6,7 +6,7 @@ import collections
 import logging
 from collections.abc import Callable
 
-from ..config.rewards import JUDGED
+from ..config.data import JUDGED
 from .answers import RewardFailure
 
 log = logging.getLogger("fluxjax.rewards")

@@ -22,7 +22,6 @@ def planners(draw):
     most = draw(POWERS)
     degree = draw(POWERS.filter(lambda degree: degree <= most))
     settings = ParallelismConfig(
-        enabled=True,
         degree=degree,
         min_degree=draw(POWERS.filter(lambda least: least <= degree)),
     )
@@ -31,7 +30,7 @@ def planners(draw):
 
 
 def test_a_rise_doubles_and_four_calm_steps_halve():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=16, max_degree=4)
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=16, max_degree=4)
     assert planner.next(100) == 1, "the first step sets the measure"
     assert planner.next(105) == 1, "1.05 times is no sudden rise"
     assert planner.next(111) == 2
@@ -45,7 +44,7 @@ def test_a_rise_doubles_and_four_calm_steps_halve():
 
 
 def test_a_calm_start_counts_and_one_preemption_begins_anew():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4))
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1, degree=4))
     assert [planner.next(count) for count in (0, 0, 0, 0)] == [4, 4, 4, 2]
     assert [planner.next(count) for count in (0, 0, 0, 7, 0, 0, 0, 0)] == [2, 2, 2, 4, 4, 4, 4, 2]
 
@@ -89,7 +88,7 @@ def test_a_resumed_planner_decides_as_one_that_went_on(planner, before, after):
 
 
 def test_resumed_on_fewer_devices_it_stays_within_them():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=8))
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1, degree=8))
     fewer = ParallelismPlanner(planner.settings, devices=3)
     fewer.load_state_dict(planner.state_dict())
     assert fewer.degree == fewer.most == 2
@@ -100,7 +99,7 @@ class ChangingWorld(PolicyWorld):
 
     def __init__(self, policy, seed, **options):
         super().__init__(policy, seed, engines=4, **options)
-        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4, calm=2)
+        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=4, calm=2)
 
     def answers(self, instruction):
         if isinstance(instruction, SetParallelism):
