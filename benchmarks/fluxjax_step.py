@@ -98,8 +98,6 @@ class Steps:
         self.sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
             forbidden_ids=tuple(sorted({*eos, *media})),
         )
         if stage != "train":

@@ -78,7 +78,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config.rollout.slots = 2 * sizes.prompts * sizes.responses
     config.packing.tokens_per_row, config.packing.rows_per_device = 2 * sizes.longest + 32, 8
     config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
-    config.optim.schedule, config.optim.lr, config.optim.beta2 = Schedule.CONSTANT, 3e-4, 0.95
+    config.optim.schedule, config.optim.lr, config.optim.betas = Schedule.CONSTANT, 3e-4, (0.9, 0.95)
     config.checkpoint.every, config.evaluation.every = 0, 0
     config.evaluation.samples = 200
     config.report.dump_samples_every = 0

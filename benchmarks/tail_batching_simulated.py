@@ -25,7 +25,7 @@ FLEXES = ("policy=tail_batching", "policy.prompts=1.25", "policy.responses=1.25"
 TAIL = (*FLEXES, *VERL)
 REWARD = (*FLEXES, "simulation.rewards=scheduled")
 STREAM = (*REWARD, "stream_trainer=True")
-PLANNER = (*REWARD, "parallelism.enabled=True")
+PLANNER = (*REWARD, "parallelism.min_degree=1")
 ALL = (*PLANNER, "stream_trainer=True")
 ROWS = {"verl": VERL, "+ tail batching": TAIL, "+ reward": REWARD, "+ parallelism": PLANNER, "+ trainer": ALL}
 LEAST_DEGREE = {"7b": 1, "14b": 2, "32b": 2}  # else the planner, which sees no preemption, halves what was right

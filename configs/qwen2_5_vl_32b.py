@@ -3,12 +3,13 @@
     hf download Qwen/Qwen2.5-VL-32B-Instruct --local-dir Qwen2.5-VL-32B-Instruct
     hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_32b.py --topology 4x8xh100
+    srun --nodes=4 --ntasks-per-node=1 python -m fluxjax.train --config=configs/qwen2_5_vl_32b.py
 
 Expected memory, by the pre-flight: 63 of 75 GiB that JAX may use of a device (accumulate), 6 GiB of
 host memory while weights are loaded (docs/preflight.md).
 
-It can't be trained yet: `python -m fluxjax.train` runs on the devices of one process, and these are four hosts. The
-pre-flight says that weights, moments and activations would fit. Never measured: anything else.
+Each host has one process, and the run's folder is on a file system that all hosts share (deploy/slurm.sbatch). Never
+measured: no step of it has run on a GPU. The reward `math` needs `pip install 'fluxjax[math]'`.
 """
 
 import pathlib

@@ -42,6 +42,6 @@ def get_config(variant: str = "") -> Config:
         config.packing.tokens_per_row = 8192
         config.packing.patches_per_device = 8192
         config.optim.moments_dtype = DType.BFLOAT16
-        config.optim.beta2 = 0.99
+        config.optim.betas = (0.9, 0.99)
         config.algorithm.kl_coefficient = 0.0  # its reference would be another 14 GiB
     return config

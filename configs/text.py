@@ -24,7 +24,7 @@ def get_config(variant: str = "") -> Config:
     config.algorithm.loss_aggregation = LossAggregation.SEQUENCE_MEAN
     config.algorithm.entropy_coefficient = 0.01
     config.optim.schedule = Schedule.LINEAR
-    config.optim.beta2 = 0.95
+    config.optim.betas = (0.9, 0.95)
     config.optim.warmup_steps = 10
     if variant == "debug":
         config.name = "text-debug"

@@ -42,8 +42,7 @@ class BestOfGroup(RLAlgorithm):
 
 def main() -> None:
     config = cli.load(["--config=configs/text.py:debug", *sys.argv[1:]])
-    config.algorithm.impl = BestOfGroup(temper=0.5)
-    with FluxTrainer(config) as trainer:
+    with FluxTrainer(config, algorithm=BestOfGroup(temper=0.5)) as trainer:
         trainer.fit()
     for record in read(trainer.run_dir / "metrics.jsonl"):
         if record["phase"] == "rl":

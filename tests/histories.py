@@ -66,7 +66,7 @@ def scenario(seed: int) -> SimulateConfig:
     sim.evaluation_seconds = sim.checkpoint_seconds = dice.choice((0.0, 5.0))
     sim.reply_limit = dice.choice((5.0, 60.0))
     rounds = name != "adaptive_async"
-    config.parallelism.enabled = rounds and sim.rollout_gpus in (2, 4) and dice.random() < 0.4
+    config.parallelism.min_degree = int(rounds and sim.rollout_gpus in (2, 4) and dice.random() < 0.4)
     dice.randint(1, 3)
     sim.degree = dice.choice((1, 2)) if config.parallelism.enabled else 1
     config.stream_trainer = rounds and sim.engines > 1 and dice.random() < 0.5

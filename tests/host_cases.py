@@ -21,8 +21,8 @@ HEADS = (4, 2)
 STRATEGIES = ["fsdp", "ulysses", "flex_ulysses", "odc", "hybrid"]
 SEEDS = [4, 11]  # odc: a microbatch of all devices; devices of a process that have none
 VERSION = 9  # tokens are of 0 to 8
-TRUNCATED = ImportanceConfig(Importance.TRUNCATE, high=1.5, normalize=True)
-OF_RESPONSES = ImportanceConfig(Importance.TRUNCATE, ImportanceLevel.SEQUENCE, high=1.2, normalize=True)
+TRUNCATED = ImportanceConfig(Importance.TRUNCATE, bounds=(0.5, 1.5))
+OF_RESPONSES = ImportanceConfig(Importance.TRUNCATE, ImportanceLevel.SEQUENCE, bounds=(0.5, 1.2))
 IN_REWARD = {"kl_coefficient": 0.1, "kl_estimator": KlEstimator.K1, "kl_in_reward": True}
 FEATURES = {
     "plain": AlgorithmConfig(kl_coefficient=0.1, importance=ImportanceConfig(level=ImportanceLevel.SEQUENCE)),

@@ -16,7 +16,7 @@ from PIL import Image
 from run_cases import filmed, write_jsonl
 
 from fluxjax.run import pixels
-from fluxjax.run.no_pixels import NoPixels
+from fluxjax.run.build import NoPixels
 
 KILLS = 4  # in a run: one that dies six times in a row, with less than half a minute in between, ends it
 

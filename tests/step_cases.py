@@ -35,9 +35,9 @@ from sharding.mesh import make_mesh
 CONTENTS = [[5], [9], [4], [12]]
 LENGTHS = [[3, 1, 6], [4, 0, 4], [9, 5], [6, 3]]
 VERSION = 11  # of the trainer; tokens are of 0 to 8, several versions a response
-TOKEN = ImportanceConfig(Importance.TRUNCATE, high=1.3, decay=0.9, decoupled=True)
+TOKEN = ImportanceConfig(Importance.TRUNCATE, bounds=(0.5, 1.3), decay=0.9, decoupled=True)
 SEQUENCE = ImportanceConfig(
-    Importance.MASK, ImportanceLevel.SEQUENCE, low=0.8, high=1.1, decay=0.9, decoupled=True, normalize=True
+    Importance.MASK, ImportanceLevel.SEQUENCE, bounds=(0.8, 1.1), decay=0.9, decoupled=True, normalize=True
 )
 LAYOUTS = {
     "one row": (1, {"tokens_per_row": 128}),

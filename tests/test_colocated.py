@@ -123,7 +123,7 @@ def test_the_degree_of_servers_changes_without_a_start(
     data: Mapping[str, object], forked_servers: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers of each degree were started before the first step; those of one are awake, with the newest weights."""
-    own: dict[str, object] = {"steps": 3, "parallelism__degree": 2, "parallelism__enabled": True}
+    own: dict[str, object] = {"steps": 3, "parallelism__degree": 2, "parallelism__min_degree": 1}
     monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     own |= {"servers__count": 1, "servers__flags": ("--tp", "{degree}")}
     own["servers__environment"] = ("XLA_FLAGS=--xla_force_host_platform_device_count=2",)

@@ -3,6 +3,7 @@ every layout."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +57,12 @@ def formula(values, batch, clip):
     )
     for cell in np.ndindex(*weights.shape):
         plain = values[cell] - returns[cell]
-        near = min(max(values[cell], old[cell] - clip), old[cell] + clip) - returns[cell] if clip else plain
+        near = min(max(values[cell], old[cell] - clip), old[cell] + clip) - returns[cell]
         total += weights[cell] * max(plain**2, near**2) / 2
     return total
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("clip", [math.inf, 0.2, 0.5])
 @pytest.mark.parametrize("seed", range(2))
 def test_loss_and_gradient_are_the_formulas(seed, clip):
     values, batch = value_case(seed)
@@ -77,7 +78,7 @@ def test_loss_and_gradient_are_the_formulas(seed, clip):
     trained = np.asarray(batch.loss_weights_BT) != 0
     cut = trained & (np.asarray(gradient) == 0)
     np.testing.assert_array_equal(metrics["clip_fraction"], cut)
-    assert cut.any() == (clip > 0) and not np.asarray(gradient)[~trained].any()
+    assert cut.any() == (clip < math.inf) and not np.asarray(gradient)[~trained].any()
 
 
 def test_what_is_not_trained_may_be_anything():
@@ -200,7 +201,7 @@ class Centred(RLAlgorithm):
 
 @pytest.mark.slow
 def test_own_algorithms_may_have_a_critic():
-    algorithm = AlgorithmConfig(impl=Centred())
+    algorithm = AlgorithmConfig(name=Centred())
     trainer, _ = trainer_of(algorithm, critic={"gae_lambda": 1.0})
     groups, prepared, _ = near_policy()
     groups = grpo.advantages(groups, AlgorithmConfig())
@@ -214,12 +215,12 @@ def test_own_algorithms_may_have_a_critic():
 
 
 @pytest.mark.parametrize("name", ["stream_trainer", "speculative_sync"])
-@pytest.mark.parametrize("algorithm", [AlgorithmConfig.of("ppo"), AlgorithmConfig(impl=Centred())])
+@pytest.mark.parametrize("algorithm", [PPO(), Centred()])
 def test_gradients_before_a_step_is_complete_are_refused(name, algorithm):
-    config = Config(algorithm=algorithm)
+    config = Config(algorithm=AlgorithmConfig(name=algorithm))
     setattr(config, name, True if name == "stream_trainer" else 0.5)
     with pytest.raises(ConfigError, match=f"{name} computes gradients before a step is complete"):
-        check_algorithm(config, algorithm.impl or PPO())
+        check_algorithm(config, algorithm)
 
 
 def test_a_rest_without_a_critic_is_refused():

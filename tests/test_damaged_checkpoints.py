@@ -12,9 +12,8 @@ import pytest
 from checkpoint_cases import save
 from fuzz.checkpoint import STEPS, arrays_of, flipped, truncated, written
 
-from fluxjax.run import file_sums, snapshot_folder
-from fluxjax.run.checkpoint import Checkpoints, ResumeError
-from fluxjax.run.file_sums import SUMS, damage
+from fluxjax.run import checkpoint, snapshot_folder
+from fluxjax.run.checkpoint import SUMS, Checkpoints, ResumeError, damage
 from sharding.weights import like
 
 NEWEST, OLDER = str(STEPS[-1]), str(STEPS[-2])
@@ -105,7 +104,7 @@ def test_nothing_older_is_removed_before_the_new_one_has_checksums(folder, opene
 
     checkpoints = opened(keep=1)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(file_sums, "write_sums", unreadable)
+        patch.setattr(checkpoint, "write_sums", unreadable)
         assert save(checkpoints, 7, arrays_of(7), {}) and not checkpoints.wait()
     assert "a file can't be read back" in caplog.text and checkpoints.newest() == int(NEWEST)
     assert save(checkpoints, 8, arrays_of(8), {}) and checkpoints.wait()

@@ -24,8 +24,8 @@ from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
 from fluxjax.report.shown import MOST, host_lanes, host_lines, host_metrics, slowest
+from fluxjax.run.artifacts import process_log
 from fluxjax.run.follower import prometheus_port
-from fluxjax.run.process_log import process_log
 from sharding.links import Links
 
 

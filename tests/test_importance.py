@@ -17,17 +17,17 @@ TOLERANCE = 1e-5  # float32 against float64, values of order one
 KINDS = {
     "none": ImportanceConfig(),
     "decay": ImportanceConfig(decay=0.8),
-    "truncate": ImportanceConfig(Importance.TRUNCATE, high=1.5, decay=0.9),
-    "mask": ImportanceConfig(Importance.MASK, low=0.6, high=1.7, decay=0.9),
-    "mask_above": ImportanceConfig(Importance.MASK, low=0.0, high=1.7),
+    "truncate": ImportanceConfig(Importance.TRUNCATE, bounds=(0.5, 1.5), decay=0.9),
+    "mask": ImportanceConfig(Importance.MASK, bounds=(0.6, 1.7), decay=0.9),
+    "mask_above": ImportanceConfig(Importance.MASK, bounds=(0.0, 1.7)),
 }
 
 
 def weight_of(ratio: float, lag: int, cfg: ImportanceConfig) -> float:
     """The formula, written down once more."""
     if cfg.kind is Importance.TRUNCATE:
-        ratio = min(ratio, cfg.high)
-    elif cfg.kind is Importance.MASK and not cfg.low <= ratio <= cfg.high:
+        ratio = min(ratio, cfg.bounds[1])
+    elif cfg.kind is Importance.MASK and not cfg.bounds[0] <= ratio <= cfg.bounds[1]:
         ratio = 0.0
     return ratio * cfg.decay ** max(lag, 0)
 
@@ -149,7 +149,7 @@ def test_metrics_against_numpy(name):
     log_ratios = (np.float64(logprobs) - batch.behaviour_logprobs_BT)[trained]
     ratios, lags = np.exp(log_ratios), batch.lags_BT[trained]
     weights = np.array([weight_of(ratio, lag, KINDS[name]) for ratio, lag in zip(ratios, lags, strict=True)])
-    kind, low, high = KINDS[name].kind, KINDS[name].low, KINDS[name].high
+    kind, (low, high) = KINDS[name].kind, KINDS[name].bounds
     clipped = (kind is not Importance.NONE) & (ratios > high) | (kind is Importance.MASK) & (ratios < low)
     want = {
         "importance/ess": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),

@@ -47,7 +47,7 @@ def test_no_layout_changes_a_step(case, layout):
 
 # --- the importance correction -------------------------------------------------------------------
 
-NORMALIZED = ImportanceConfig(Importance.MASK, low=0.7, high=1.4, decay=0.9, normalize=True)
+NORMALIZED = ImportanceConfig(Importance.MASK, bounds=(0.7, 1.4), decay=0.9, normalize=True)
 
 
 def expected(cfg: ImportanceConfig):

@@ -229,14 +229,13 @@ def test_an_update_takes_place_in_the_arrays_that_it_replaces():
 
 
 @pytest.mark.long
-def test_moments_and_gradients_in_bfloat16():
+def test_moments_in_bfloat16():
     """Half of the optimizer's memory, for an update that is that of float32 to the bits that are left."""
     config, half = config_for(rows=1, **SMOOTH), config_for(rows=1, **SMOOTH)
-    half.optim.moments_dtype = half.optim.gradients_dtype = DType.BFLOAT16
+    half.optim.moments_dtype = DType.BFLOAT16
     exact, rounded = (Learner(c, tiny("text"), grpo.token_loss, mesh=make_mesh(2)) for c in (config, half))
     microbatches = microbatches_for("text", config, 2)
     before = jax.tree.map(np.asarray, exact.params)
-    assert {grad.dtype.name for grad in jax.tree.leaves(rounded.accumulate(microbatches)[0])} == {"bfloat16"}
     for _ in range(3):
         for learner in (exact, rounded):
             assert learner.step(microbatches)["skipped_nonfinite"] == 0

@@ -11,8 +11,8 @@ from packing_cases import MODEL, make_config
 from run_cases import ROOT
 
 from fluxjax.config import ConfigError, Remat, cli
-from fluxjax.run import memory_check
-from fluxjax.run.memory_check import settled_remat
+from fluxjax.run import parts
+from fluxjax.run.parts import settled_remat
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.sizing.account import GIB
 from fluxjax.sizing.check import DeviceRoom, check
@@ -62,7 +62,7 @@ def test_a_run_that_fits_compiles_nothing_of_it_again(tmp_path):
     assert compiled.count("jit_apply") == 1  # the check's; a run without it has one, too, of its own
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["sharding"]["remat"] == "auto", "as asked for: the run may go on, or be evaluated, on other devices"
-    assert written["policy"]["engines"] == 0
+    assert written["rollout"]["engines"] == 0
 
 
 def small(remat=Remat.AUTO):
@@ -99,6 +99,6 @@ def test_on_cpus_nothing_is_compiled_unless_asked_for(monkeypatch):
 
 
 def test_offloading_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr(memory_check, "_has_host_memory", lambda: False)
+    monkeypatch.setattr(parts, "_has_host_memory", lambda: False)
     with pytest.raises(ConfigError, match=r"sharding\.remat is offload, but cpu devices have no pinned_host memory"):
         settled_remat(small(Remat.OFFLOAD), MODEL, make_mesh(1), (), print)

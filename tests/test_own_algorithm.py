@@ -12,7 +12,7 @@ from conftest import ROOT
 from packing_cases import compose, make_config, make_groups
 
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm, find_algorithm, grpo
-from fluxjax.config import OWN_SETTINGS, AlgorithmConfig, Config, ConfigError, cli
+from fluxjax.config import OWN_SETTINGS, AlgorithmConfig, ConfigError, cli
 from fluxjax.config.run_folder import from_json, to_json
 from fluxjax.hosts.gang import fingerprint
 
@@ -49,7 +49,7 @@ def test_a_class_is_called_and_an_object_taken_as_it_is(module):
     assert vars(find_algorithm(AlgorithmConfig(name=f"{module}:Mine"))) == {"scale": 1.0}
     assert vars(find_algorithm(AlgorithmConfig(name=f"{module}:doubled"))) == {"scale": 2.0}
     mine = sys.modules[module].Mine(3.0)
-    assert find_algorithm(AlgorithmConfig(name="grpo", impl=mine)) is mine
+    assert find_algorithm(AlgorithmConfig(name=mine)) is mine
 
 
 def test_a_module_with_the_two_functions_is_an_algorithm():
@@ -70,9 +70,8 @@ def test_a_module_with_the_two_functions_is_an_algorithm():
         ("my_algorithms:number", r"algorithm.name=my_algorithms:number is an algorithm without advantages\(\): 3"),
         ("my_broken:Mine", "importing 'my_broken' raised ModuleNotFoundError"),
         ("my_missing:Mine", "importing 'my_missing' raised ModuleNotFoundError"),
-        (AlgorithmConfig(impl=object()), r"algorithm.impl is an algorithm without advantages\(\)"),
-        (AlgorithmConfig(impl=type("Loose", (grpo.GRPO,), {"coupled": True})()), r"an algorithm without couple\(\)"),
-        (AlgorithmConfig(impl="my_algorithms:Mine"), r"an object of my_algorithms:Mine in a Python script"),
+        (AlgorithmConfig(name=object()), r"algorithm.name is an algorithm without advantages\(\)"),
+        (AlgorithmConfig(name=type("Loose", (grpo.GRPO,), {"coupled": True})()), r"an algorithm without couple\(\)"),
     ],
 )
 def test_what_is_no_algorithm_ends_in_one_line(module, cfg, expected):
@@ -86,22 +85,15 @@ def test_what_is_no_algorithm_ends_in_one_line(module, cfg, expected):
 def test_an_object_is_neither_copied_nor_written_down_nor_a_flag(module):
     impl = find_algorithm(AlgorithmConfig(name=f"{module}:Mine"))
     config = cli.load(["--config=configs/text.py:debug"])
-    config.algorithm.impl = impl
+    config.algorithm.name = impl
     config.validate()
-    assert copy.deepcopy(config).algorithm.impl is impl
-    assert dataclasses.replace(config.algorithm, clip_low=0.1).impl is impl
+    assert copy.deepcopy(config).algorithm.name is impl
+    assert dataclasses.replace(config.algorithm, clip_low=0.1).name is impl
     saved = json.loads(json.dumps(to_json(config)))
-    assert saved["algorithm"]["impl"] == "my_algorithms:Mine"
+    assert saved["algorithm"]["name"] == "my_algorithms:Mine"
     assert from_json(saved).algorithm.label == "my_algorithms:Mine"
-    assert "impl" not in dict(cli.flatten(config.algorithm))
-    assert "algorithm.impl" not in cli.help_text("", config)
-
-
-def test_a_run_folder_of_an_earlier_release_has_its_algorithm():
-    saved: dict = {**to_json(Config())}
-    saved["algorithm"].pop("impl", None)
-    assert from_json(saved) == Config()
-    assert saved["algorithm"]["name"] == "grpo"
+    assert dict(cli.flatten(config.algorithm))["name"] == "my_algorithms:Mine"
+    assert "--config.algorithm.name=my_algorithms:Mine" in cli.help_text("", config)
 
 
 def test_a_name_brings_its_own_settings_and_flags_count_more():
@@ -125,12 +117,12 @@ def test_processes_that_would_run_other_code_have_other_fingerprints(module, tmp
     built_in = fingerprint(config, compositions)
     config.algorithm.name = f"{module}:Mine"
     mine = fingerprint(config, compositions)
-    config.algorithm.impl = find_algorithm(config.algorithm)
+    config.algorithm.name = find_algorithm(config.algorithm)
     as_object = fingerprint(config, compositions)
     assert as_object == fingerprint(copy.deepcopy(config), compositions)
-    assert len({built_in, mine, as_object}) == 3
+    assert built_in != mine == as_object, "the same code"
     elsewhere = types.SimpleNamespace(**vars(grpo))
-    config.algorithm.impl = elsewhere
+    config.algorithm.name = elsewhere
     assert fingerprint(config, compositions) not in (built_in, mine, as_object)
 
 

@@ -42,7 +42,7 @@ class Changing(Run):
 
     def __init__(self, *counts: int, calm: int = 4, changeable: bool = True, **options) -> None:
         super().__init__(*(Preempting() for _ in range(4)), steps=len(counts), **options)
-        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
+        planner = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=4)
         planner.calm = calm
         self.coordinator.parallelism = planner
         self.pool = self if changeable else None
@@ -131,7 +131,7 @@ def configuration(folder, **settings):
 def test_training_goes_on_the_same_while_engines_change(tmp_path, monkeypatch):
     monkeypatch.setattr(ParallelismPlanner, "calm", 2)
     told = {}
-    changing = {"rollout__engines": 1, "parallelism__degree": 2, "parallelism__enabled": True}
+    changing = {"rollout__engines": 1, "parallelism__degree": 2, "parallelism__min_degree": 1}
     for name, settings in (("plain", {}), ("changing", changing)):
         told[name] = diary = Diary()
         with FluxTrainer(configuration(tmp_path, run_dir=tmp_path / name, **settings)) as trainer:
@@ -165,7 +165,7 @@ def model(**changes):
 
 @pytest.mark.slow
 def test_devices_are_dealt_to_engines(tmp_path):
-    config = configuration(tmp_path, rollout__engines=3, parallelism__degree=2, parallelism__enabled=True)
+    config = configuration(tmp_path, rollout__engines=3, parallelism__degree=2, parallelism__min_degree=1)
     devices = jax.local_devices()
     pool = EnginePool(config, model())
     assert [engine.devices for engine in pool.engines] == [tuple(devices[i : i + 2]) for i in (0, 2, 4)]
@@ -198,7 +198,7 @@ def test_a_profile_says_the_degree_at_the_start(tmp_path):
     points = (Point(1, 1, 48, 1.0, 1.0), Point(2, 1, 48, 1.0, 3.0))
     file = tmp_path / "profile.json"
     Profile("cpu", 2, sizes(model().config.text), points).save(file)
-    settings = {"rollout__engines": 2, "parallelism__enabled": True, "parallelism__profile": file}
+    settings = {"rollout__engines": 2, "parallelism__min_degree": 1, "parallelism__profile": file}
     config = configuration(tmp_path, **settings)
     assert make_coordinator(config).parallelism.degree == 2
     assert EnginePool(config, model()).engines[0].devices == (jax.local_devices()[0],), "the coordinator asks for it"

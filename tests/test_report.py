@@ -12,7 +12,6 @@ import time
 import types
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,13 +26,14 @@ from tensorboardX.proto import event_pb2
 from fluxjax.base.process import activity
 from fluxjax.base.timeline import Span, Timeline
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
-from fluxjax.config import ConfigError, ReportConfig
+from fluxjax.config import Config, ConfigError, ReportConfig
+from fluxjax.hosts.gang import Gang
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
 from fluxjax.report.prometheus import PrometheusPort, ServerCollector
 from fluxjax.run import callbacks
-from fluxjax.run.callbacks import Callbacks, Reporter
+from fluxjax.run.callbacks import Reporter
 from fluxjax.runtime.ports import StepReport
 from fluxjax.runtime.server_watch import ServerNews, ServerWatch, server_lanes
 from rollout.fleet_server import Attempt, Seat, Server, ServerStatus
@@ -371,30 +371,25 @@ def test_prometheus_reads_servers_when_it_asks():
     assert 'fluxjax_server_asleep{server="server 1"} 1.0' in text
 
 
-class NobodyListens(Callbacks):
-    def __init__(self) -> None:
-        pass
-
-    def tell(self, hook: Callable[..., None], *event: object) -> None:
-        pass
-
-
 @pytest.mark.parametrize("servers", [True, False])
 def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
     clock = itertools.count(0, 20)  # asked once a step
     monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     statuses = [server(0), server(1)] if servers else []
     log, display = MetricsLog(tmp_path, ReportConfig()), Display(2, console=Console(file=io.StringIO()))
-    reporter = Reporter(
-        ReportConfig(dump_samples_every=0),
-        run_dir=tmp_path,
+    none = types.SimpleNamespace(metrics=dict)
+    run: Any = types.SimpleNamespace(
+        config=Config(),
+        gang=Gang(),
         summary=Summary(),
         metrics=log,
         display=display,
-        decode=str,
-        callbacks=NobodyListens(),
-        servers=lambda: statuses,
+        pool=types.SimpleNamespace(servers=lambda: statuses),
+        pixels=none,
+        rewards=none,
+        tell=lambda *event: None,
     )
+    reporter = Reporter(run)
     display.phase("RL", 2)
     for step in (1, 2):
         if servers:

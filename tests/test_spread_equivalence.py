@@ -2,6 +2,7 @@
 log-probs of one device to 1e-5 (float32), and steps that end where those of FSDP end."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from fluxjax.batch.composer import Composer
 from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Strategy, Ulysses, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
-from sharding.planner.plan import ShardPlan
+from sharding.planner.plan import Limits, ShardPlan, rounds
 from sharding.spread.shapes import ShapeBook
 
 DEVICES, HEADS = 8, (8, 2)
@@ -124,10 +125,11 @@ def test_one_short_text_on_all_devices():
     assert_equal(outcome(learner(HEADS, DEVICES), composition), alone(HEADS, groups, prepared))
 
 
-def test_a_calibration_decides_what_is_spread(tmp_path):
+def test_a_calibration_decides_what_is_spread(tmp_path, monkeypatch):
     """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
     groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
-    config = spread_config(alpha=8.0)  # memory forces nothing
+    monkeypatch.setattr(spreading, "Limits", functools.partial(Limits, alpha=8.0))  # memory forces nothing
+    config = spread_config()
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     cost = published()
     within = dataclasses.replace(cost.within, per_byte=1e9 * cost.within.per_byte)

@@ -114,7 +114,6 @@ def _timed(learner: Learner, steps: Any) -> float:
 
 def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
     """The pre-flight's sum for the very program that computes the gradients, by kind, in GiB."""
-    import jax.numpy as jnp
 
     from fluxjax.sizing.account import GIB
     from fluxjax.sizing.run_programs import bytes_on_device
@@ -124,7 +123,7 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
     kinds = {
         "master weights": bytes_on_device(learner.params),
         "moments": bytes_on_device(learner.opt_state),
-        "gradients": trained * jnp.dtype(learner.config.optim.gradients_dtype.value).itemsize / 4,
+        "gradients": trained,
         "batches": 2 * bytes_on_device(learner.gradients.strategy.place(batch)),  # the next one is placed meanwhile
         "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     }

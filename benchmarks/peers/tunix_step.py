@@ -141,7 +141,9 @@ def cluster_config(settings: dict[str, Any], prompt_tokens: int, mesh: jax.shard
     rollout, optim = settings["rollout"], settings["optim"]
     optimizer = optax.chain(
         optax.clip_by_global_norm(optim["max_grad_norm"]),
-        optax.adamw(optim["lr"], optim["beta1"], optim["beta2"], optim["eps"], weight_decay=optim["weight_decay"]),
+        optax.adamw(
+            optim["lr"], optim["betas"][0], optim["betas"][1], optim["eps"], weight_decay=optim["weight_decay"]
+        ),
     )
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT, rl_cluster.Role.REFERENCE)
     return rl_cluster.ClusterConfig(
@@ -154,8 +156,8 @@ def cluster_config(settings: dict[str, Any], prompt_tokens: int, mesh: jax.shard
             max_prompt_length=prompt_tokens,
             kv_cache_size=prompt_tokens + rollout["max_new_tokens"],
             temperature=rollout["temperature"],
-            top_p=rollout["top_p"],
-            top_k=rollout["top_k"] or None,
+            top_p=1.0,
+            top_k=None,
         ),
     )
 

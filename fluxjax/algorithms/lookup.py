@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from sharding.door import ByName
 
 from ..base.import_path import imported
-from ..config import AlgorithmConfig, ConfigError
+from ..config import AlgorithmConfig
 from .rl_algorithm import RLAlgorithm, adapted
 
 ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
@@ -35,15 +35,10 @@ ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
 
 
 def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
-    """Returns `cfg.impl`, or else the algorithm called `cfg.name`: a name of `ALGORITHMS`, or an import path,
+    """Returns the algorithm `cfg.name`: the object itself, a name of `ALGORITHMS`, or an import path,
     `module:attribute`. Raises `ConfigError`, naming the field, if there is no such algorithm."""
-    if isinstance(cfg.impl, str):  # read from the folder of a run, or sent by its first process
-        raise ConfigError(
-            f"algorithm.impl was an object of {cfg.impl} in a Python script; run the script, or name the algorithm by "
-            "an import path (algorithm.name=module:attribute)"
-        )
-    if cfg.impl is not None:
-        return adapted(cfg.impl, "algorithm.impl")
+    if not isinstance(cfg.name, str):
+        return adapted(cfg.name, "algorithm.name")
     if cfg.name in ALGORITHMS:
         return ALGORITHMS[cfg.name]
     cfg.validate()
@@ -56,7 +51,7 @@ def own_code(cfg: AlgorithmConfig) -> str:
     no file has. The digest does not cover modules that the file imports."""
     if cfg.built_in:
         return ""
-    named = importlib.import_module(cfg.name.partition(":")[0]) if cfg.impl is None else cfg.impl
+    named = importlib.import_module(cfg.name.partition(":")[0]) if isinstance(cfg.name, str) else cfg.name
     try:
         file = inspect.getsourcefile(named if hasattr(named, "__name__") else type(named))
     except TypeError:  # the class has no source file, as in a notebook

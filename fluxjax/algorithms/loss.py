@@ -175,14 +175,14 @@ def log_weight(ratio: Any, lag: Any, cfg: ImportanceConfig) -> tuple[Any, Any]:
     """
     xp = ratio.__array_namespace__()
     changed = xp.zeros_like(ratio, dtype=bool)
-    corrected = ratio
+    corrected, (low, high) = ratio, cfg.bounds
     if cfg.kind is Importance.TRUNCATE:
-        changed = ratio > math.log(cfg.high)
-        corrected = xp.where(changed, math.log(cfg.high), ratio)
+        changed = ratio > math.log(high)
+        corrected = xp.where(changed, math.log(high), ratio)
     elif cfg.kind is Importance.MASK:
-        changed = ratio > math.log(cfg.high)
-        if cfg.low > 0.0:
-            changed = changed | (ratio < math.log(cfg.low))
+        changed = ratio > math.log(high)
+        if low > 0.0:
+            changed = changed | (ratio < math.log(low))
         corrected = xp.where(changed, -math.inf, ratio)
     if cfg.decay < 1.0:
         corrected = corrected + math.log(cfg.decay) * xp.maximum(lag, 0).astype(ratio.dtype)

@@ -7,7 +7,7 @@ token. The critic has its own weights and optimizer, and trains on the same mini
     L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
 with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
-and c = `critic.value_clip`. The paper's equation 9 has the plain square; the clipped square is that of its authors'
+and c = `value_clip`. The paper's equation 9 has the plain square; the clipped square is that of its authors'
 code (OpenAI baselines, ppo2) and of verl. The values belong to the policy that generated the tokens. So the importance
 correction, which concerns the trained policy, does not weigh the critic's loss.
 """
@@ -23,6 +23,8 @@ from .grpo import GRPO
 from .loss import masked
 from .rl_algorithm import LossAndMetrics, TokenValues
 
+VALUE_CLIP = 0.5  # as in verl
+
 
 class PPO(GRPO):
     whole_step = True
@@ -33,16 +35,15 @@ class PPO(GRPO):
         return [with_advantages(group, rewards_of(group)) for group in groups]
 
 
-def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float) -> LossAndMetrics:
-    """Returns the critic's loss in the head of this file (`value_clip` 0: the plain square), 0 for tokens that are not
-    trained on. Metrics: `value`, V; `clip_fraction`, 1 where the bound cuts the gradient off."""
+def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:
+    """Returns the critic's loss in the head of this file, 0 for tokens that are not trained on. Metrics: `value`, V;
+    `clip_fraction`, 1 where the bound cuts the gradient off."""
     assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
     trained_BT = batch.loss_weights_BT != 0.0
     error_BT = masked(values_BT - batch.returns_BT, trained_BT)
-    square_BT, clipped_BT = jnp.square(error_BT), jnp.zeros_like(error_BT)
-    if value_clip > 0.0:
-        near_BT = jnp.clip(values_BT, batch.values_BT - value_clip, batch.values_BT + value_clip)
-        bounded_BT = jnp.square(masked(near_BT - batch.returns_BT, trained_BT))
-        clipped_BT = (bounded_BT > square_BT).astype(square_BT.dtype)
-        square_BT = jnp.maximum(square_BT, bounded_BT)
+    square_BT = jnp.square(error_BT)
+    near_BT = jnp.clip(values_BT, batch.values_BT - value_clip, batch.values_BT + value_clip)
+    bounded_BT = jnp.square(masked(near_BT - batch.returns_BT, trained_BT))
+    clipped_BT = (bounded_BT > square_BT).astype(square_BT.dtype)
+    square_BT = jnp.maximum(square_BT, bounded_BT)
     return 0.5 * square_BT, {"value": masked(values_BT, trained_BT), "clip_fraction": clipped_BT}

@@ -16,6 +16,7 @@ from rollout.engine import Engine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = "stopping after this step; once more to stop at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
@@ -28,8 +29,11 @@ def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) ->
 
     def hear() -> None:
         while number := os.read(heard, 1)[0]:
-            if number in _NUMBERS:
-                stops.pop()() if stops else end(number)
+            if number in _NUMBERS and stops:
+                log.warning(_STOPPING)
+                stops.pop()()
+            elif number in _NUMBERS:
+                end(number)
 
     threading.Thread(target=hear, name="signals", daemon=True).start()
     os.set_blocking(pipe, False)
@@ -39,22 +43,26 @@ def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) ->
 
 def take_signals() -> None:
     for number in _NUMBERS:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _heard)
+
+
+def _heard(number: int, frame: types.FrameType | None) -> None:
+    """Does nothing: the thread of `hear_signals` hears of the signal."""
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second signal has its usual effect.
 
-    In other threads than the main one it does nothing: Python hands signals to the main thread only.
+    It does nothing where `hear_signals` hears them, and in other threads than the main one, to which Python hands none.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
         return
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(number, previous[number])
-        log.warning("stopping after this step; once more to stop at once")
+        log.warning(_STOPPING)
         stop()
 
     previous: dict[int, Any] = {n: signal.signal(n, handle) for n in _NUMBERS}

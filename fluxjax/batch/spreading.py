@@ -16,7 +16,7 @@ from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from ..config import Config, ConfigError, FlexUlysses, Ulysses
+from ..config import Config, ConfigError, Ulysses
 from .part import Part, Room, outlines_of
 from .share import Outline, Piece, TrainGroup, pieces_of
 from .work import calibrated, forward_seconds
@@ -137,7 +137,6 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
         limits = Limits(
             max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
             num_heads=text.num_heads if text is not None else 0,
-            alpha=strategy.alpha if isinstance(strategy, FlexUlysses) else Limits.alpha,
             tokens_per_device=room,
             tau=settings.devices_per_host,
         )

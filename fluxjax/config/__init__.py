@@ -18,12 +18,23 @@ from .algorithms import AlgorithmConfig, LoraConfig
 from .algorithms import CriticConfig as CriticConfig
 from .algorithms import KlEstimator as KlEstimator
 from .algorithms import LossAggregation as LossAggregation
-from .bounds import Chosen, bounded, check_fields, choice, is_port, not_negative, positive, scheduled, within
-from .data import DataConfig
+from .bounds import (
+    Chosen,
+    bounded,
+    check_fields,
+    choice,
+    is_port,
+    not_negative,
+    pair,
+    positive,
+    power_of_two,
+    scheduled,
+    within,
+)
+from .data import DataConfig, RewardsConfig
+from .data import RewardKindConfig as RewardKindConfig
+from .data import RewardTerm as RewardTerm
 from .data import SourceConfig as SourceConfig
-from .rewards import RewardKindConfig as RewardKindConfig
-from .rewards import RewardsConfig
-from .rewards import RewardTerm as RewardTerm
 from .schedules import make_schedules
 from .scheduling import AdaptiveAsyncConfig as AdaptiveAsyncConfig
 from .scheduling import AprilConfig as AprilConfig
@@ -31,9 +42,7 @@ from .scheduling import DynamicSampling, ParallelismConfig, Policy, ReplayConfig
 from .scheduling import Importance as Importance
 from .scheduling import ImportanceConfig as ImportanceConfig
 from .scheduling import ImportanceLevel as ImportanceLevel
-from .servers import RolloutEngine, ServersConfig
-from .weight_sync import Route as Route
-from .weight_sync import WeightsConfig
+from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,16 +57,12 @@ class Ulysses(Chosen):
     """Every sequence is spread over the same number of devices."""
 
     spreads: ClassVar[bool] = True
-    max_degree: int = bounded(  # most devices of a sequence; 0: as devices and heads allow
-        0, lambda value: value >= 0 and not value & (value - 1), "be 0 or a power of two"
-    )
+    max_degree: int = power_of_two(0)  # most devices of a sequence; 0: as devices and heads allow
 
 
 @dataclasses.dataclass(slots=True)
 class FlexUlysses(Ulysses):
     """Each sequence is spread over as many devices as balance needs."""
-
-    alpha: float = within(1.1, "[1, inf)")  # tokens of a device, at most this times the mean
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,8 +156,6 @@ class RolloutConfig:
         "[1e-6, inf)",
         "greedy responses to a prompt are all the same and teach nothing (evaluations are greedy whatever it is)",
     )
-    top_p: float = within(1.0, "(0, 1]")  # 1: off
-    top_k: int = bounded(0, lambda value: 0 <= value < 2**31, "be below 2**31 and not negative")  # 0: off
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
     # Tokens in the KV cache of each engine, shared by its slots. 0: as a server's memory allows; in the embedded engine
@@ -182,13 +185,11 @@ class OptimConfig:
     lr: float = positive(1e-3)  # the learning rate, after its warmup
     schedule: Schedule = Schedule.CONSTANT  # of the learning rate, over the run
     warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
-    beta1: float = within(0.9, "[0, 1)")  # decay of Adam's first moment
-    beta2: float = within(0.99, "[0, 1)")  # decay of Adam's second moment
+    betas: tuple[float, float] = pair((0.9, 0.99), "[0, 1)", "[0, 1)")  # decay of Adam's first and second moment
     eps: float = positive(1e-8)  # of Adam, beside the root of the second moment
     weight_decay: float = not_negative(0.0)  # of matrices and embeddings; norms and biases have none
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
     moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
-    gradients_dtype: DType = DType.FLOAT32  # in which gradients are summed over the microbatches of a step
 
 
 @dataclasses.dataclass(slots=True)
@@ -327,10 +328,10 @@ class Config:
                 f"packing.tokens_per_row ({row}) is shorter than rollout.max_sequence_tokens ({longest}); the longest "
                 "response would not fit"
             )
-        if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.beta2 > 1 - 2**-7:
+        if self.optim.moments_dtype is DType.BFLOAT16 and self.optim.betas[1] > 1 - 2**-7:
             raise ConfigError(
-                f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.beta2 = {self.optim.beta2} adds to the "
-                "second moment in a step; lower optim.beta2 to 0.99"
+                f"optim.moments_dtype is bfloat16, whose 8 bits lose what optim.betas[1] = {self.optim.betas[1]} adds "
+                "to the second moment in a step; lower it to 0.99"
             )
         if self.sharding.compile_ahead and isinstance(self.sharding.strategy, ODC):
             raise ConfigError(
@@ -392,18 +393,18 @@ class Config:
             flag = "--tp" if self.rollout.engine is RolloutEngine.SERVE else "--tp-size"
             if not any("{degree}" in word for word in servers.flags):
                 raise ConfigError(
-                    f"parallelism.degree is {degree}, parallelism.enabled {self.parallelism.enabled}: servers must be "
-                    f"told, in servers.flags: ('{flag}', '{{degree}}')"
+                    f"parallelism.degree is {degree}, parallelism.min_degree {self.parallelism.min_degree}: servers "
+                    f"must be told, in servers.flags: ('{flag}', '{{degree}}')"
                 )
         if self.parallelism.enabled and self.rollout.engines not in (0, servers.servers):
             raise ConfigError(
-                f"rollout.engines is {self.rollout.engines}, but parallelism.enabled has an engine a server "
+                f"rollout.engines is {self.rollout.engines}, but parallelism.min_degree above 0 has an engine a server "
                 f"({servers.servers}); leave it at 0"
             )
         if self.parallelism.enabled and self.weights.chosen(servers) is not Route.SHM:
             raise ConfigError(
-                f"parallelism.enabled has servers of each degree on this host; set weights.route to shm, not "
-                f"{self.weights.route.value}"
+                "parallelism.min_degree above 0 has servers of each degree on this host; set weights.route to shm, "
+                f"not {self.weights.route.value}"
             )
 
     def validate_scheduling(self) -> None:
@@ -415,14 +416,14 @@ class Config:
                 f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
             )
         if parallelism.profile and not parallelism.enabled:
-            raise ConfigError("parallelism.profile needs parallelism.enabled")
+            raise ConfigError("parallelism.profile needs parallelism.min_degree above 0")
         early = {"stream_trainer": self.stream_trainer, "speculative_sync": self.speculative_sync}
         early = [name for name, on in early.items() if on]
         if isinstance(policy, AdaptiveAsyncConfig):
-            for name in ["parallelism.enabled"] * parallelism.enabled + early:
+            for name in ["parallelism.min_degree"] * parallelism.enabled + early:
                 raise ConfigError(f"{name} needs a policy that trains in rounds; adaptive_async never has idle engines")
         if parallelism.enabled and engines and engines * parallelism.degree < 2:
-            raise ConfigError("parallelism.enabled needs two devices: rollout.engines x parallelism.degree is 1")
+            raise ConfigError("parallelism.min_degree needs two devices: rollout.engines x parallelism.degree is 1")
         if self.stream_trainer and engines == 1:
             raise ConfigError(f"stream_trainer needs rollout.engines of at least 2, not {engines}: half is lent")
         if self.stream_trainer and getattr(self.sharding.strategy, "hybrid", False):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from .bounds import bounded, not_negative, positive, within
+from .bounds import bounded, label, not_negative, positive, within
 from .scheduling import ImportanceConfig
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -55,9 +55,10 @@ _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus
 
 @dataclasses.dataclass(slots=True)
 class AlgorithmConfig:
-    # What an import path, module:attribute, may lead to: a class, an object, or a module of the two functions that
-    # `fluxjax.algorithms.rl_algorithm` names.
-    name: str = "grpo"  # or module:attribute, an algorithm of your own; brings the algorithm's own settings along
+    # A built-in algorithm, whose own settings come along, or one of your own: module:attribute, which leads to a class,
+    # an object, or a module of the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the
+    # object itself: it is never copied, and a run's folder has the name of its class only.
+    name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 less this are clipped
     clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
@@ -75,9 +76,6 @@ class AlgorithmConfig:
     reference_every: int = not_negative(0)  # steps after which the reference becomes the policy of then; 0: never
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what counts the same in the loss
     importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
-    # An algorithm of one's own as an object, in Python: counts more than `name`. Never copied; a run's folder has its
-    # class's name only.
-    impl: Any = dataclasses.field(default=None, compare=False, metadata={"object": True})
 
     @classmethod
     def of(cls, name: str, **settings: Any) -> "AlgorithmConfig":
@@ -87,7 +85,7 @@ class AlgorithmConfig:
     def choose(self, name: str) -> None:
         """Takes the algorithm's own settings over, and those of the one before back; other fields stay."""
         fresh = AlgorithmConfig()
-        for field, value in OWN_SETTINGS.get(self.name, {}).items():
+        for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
                 setattr(self, field, getattr(fresh, field))
         self.name = name
@@ -101,7 +99,7 @@ class AlgorithmConfig:
     @property
     def relative(self) -> bool:
         """Says whether a built-in algorithm compares the responses of a group, which then needs two at least."""
-        return self.impl is None and self.name in _RELATIVE
+        return self.label in _RELATIVE
 
     @property
     def updates(self) -> int:
@@ -110,53 +108,44 @@ class AlgorithmConfig:
 
     @property
     def built_in(self) -> bool:
-        return self.impl is None and self.name in OWN_SETTINGS
+        return self.label in OWN_SETTINGS
 
     @property
     def label(self) -> str:
-        """The algorithm in words: its name, or that of the class of `impl`."""
-        return self.name if self.impl is None else object_label(self.impl)
+        """The algorithm in words: its name, or `module:Class` of an object."""
+        return label(self.name)
 
     def validate(self) -> None:
         """Raises `ConfigError` for an algorithm that RL can't have. No import path is imported yet."""
         if self.kl_in_reward and not self.kl_coefficient:
             raise ConfigError("algorithm.kl_in_reward needs algorithm.kl_coefficient above 0, not 0.0")
-        if self.name == "distillation" and self.impl is None and not self.kl_coefficient:
+        name = self.label
+        if name == "distillation" and not self.kl_coefficient:
             raise ConfigError("algorithm.name is distillation; its teacher needs algorithm.kl_coefficient above 0")
-        if self.name == "distillation" and self.impl is None and not self.reference:
+        if name == "distillation" and not self.reference:
             raise ConfigError("algorithm.name is distillation; algorithm.reference must be the folder of its teacher")
-        if self.name == "dpo" and self.impl is None and (self.kl_in_reward or not self.kl_coefficient):
+        if name == "dpo" and (self.kl_in_reward or not self.kl_coefficient):
             raise ConfigError(
                 "algorithm.name is dpo; its beta is algorithm.kl_coefficient, which must be above 0, with kl_in_reward "
                 "off"
             )
-        if self.impl is not None:
+        if not isinstance(self.name, str):
             return
-        names = [name for name in OWN_SETTINGS if name != "sft"]
-        if self.name == "sft":
+        names = [known for known in OWN_SETTINGS if known != "sft"]
+        if name == "sft":
             raise ConfigError(
                 f"algorithm.name is sft; it serves the warm start (warm_start.steps), RL needs {', '.join(names)}"
             )
-        module, colon, attribute = self.name.partition(":")
-        if self.name not in OWN_SETTINGS and not (colon and module and attribute):
-            near = difflib.get_close_matches(self.name, names, 1)
+        module, colon, attribute = name.partition(":")
+        if name not in OWN_SETTINGS and not (colon and module and attribute):
+            near = difflib.get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"algorithm.name is {self.name!r}; it must be one of {', '.join(names)}, or module:attribute{hint}"
+                f"algorithm.name is {name!r}; it must be one of {', '.join(names)}, or module:attribute{hint}"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AlgorithmConfig":
         return dataclasses.replace(self, importance=copy.deepcopy(self.importance, memo))
-
-
-def object_label(implementation: object) -> str:
-    """Returns `module:Class` of an object, of a class or of a module; of a text, which is such a label, itself."""
-    if isinstance(implementation, str):
-        return implementation
-    named = implementation if hasattr(implementation, "__name__") else type(implementation)
-    module = getattr(named, "__module__", "")
-    name = getattr(named, "__qualname__", getattr(named, "__name__", ""))
-    return f"{module}:{name}" if module else name
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,7 +156,6 @@ class CriticConfig:
     lr: float = positive(1e-3)  # of the critic's own optimizer; for large models ten times the policy's, as a rule
     # Steps in which only the critic learns: the policy, and the schedule of its learning rate, begin after them.
     warmup_steps: int = not_negative(0)
-    value_clip: float = not_negative(0.5)  # a value's loss is bounded this far from the one before the step; 0: never
     gae_lambda: float = within(0.95, "[0, 1]")  # 1: advantages from whole returns; 0: from the next token's value
 
 

@@ -29,7 +29,6 @@ def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
 def within(default: T, interval: str, why: str = "") -> T:
     """Declares a number field with an interval such as "[0, 1)" or "[1, inf)"; errors end with `why`."""
     low, high = (float(end) for end in interval[1:-1].split(","))
-    above, below = (operator.gt, operator.ge)[interval[0] == "["], (operator.lt, operator.le)[interval[-1] == "]"]
     if high < math.inf:
         allowed = f"be in {interval}"
     elif interval[0] == "(":
@@ -37,7 +36,14 @@ def within(default: T, interval: str, why: str = "") -> T:
     else:
         allowed = f"be at least {low:g}" if low else "not be negative"
     allowed += f": {why}" if why else ""
-    return bounded(default, lambda value: above(value, low) and below(value, high), allowed)
+    return bounded(default, _holds(interval), allowed)
+
+
+def _holds(interval: str) -> Callable[[float], bool]:
+    """Returns what says whether a number lies in an interval such as "[0, 1)"."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above, below = (operator.gt, operator.ge)[interval[0] == "["], (operator.lt, operator.le)[interval[-1] == "]"]
+    return lambda value: above(value, low) and below(value, high)
 
 
 def positive(default: T) -> T:
@@ -48,8 +54,21 @@ def not_negative(default: T) -> T:
     return within(default, "[0, inf)")
 
 
-def power_of_two(default: T) -> T:
-    return bounded(default, lambda value: value > 0 and not value & (value - 1), "be a power of two")
+def pair(default: tuple[float, float], first: str, second: str, why: str = "") -> tuple[float, float]:
+    """Declares a field of two numbers, each with its interval."""
+    holds = [_holds(interval) for interval in (first, second)]
+
+    def are_within(value: tuple[float, ...]) -> bool:
+        numbers = [entry for entry in value if isinstance(entry, int | float)]
+        return len(value) == len(numbers) == 2 and holds[0](numbers[0]) and holds[1](numbers[1])
+
+    return bounded(default, are_within, f"be two numbers, in {first} and {second}" + (f": {why}" if why else ""))
+
+
+def power_of_two(default: int) -> int:
+    """Declares a number field that may be a power of two, and 0 if that is its default."""
+    allowed = "be a power of two" if default else "be 0 or a power of two"
+    return bounded(default, lambda value: value >= (default > 0) and not value & (value - 1), allowed)
 
 
 class Chosen:
@@ -90,16 +109,13 @@ def is_port(text: str) -> bool:
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections. A `~` that
-    begins a text becomes the user's home, as in a shell.
+    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections.
     """
     default = type(section)()
-    for field in _settings(section):
+    for field in dataclasses.fields(section):
         name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
         if "schedule" in field.metadata and isinstance(value, str):
             continue
-        if isinstance(value, str):
-            setattr(section, field.name, os.path.expanduser(value))
         if kinds := field.metadata.get("choices"):
             if type(value) not in kinds.values():
                 names = ", ".join(kind.__name__ for kind in kinds.values())
@@ -116,7 +132,7 @@ def check_fields(section: Section, prefix: str = "") -> None:
                     _check_section(f"{name}.{key}", entry, field.metadata["entries"])
                 elif not isinstance(entry, PLAIN):
                     raise ConfigError(f"{name}.{key} is {entry!r}; it must be text, a number, true, false or a list")
-        elif type(value) is not type(wanted):
+        elif type(value) is not type(wanted) and "object" not in field.metadata:
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
         if "holds" in field.metadata and not field.metadata["holds"](value):
             raise ConfigError(f"{name} is {value!r}; it must {field.metadata['allowed']}")
@@ -126,6 +142,15 @@ def _check_section(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r}")
     check_fields(value, f"{name}.")
+
+
+def expand_home(section: Section | Mapping[str, Any]) -> None:
+    """Replaces a `~` that begins a text of a section, or of one within it, by the user's home, as a shell does."""
+    for name, value in children(section).items():
+        if isinstance(value, Section | Mapping):
+            expand_home(value)
+        elif isinstance(section, Section) and isinstance(value, str) and value.startswith("~"):
+            setattr(section, name, os.path.expanduser(value))
 
 
 def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -141,15 +166,21 @@ def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary, by name."""
+    """Returns the fields of a section, or the entries of a dictionary, by name; of an object its label."""
     if isinstance(section, Mapping):
         return section
-    return {field.name: getattr(section, field.name) for field in _settings(section)}
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    named = (name for name, field in section.__dataclass_fields__.items() if "object" in field.metadata)
+    return values | {name: label(values[name]) for name in named}
 
 
-def _settings(section: Section) -> list[dataclasses.Field[Any]]:
-    """The fields that are settings; any others hold an object, which no text can say."""
-    return [field for field in dataclasses.fields(section) if "object" not in field.metadata]
+def label(value: object) -> str:
+    """Returns a text itself, and `module:Class` of an object, of a class or of a module."""
+    if isinstance(value, str):
+        return value
+    named = value if hasattr(value, "__name__") else type(value)
+    module, name = getattr(named, "__module__", ""), getattr(named, "__qualname__", getattr(named, "__name__", ""))
+    return f"{module}:{name}" if module else name
 
 
 def lies_in(field: str, names: Iterable[str]) -> bool:

@@ -1,8 +1,8 @@
 """Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
 A setting that would do nothing (a field was changed, but another setting says that nothing reads it) is a mistake on
-the command line, and refused. A configuration file may prepare more than
-one choice, as `configs/vlm.py` does for several policies; `remarks` then tells which of its settings are not read.
+the command line, and refused. A configuration file may prepare more than one choice, as `configs/vlm.py` does for
+several policies; `remarks` then tells which of its settings are not read.
 Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 steps explains itself.
 
 This module imports nothing heavy, so that `--help` and a typo answer at once.
@@ -21,17 +21,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from . import (
-    TINY,
-    AdaptiveAsyncConfig,
-    Config,
-    ConfigError,
-    Importance,
-    ImportanceConfig,
-    RolloutEngine,
-    Route,
-)
-from .bounds import Section, children, flatten, lies_in, variant
+from . import TINY, AdaptiveAsyncConfig, Config, ConfigError, Importance, ImportanceConfig, RolloutEngine, Route
+from .bounds import Section, children, expand_home, flatten, lies_in, variant
 from .help import help_text
 
 
@@ -62,12 +53,12 @@ def _above(limit: int, setting: str, *fields: str) -> Need:
 def _algorithms(names: Sequence[str], *fields: str) -> Need:
     """Says that `fields` are read by these algorithms only, and perhaps by users' own."""
     wanted = " or ".join(", ".join(names).rsplit(", ", 1))
-    return Need(fields, _ALGORITHM, wanted, lambda config: config.algorithm.name in names or _users(config))
+    return Need(fields, _ALGORITHM, wanted, lambda config: config.algorithm.label in names or _users(config))
 
 
 def _no_algorithms(names: Sequence[str], *fields: str) -> Need:
     """Says that `fields` are read by all algorithms but these."""
-    return Need(fields, _ALGORITHM, "another", lambda config: config.algorithm.name not in names or _users(config))
+    return Need(fields, _ALGORITHM, "another", lambda config: config.algorithm.label not in names or _users(config))
 
 
 def _users(config: Config) -> bool:
@@ -88,11 +79,6 @@ def _corrected(config: Config) -> bool:
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
-def _weighted(config: Config) -> bool:
-    """Says whether tokens have weights."""
-    return _corrected(config) or config.algorithm.importance.decay < 1
-
-
 def _clipped(config: Config) -> bool:
     """Says whether the policy can differ from the one that it is clipped around."""
     return not config.algorithm.importance.decoupled or config.algorithm.updates > 1
@@ -105,7 +91,7 @@ def _stale(config: Config) -> bool:
 
 def _policy_gradient(config: Config) -> bool:
     """Says whether the loss is one of tokens, each with an importance weight."""
-    return config.algorithm.name != "dpo" or _users(config)
+    return config.algorithm.label != "dpo"
 
 
 _ALGORITHM, _KIND, _KL = "algorithm.name", "algorithm.importance.kind", "algorithm.kl_coefficient"
@@ -118,8 +104,7 @@ NEEDS = (
     _above(0, "data.preprocessors", "data.near_gib"),
     _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers", "weights"),
     _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "agents")),
-    _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.high"),
-    _when(_KIND, (Importance.MASK,), "algorithm.importance.low"),
+    _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.bounds"),
     Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
     Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
     Need(["algorithm.importance.decay"], "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
@@ -202,8 +187,11 @@ MOVED: Mapping[str, str] = {
     "stream_trainer.enabled": "stream_trainer",
     "speculative_sync.enabled": "speculative_sync=0.5 (the confidence; 0: off)",
     "speculative_sync.confidence": "speculative_sync",
-    **{f"sharding.{name}": f"sharding.strategy.{name}" for name in ("max_degree", "alpha", "hybrid", "deterministic")},
+    **{f"sharding.{name}": f"sharding.strategy.{name}" for name in ("max_degree", "hybrid", "deterministic")},
     **{f"model.{name}": f"model.tiny.{name}" for name in TINY},
+    **dict.fromkeys(("optim.beta1", "optim.beta2"), "optim.betas (a pair, as in (0.9, 0.99))"),
+    **{f"algorithm.importance.{name}": "algorithm.importance.bounds (a pair)" for name in ("low", "high")},
+    "parallelism.enabled": "parallelism.min_degree (0: the degree stays)",
     "report.prometheus_port": "report.prometheus (a port, or host:port)",
     "report.prometheus_host": "report.prometheus (a port, or host:port)",
 }
@@ -252,6 +240,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
     # A choice comes before the settings that it has; those of an algorithm count less than others that are given.
     for field, value in sorted(overrides, key=lambda override: override[0] not in _CHOICES):
         override(config, field, value)
+    expand_home(config)
     config.validate()
     refuse_unread(config, [field for field, _ in overrides])
     return config
@@ -312,7 +301,7 @@ def override(config: Config, field: str, text: str) -> None:
     metadata = holder.__dataclass_fields__[name].metadata if isinstance(holder, Section) else {}
     try:
         value = read_value(text, current, metadata)
-    except (ValueError, SyntaxError):
+    except (KeyError, ValueError, SyntaxError):
         raise ConfigError(f"--config.{field}: {text!r} is not {_kind(current, metadata)}") from None
     if isinstance(current, Section | Mapping) and value is None:
         fields = ", ".join(f"{field}.{entry}" for entry in children(current))
@@ -361,17 +350,15 @@ def _choices(config: Config, field: str) -> Mapping[str, type]:
 
 
 def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:
-    """Reads a value of the type that `current` has. Raises ValueError or SyntaxError for a text that is none."""
+    """Reads a value of the type that `current` has. Raises KeyError, ValueError or SyntaxError for another text."""
     if kinds := metadata.get("choices"):
-        if text not in kinds:
-            raise ValueError(text)
         return current if type(current) is kinds[text] else kinds[text]()
     if "schedule" in metadata:
         with contextlib.suppress(ValueError):
             return float(text)
         return text
     if isinstance(current, bool):
-        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower()) or _false(text)
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if isinstance(current, enum.Enum):
         return type(current)(text.lower())
     if isinstance(current, int | float):
@@ -379,16 +366,11 @@ def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:
     if isinstance(current, tuple):
         value = ast.literal_eval(text)
         kind = type(current[0]) if current else str
-        if not isinstance(value, tuple | list) or not all(isinstance(entry, kind) for entry in value):
+        kinds = int | float if kind is float else kind
+        if not isinstance(value, tuple | list) or not all(isinstance(entry, kinds) for entry in value):
             raise ValueError(text)
-        return tuple(value)
+        return tuple(map(kind, value))
     return text if isinstance(current, str) else None
-
-
-def _false(text: str) -> bool:
-    if text.lower() not in ("false", "0"):
-        raise ValueError(text)
-    return False
 
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a tuple like (1, 2)"}

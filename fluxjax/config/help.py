@@ -33,9 +33,8 @@ def help_text(doc: str, config: Config, word: str = "") -> str:
 def _entries(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
     """Yields the name of each setting of a section, and its lines."""
     for field in dataclasses.fields(section):
-        value, name = getattr(section, field.name), f"{prefix}{field.name}"
-        if "object" in field.metadata:
-            continue
+        value: Any = children(section)[field.name]
+        name = f"{prefix}{field.name}"
         words = comments(type(section)).get(field.name, "")
         if kinds := field.metadata.get("choices"):
             options = [f"      {option}: {inspect.getdoc(kind)}" for option, kind in kinds.items()]

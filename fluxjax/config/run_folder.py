@@ -14,7 +14,6 @@ from filelock import Timeout
 from ..base.errors import ConfigError
 from ..base.file_lock import lock_file
 from . import Config
-from .algorithms import object_label
 from .bounds import Chosen, Section, children, flatten, lies_in
 
 CONFIG = "config.json"
@@ -81,11 +80,9 @@ def read_config(folder: pathlib.Path) -> Config:
 
 
 def to_json(config: Config) -> dict[str, object]:
-    """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, the name of
-    its class, and of a model that is a checkpoint not the sizes of the tiny model."""
+    """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, its label,
+    and of a model that is a checkpoint not the sizes of the tiny model."""
     values = cast(dict[str, Any], _plain(config))
-    if config.algorithm.impl is not None:
-        values["algorithm"]["impl"] = object_label(config.algorithm.impl)
     if config.model.path:
         del values["model"]["tiny"]
     return values

@@ -6,7 +6,7 @@ Numbers that may change during a run may be schedules, written as text: see `flu
 import dataclasses
 import enum
 
-from .bounds import Chosen, not_negative, positive, power_of_two, scheduled, within
+from .bounds import Chosen, not_negative, pair, positive, power_of_two, scheduled, within
 
 MAX_DEGREE = 8  # devices of an engine at most: those of a host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
@@ -31,8 +31,8 @@ class Importance(enum.Enum):
     """Ways to keep the ratios policy / behaviour from growing (`fluxjax.algorithms.loss`)."""
 
     NONE = "none"  # they are not
-    TRUNCATE = "truncate"  # at most `high` (TIS)
-    MASK = "mask"  # tokens outside [low, high] do not count (IcePop)
+    TRUNCATE = "truncate"  # at most the larger of `bounds` (TIS)
+    MASK = "mask"  # tokens outside of `bounds` do not count (IcePop)
 
 
 class ImportanceLevel(enum.Enum):
@@ -112,9 +112,15 @@ class ParallelismConfig:
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
-    enabled: bool = False  # chosen anew each step, by preemptions; else it stays
-    min_degree: int = power_of_two(1)  # devices that an engine needs for its weights and a cache
+    # 0: the degree stays. Else it is chosen anew each step, by preemptions, and an engine needs as many devices as this
+    # for its weights and a cache.
+    min_degree: int = power_of_two(0)
     profile: str = ""  # file of `python benchmarks/engine_profile.py`, which says the first degree; empty: none
+
+    @property
+    def enabled(self) -> bool:
+        """Says whether the degree is chosen anew each step."""
+        return self.min_degree > 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,8 +129,8 @@ class ImportanceConfig:
 
     kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
     level: ImportanceLevel = ImportanceLevel.TOKEN  # whose ratio: sequence scores all tokens before the step
-    low: float = within(0.5, "[0, 1)", "a ratio of 1 counts")  # mask: smallest ratio that counts
-    high: float = within(2.0, "(1, inf)", "a ratio of 1 counts")  # truncate: largest ratio; mask: largest that counts
+    # The smallest and the largest ratio that count: truncate cuts larger ones to it, mask leaves out all others.
+    bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that it is behind; 1: off
     decoupled: bool = False  # clip around the policy at the start of the step instead of the behaviour policy
     normalize: bool = False  # divide weights by their mean over the step; scores all tokens before it

@@ -376,8 +376,8 @@ def fingerprint(config: Config, compositions: Sequence[Composition]) -> str:
 ALONE_ONLY = {
     "stream_trainer": "it computes gradients on the devices of some engines, while the others, of every "
     "process, go on decoding: no program of several processes can leave some of their devices out",
-    "parallelism.enabled": "process 0 knows the embedded engines of the other processes as servers, whose devices it "
-    "can't deal anew; set rollout.engine to serve",
+    "parallelism.min_degree": "process 0 knows the embedded engines of the other processes as servers, whose devices "
+    "it can't deal anew; set rollout.engine to serve",
 }
 
 
@@ -386,7 +386,7 @@ def check_across_processes(config: Config) -> None:
     embedded = config.rollout.engine is RolloutEngine.JAX
     used = {
         "stream_trainer": config.stream_trainer,
-        "parallelism.enabled": embedded and config.parallelism.enabled,
+        "parallelism.min_degree": embedded and config.parallelism.enabled,
     }
     for name, why in ALONE_ONLY.items():
         if used[name]:

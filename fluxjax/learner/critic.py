@@ -68,7 +68,7 @@ class Critic(Learner):
         def token_loss(
             values_BT: Array, _: Array, batch: TrainBatch, cfg: AlgorithmConfig
         ) -> tuple[Array, dict[str, Array]]:
-            return value_loss(values_BT, batch, config.critic.value_clip)
+            return value_loss(values_BT, batch)
 
         self._value_loss = token_loss  # one object: another would have its programs compiled again
         super().__init__(

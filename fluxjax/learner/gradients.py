@@ -71,7 +71,6 @@ class Gradients:
         self._config, self._model, self._phase, self._links = config, model, phase, links
         self._materializer = materializer
         self.mesh = mesh
-        self._dtype = config.optim.gradients_dtype.value  # in which they are summed
         self.strategy = self._strategy_of(model)
         self._compile()
         self._ahead: dict[tuple[object, ...], concurrent.futures.Future[jax.stages.Compiled]] = {}  # by program, shape
@@ -153,7 +152,6 @@ class Gradients:
             grads = self._pulled(
                 low_rank.adapted(params, specs), self.strategy.trained(params), low_rank.adapted(grads, specs)
             )
-        grads = jax.tree.map(lambda grad: grad.astype(self._dtype), grads)
         return (grads, tally) if first is None else self.add(first, (grads, tally))
 
     def _accumulate_together(self, params: Params, batches: Sequence[TrainBatch]) -> Outcome:
@@ -179,7 +177,7 @@ class Gradients:
         _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
         tally = on_every_device(tally, self.mesh)
         trained = self.strategy.trained(params)
-        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self._dtype, sharding=x.sharding), trained)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
         return {"accumulate": self._accumulate.lower(params, grads, tally, placed), **programs}
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
@@ -298,7 +296,7 @@ class Gradients:
 
         def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> Outcome:
             abstract = strategy.trained(strategy.abstract)
-            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, self._dtype), abstract)
+            grads = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), abstract)
             return grads, Tally(dict.fromkeys(sums, jnp.float32(0)), dict.fromkeys(maxima, jnp.float32(0)))
 
         def accumulate(params: Params, grads: Params, tally: Tally, batch: TrainBatch) -> Outcome:

@@ -120,7 +120,7 @@ class Learner:
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
         self._schedule = learning_rate(optim, steps or config.policy_updates)
         self._optimizer = optimizer(optim, self._schedule, self._decayed)
-        built_for = phase, config.algorithm, config.model, config.sharding, config.optim.gradients_dtype
+        built_for = phase, config.algorithm, config.model, config.sharding
         if self._built_for != built_for:  # else `fit` again would compile again what there is
             if self._built_for is not None:
                 self.gradients.close()
@@ -415,12 +415,12 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
             return jax.tree.map(lambda x: x.astype(jnp.float32), moments)
 
         count = optax.safe_increment(state.count)
-        mu = trees.tree_update_moment(updates, wide(state.mu), optim.beta1, 1)
-        nu = trees.tree_update_moment_per_elem_norm(updates, wide(state.nu), optim.beta2, 2)
+        mu = trees.tree_update_moment(updates, wide(state.mu), optim.betas[0], 1)
+        nu = trees.tree_update_moment_per_elem_norm(updates, wide(state.nu), optim.betas[1], 2)
         moments = jax.tree.map(kept, (mu, nu), (state.mu, state.nu))
         mu, nu = jax.lax.optimization_barrier(moments)
-        mean = trees.tree_bias_correction(wide(mu), optim.beta1, count)
-        square = trees.tree_bias_correction(wide(nu), optim.beta2, count)
+        mean = trees.tree_bias_correction(wide(mu), optim.betas[0], count)
+        square = trees.tree_bias_correction(wide(nu), optim.betas[1], count)
         updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + optim.eps), mean, square)
         return updates, optax.ScaleByAdamState(count, mu, nu)
 

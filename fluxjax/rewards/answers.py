@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..base.scored import Reward
-from ..config.rewards import JUDGED
+from ..config.data import JUDGED
 
 log = logging.getLogger("fluxjax.rewards")
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Prompt, Response, Reward
 from ..config import RewardsConfig, SourceConfig
-from ..config.rewards import term_weights
+from ..config.data import term_weights
 from ..config.schedules import RunSchedule
 from .guarded import GuardedReward, RewardGuard
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,21 +36,27 @@ from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
+from ..base.timeline import Span
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words
 from ..hosts.gang import Gang
+from ..hosts.orders import UNKNOWN_PLACE
 from ..learner.gradients import TokenLoss
 from ..learner.learner import Learner, lora_of
-from .memory_check import settled_remat
-from .no_pixels import NoPixels
 
 if TYPE_CHECKING:
+    from models.shadow import Fetch
+
+    from ..base.preprocessor_status import PreprocessorStatus
     from ..data.materializer import Materializer
     from ..data.shadows import ProxyMedia
-    from ..learner.critic import Critic
+    from .pixels import Pixels
+
+AnyPixels: TypeAlias = "NoPixels | Pixels"
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,25 +79,22 @@ def build_learning(
     processor: Processor,
     *,
     token_loss: TokenLoss | None = None,
-    note: Callable[[str], None] | None = None,
     links: Links | None = None,
     materializer: Materializer | None = None,
 ) -> Learning:
     """Returns the learner, with the weights that `config` names, and the composer of its batches. `token_loss` replaces
     that of the configured algorithm; `links` are those to other processes; `materializer` fetches pixels that are
-    elsewhere. If `note` is given, the function checks that training fits into the devices, tells `note` how that goes,
-    and settles `config.sharding.remat`. Raises `ConfigError`."""
-    try:
-        mesh = make_mesh(config.sharding.devices)
-    except MeshError as error:
-        raise ConfigError(f"sharding.devices: {error}") from error
-    never_sampled = processor.media_token_ids
-    if note is not None:
-        config.sharding.remat = settled_remat(config, sizes, mesh, never_sampled, note)
+    elsewhere. Raises `ConfigError`."""
+    mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)
-    token_loss = token_loss or find_algorithm(config.algorithm).token_loss
     learner = Learner(
-        config, model, token_loss, mesh=mesh, never_sampled=never_sampled, links=links, materializer=materializer
+        config,
+        model,
+        token_loss or find_algorithm(config.algorithm).token_loss,
+        mesh=mesh,
+        never_sampled=processor.media_token_ids,
+        links=links,
+        materializer=materializer,
     )
     if (lora := lora_of(config)) is not None and config.lora.adapter:
         try:
@@ -104,11 +107,12 @@ def build_learning(
     return Learning(shapes_only(model), learner, composer)
 
 
-def build_critic(config: Config, learning: Learning, links: Links | None, materializer: Materializer | None) -> Critic:
-    """Returns the critic of an algorithm that has one, on the learner's mesh; it has no weights until RL begins."""
-    from ..learner.critic import Critic
-
-    return Critic(config, learning.model, mesh=learning.learner.mesh, links=links, materializer=materializer)
+def run_mesh(config: Config) -> Mesh:
+    """Returns the devices that train. Raises `ConfigError` if there are not as many."""
+    try:
+        return make_mesh(config.sharding.devices)
+    except MeshError as error:
+        raise ConfigError(f"sharding.devices: {error}") from error
 
 
 def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None = None) -> tuple[Decoder, Processor]:
@@ -156,10 +160,7 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
             raise ConfigError(f"model.path: {path} is not a Hugging Face checkpoint folder (it has no config.json)")
         try:
             processor = Processor.load(path).configured(
-                min_pixels=data.min_pixels,
-                max_pixels=data.max_pixels,
-                num_frames=data.video_frames,
-                limits=DecodeLimits(),
+                max_pixels=data.max_pixels, num_frames=data.video_frames, limits=DecodeLimits()
             )
         except (ValueError, OSError) as error:
             raise ConfigError(f"model.path: {error}") from error
@@ -176,10 +177,8 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
             all_texts(sources.values()),
             words=common_words(sources.values()),
             layout=PatchLayout.of(vision) if vision else None,
-            num_frames=data.video_frames or 4,
-            **{
-                key: value for key, value in (("min_pixels", data.min_pixels), ("max_pixels", data.max_pixels)) if value
-            },
+            num_frames=data.video_frames,
+            **({"max_pixels": data.max_pixels} if data.max_pixels else {}),
         ).configured(limits=DecodeLimits())
         return tiny_model(config.model, processor, vision), processor
     except ModelConfigError as error:
@@ -188,13 +187,12 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     """Returns the settings with which responses are sampled: those of `config.rollout`, up to an end token, never a
-    media token."""
+    media token. Top-p and top-k are off: log-probs, those of the trainer, too, are of the whole distribution, so that a
+    token out of a part of it would be trained on with another probability than it was drawn with."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.fixed_temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
         stop_ids=processor.eos_ids,
         forbidden_ids=processor.media_token_ids,
     )
@@ -204,15 +202,9 @@ def tiny_vision(model: ModelConfig) -> VisionConfig:
     """Returns the tower of a tiny model. Raises ModelConfigError for sizes that no tower has."""
     tiny = cast(Mapping[str, Any], model.tiny)
     return VisionConfig(
-        hidden_size=tiny["vision_hidden_size"],
-        intermediate_size=tiny["vision_intermediate_size"],
-        depth=tiny["vision_depth"],
-        num_heads=tiny["vision_num_heads"],
         out_hidden_size=tiny["hidden_size"],
-        full_attention_layers=tiny["vision_full_attention_layers"],
-        patch_size=tiny["patch_size"],
-        window_size=tiny["window_size"],
-        initializer_range=tiny["initializer_range"],
+        **{name: tiny[name] for name in ("patch_size", "window_size", "initializer_range")},
+        **{name.removeprefix("vision_"): size for name, size in tiny.items() if name.startswith("vision_")},
     )
 
 
@@ -222,15 +214,9 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
     tiny = cast(Mapping[str, Any], model.tiny)
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
-        hidden_size=tiny["hidden_size"],
-        intermediate_size=tiny["intermediate_size"],
-        num_layers=tiny["num_layers"],
-        num_heads=tiny["num_heads"],
-        num_kv_heads=tiny["num_kv_heads"],
         head_dim=tiny["hidden_size"] // tiny["num_heads"],
         rope=RopeConfig(theta=tiny["rope_theta"], mrope_section=tiny["mrope_section"] if vision else ()),
-        tie_word_embeddings=tiny["tie_word_embeddings"],
-        initializer_range=tiny["initializer_range"],
+        **{name: size for name, size in tiny.items() if name in TextConfig.__dataclass_fields__},
     )
     if vision is None:
         return Qwen2Config(text=text)
@@ -253,6 +239,38 @@ def training_prompts(
     return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)
 
 
+class NoPixels:
+    """Takes the place of `Pixels`, whose methods it has, in runs of text: nothing is stored or fetched."""
+
+    proxy: ProxyMedia | None = None  # what prompts are prepared by
+    fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
+    materializer: Materializer | None = None
+
+    def expect(self, batches: Iterable[object]) -> None: ...
+
+    def read(self, tree: Tree) -> Tree:
+        return tree
+
+    def place_of(self, ticket: str) -> str:
+        return UNKNOWN_PLACE
+
+    def hear(self, media: Iterable[tuple[str, str]]) -> None: ...
+    def begin(self) -> None: ...
+    def begin_steps(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def preprocessors(self) -> list[PreprocessorStatus]:
+        return []
+
+    def lanes(self, spans: Sequence[Span]) -> list[Span]:
+        return []
+
+    def draw(self, file: pathlib.Path) -> None: ...
+    def close(self) -> None: ...
+
+
 def open_pixels(
     config: Config,
     processor: Processor,
@@ -260,7 +278,7 @@ def open_pixels(
     run_dir: pathlib.Path,
     token: str,
     note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
-) -> NoPixels:
+) -> AnyPixels:
     """Returns the pixels of this process. The parameters, and what is raised, are those of `Pixels`."""
     if not processor.vision:
         return NoPixels()

@@ -15,7 +15,7 @@ from ..base.host_status import HostStatus
 from ..base.process import settle_heap, working_time
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
-from ..config import Config, DType, ReportConfig
+from ..config import Config, DType
 from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang
 from ..learner.gradients import GAP
@@ -23,10 +23,15 @@ from ..learner.learner import Learner
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
 from ..report.shown import host_lanes, host_metrics
+from ..rewards import Scorer
+from ..runtime.engine_pool import EnginePool
 from ..runtime.runtime import Observer, StepReport
+from .build import AnyPixels
 
 if TYPE_CHECKING:
     from rollout.fleet_server import ServerStatus
+
+    from ..runtime.fleet_pool import FleetPool
 
 
 @runtime_checkable
@@ -38,14 +43,29 @@ class Run(Protocol):
     processor: Processor
     learner: Learner
     engine: Engine
-    coordinator: Coordinator
     timeline: Timeline
-    summary: Summary
 
+    @property
+    def coordinator(self) -> Coordinator: ...
+    @property
+    def summary(self) -> Summary: ...
     @property
     def model(self) -> Decoder: ...
     def stop(self) -> None: ...
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]: ...
+
+
+class ReportedRun(Run, Protocol):
+    """The parts of a `FluxTrainer` that its reporter needs."""
+
+    display: Display
+    gang: Gang
+    metrics: MetricsLog
+    pixels: AnyPixels
+    pool: EnginePool | FleetPool
+    rewards: Scorer
+
+    def tell(self, hook: Callable[..., None], *event: object) -> None: ...
 
 
 class Callback:
@@ -77,18 +97,6 @@ class SettledHeap(Callback):
             settle_heap()
 
 
-class Callbacks:
-    """The callbacks of one `fit` of `trainer`."""
-
-    def __init__(self, callbacks: Sequence[Callback], trainer: Run) -> None:
-        self._callbacks, self._trainer = tuple(callbacks), trainer
-
-    def tell(self, hook: Callable[..., None], *event: object) -> None:
-        """Calls `hook`, a method of `Callback`, on every callback, in the order in which they were given."""
-        for callback in self._callbacks:
-            getattr(callback, hook.__name__)(self._trainer, *event)
-
-
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses of a dump
 # Mean absolute differences of log-probs of engine and trainer that raise an alarm: they add up in different orders.
@@ -96,39 +104,16 @@ GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
 class Reporter(Observer):
-    """Writes down what the runtime reports, and passes it on to `callbacks`."""
+    """Writes down what the runtime reports of a run, and passes it on to the run's callbacks."""
 
-    def __init__(
-        self,
-        settings: ReportConfig,
-        *,
-        run_dir: pathlib.Path,
-        summary: Summary,
-        metrics: MetricsLog,
-        display: Display,
-        decode: Callable[[Sequence[int]], str],
-        callbacks: Callbacks,
-        servers: Callable[[], Sequence[ServerStatus]] = tuple,
-        gang: Gang | None = None,
-        timeline: Timeline | None = None,
-        pixels: Callable[[], Mapping[str, float]] = dict,
-        rewards: Callable[[], Mapping[str, float]] = dict,
-        gap_limit: float = GAP_ALARMS[DType.FLOAT32],
-    ) -> None:
-        """`timeline` gets a lane for each process of `gang`; `pixels` returns the metrics `data/...` of a step,
-        `rewards` the metrics `rewards/...`. `gap_limit` is the mean difference of log-probs that raises an alarm."""
-        self._settings, self._run_dir = settings, run_dir
-        self._summary, self._metrics, self._display = summary, metrics, display
-        self._decode, self._callbacks = decode, callbacks
+    def __init__(self, run: ReportedRun) -> None:
+        self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
-        self._servers = servers
-        self._served = time.perf_counter(), _tokens(servers())  # at the last step
-        self._gang, self._timeline = gang or Gang(), timeline or Timeline()
-        self._told = self._gang.bytes_told  # at the last step
-        self._pixels, self._rewards, self._gap_limit = pixels, rewards, gap_limit
+        self._served = time.perf_counter(), _tokens(run.pool.servers())  # at the last step
+        self._told = run.gang.bytes_told  # at the last step
 
     def on_step(self, report: StepReport) -> None:
-        settings, summary, step = self._settings, self._summary, report.step
+        run, summary, step = self._run, self._summary, report.step
         responses = [sample.response for group in report.groups for sample in group.samples]
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
@@ -136,26 +121,26 @@ class Reporter(Observer):
         # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
-        hosts = self._gang.statuses()
-        metrics |= self._server_metrics() | self._host_metrics(hosts) | dict(self._pixels())
-        metrics |= self._rewards()
+        hosts = run.gang.statuses()
+        metrics |= self._server_metrics() | self._host_metrics(hosts) | run.pixels.metrics() | run.rewards.metrics()
         for span in host_lanes(hosts, step):
-            self._timeline.add(span)
+            run.timeline.add(span)
         summary.steps_not_finite += int(metrics.get("skipped_nonfinite", 0.0))
         for stage, value in seconds.items():
             summary.add_seconds(stage, value)
         summary.samples_trained += len(responses)
         summary.tokens_trained += tokens
         self._watch_gap(step, metrics.get(GAP, 0.0))
-        self._metrics.log("rl", step, metrics, hosts)
-        if settings.dump_samples_every and step % settings.dump_samples_every == 0:
-            dump_samples(self._run_dir / "samples", step, report.groups, self._decode, _DUMPED)
+        run.metrics.log("rl", step, metrics, hosts)
+        every = run.config.report.dump_samples_every
+        if every and step % every == 0:
+            dump_samples(run.run_dir / "samples", step, report.groups, run.processor.decode, _DUMPED)
         self._display.step(step, metrics, seconds)
-        self._callbacks.tell(Callback.on_step, step, report.groups, metrics)
+        run.tell(Callback.on_step, step, report.groups, metrics)
 
     def _server_metrics(self) -> dict[str, float]:
         """Returns the metrics of the rollout servers, if there are any; their tokens include those of evaluations."""
-        servers = self._servers()
+        servers = self._run.pool.servers()
         if not servers:
             return {}
         (then, before), self._served = self._served, (time.perf_counter(), _tokens(servers))
@@ -172,11 +157,11 @@ class Reporter(Observer):
         that process 0 has sent to all others since the last step."""
         if not hosts:
             return {}
-        before, self._told = self._told, self._gang.bytes_told
+        before, self._told = self._told, self._run.gang.bytes_told
         return host_metrics(hosts) | {"hosts/bytes_told": float(self._told - before)}
 
     def _watch_gap(self, step: int, gap: float) -> None:
-        summary, limit = self._summary, self._gap_limit
+        summary, limit = self._summary, GAP_ALARMS[self._run.config.model.compute_dtype]
         summary.logprob_gap_max = max(summary.logprob_gap_max, gap)
         if gap <= limit:
             return
@@ -189,7 +174,7 @@ class Reporter(Observer):
             )
 
     def on_evaluation(self, step: int, full: bool, result: Mapping[str, float]) -> None:
-        self._metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
+        self._run.metrics.log("eval", step, {f"accuracy/{source}": value for source, value in result.items()})
         self._display.evaluated(result)
         if full:
             when = "start" if step == 0 else "end"
@@ -199,14 +184,14 @@ class Reporter(Observer):
                 f"held out at the {when} of RL: "
                 + ", ".join(f"{source} {value:.1%}" for source, value in result.items())
             )
-        self._callbacks.tell(Callback.on_evaluation, step, result)
+        self._run.tell(Callback.on_evaluation, step, result)
         self._since = working_time()
 
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self._summary.count_skip(reason)
 
     def on_checkpoint(self, step: int) -> None:
-        self._callbacks.tell(Callback.on_checkpoint, step)
+        self._run.tell(Callback.on_checkpoint, step)
         self._since = working_time()
 
 

@@ -1,26 +1,35 @@
 """Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
-part (coordinator, data position, weight version, what the summary has counted so far). All its files have checksums
-(`file_sums`), and no older one is removed before they are written.
+part (coordinator, data position, weight version, what the summary has counted so far). All its files have checksums,
+written before it gets its final name and compared before it is restored; no older one is removed before.
 """
 
+from __future__ import annotations
+
+import asyncio
 import errno
+import functools
+import hashlib
+import json
 import logging
 import math
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import xxhash
 from jaxtyping import PyTree
 
-from .file_sums import NO_SUMS, SummedPath, damage
-
 log = logging.getLogger(__name__)
+SUMS = "checksums.json"
+NO_SUMS = f"{SUMS} is missing"
+_THREADS = 8  # that read files: xxHash lets go of the interpreter
 
 
 class ResumeError(RuntimeError):
@@ -220,6 +229,56 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
         for path, leaf in leaves
         if hasattr(leaf, "shape")
     }
+
+
+class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder of a checkpoint that is being written. Orbax completes it under one more temporary name; it gets its
+    final name when all of its files could be read back, are on the disk, and have checksums."""
+
+    async def finalize(self) -> None:
+        final = self.get_final()
+        if not final.name.isdecimal():  # a part of a checkpoint
+            return await super().finalize()
+        self._final_path = complete = self.get().with_name(f"{self.get().name}-complete")
+        await super().finalize()
+        self._final_path = final
+        await asyncio.to_thread(write_sums, pathlib.Path(complete))
+        await asyncio.to_thread(os.rename, complete, final)
+
+
+def write_sums(folder: pathlib.Path) -> None:
+    """Writes the xxh3-128 of every file below `folder`, and brings the files to the disk. Raises OSError if a file
+    can't be read."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = threads.map(functools.partial(_digest, sync=True), files)
+        sums = {str(file.relative_to(folder)): digest for file, digest in zip(files, digests, strict=True)}
+    (folder / SUMS).write_text(json.dumps(sums))
+    _digest(folder / SUMS, sync=True)
+
+
+def damage(folder: pathlib.Path) -> str:
+    """Returns the name of a file below `folder` that is not as `write_sums` saw it, and what is wrong with it; nothing
+    if all are as they were. Files that came later do not count."""
+    try:
+        sums = json.loads((folder / SUMS).read_bytes())
+        with ThreadPoolExecutor(_THREADS) as threads:
+            digests = threads.map(_digest, [folder / name for name in sums])
+            wrong = (name for name, digest in zip(sums, digests, strict=True) if digest != sums[name])
+            return next((f"{name} has another checksum than {SUMS} says" for name in wrong), "")
+    except FileNotFoundError as error:
+        return f"{pathlib.Path(error.filename).relative_to(folder)} is missing"
+    except OSError as error:
+        return f"{error.filename} can't be read: {error.strerror}"
+    except (ValueError, TypeError):
+        return f"{SUMS} is damaged"
+
+
+def _digest(file: pathlib.Path, *, sync: bool = False) -> str:
+    with file.open("rb") as stream:
+        if sync:
+            os.fsync(stream.fileno())
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 _LEAST_AT_ONCE = 1e9  # bytes of arrays

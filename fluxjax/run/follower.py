@@ -33,15 +33,13 @@ from ..hosts.orders import (
     shares_of,
 )
 from ..learner.policy_trainer import PolicyTrainer
-from ..learner.run_models import RunModels
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..runtime.engine_servers import EngineServers
 from ..runtime.fleet_pool import check_allocator
 from . import snapshot_folder
-from .build import build_critic, build_learning, describe_model, open_pixels, training_prompts
-from .checkpoint import Checkpoints
-from .pools import serve_engines
-from .process_log import process_log
+from .artifacts import process_log
+from .build import describe_model, training_prompts
+from .parts import assemble, serve_engines, settled
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -53,37 +51,23 @@ class Follower:
     out the orders of process 0. The run folder exists already."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
-        self._config, self._gang, self._run_dir = config, gang, run_dir
-        self._algorithm = find_algorithm(config.algorithm)
-        self._sources = open_sources(config)
-        sizes, self._processor = describe_model(config, self._sources)
-        self._media = open_pixels(config, self._processor, gang, run_dir, token)
-        learning = build_learning(
-            config,
-            sizes,
-            self._processor,
-            token_loss=self._algorithm.token_loss,
-            note=log.info,
-            links=gang.links,
-            materializer=self._media.materializer,
-        )
-        self._learner, self._composer = learning.learner, learning.composer
-        critic = (
-            build_critic(config, learning, gang.links, self._media.materializer) if self._algorithm.critic else None
-        )
-        self._models = RunModels(config, self._algorithm, self._learner, critic, self._processor.media_token_ids)
-        self._trainer = PolicyTrainer(config, self._models, self._composer, team=gang)
-        gang.equip(config, self._media.place_of, self._media.expect)
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, largest=learning.largest)
+        self._gang, self._run_dir = gang, run_dir
+        sources = open_sources(config)
+        sizes, processor = describe_model(config, sources)
+        config = settled(config, sizes, processor, gang, log.info)
+        algorithm = find_algorithm(config.algorithm)
+        self._parts = parts = assemble(config, sizes, processor, algorithm, gang, run_dir, token)
+        self._config, self._learner, self._models, self._media = config, parts.learner, parts.models, parts.pixels
+        self._trainer = PolicyTrainer(config, parts.models, parts.composer, team=gang)
         self._snapshots = Snapshots(gang.process, gang.processes)
-        self._prompts = training_prompts(config, self._sources, self._processor, self._media.proxy)
+        self._prompts = training_prompts(config, sources, processor, parts.pixels.proxy)
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
         self._engines: EngineServers | None = None
         if config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated:
             check_allocator()
         if config.rollout.engine is RolloutEngine.JAX:
-            self._engines = serve_engines(config, learning.model, self._processor, gang, token, self._media.fetch)
+            self._engines = serve_engines(parts, gang, token)
             gang.exchange(self._engines.addresses)
 
     def close(self) -> None:
@@ -92,9 +76,7 @@ class Follower:
         snapshot_folder.remove(self._run_dir)
         if self._engines is not None:
             self._engines.close()
-        self._media.close()
-        self._checkpoints.close()
-        self._models.close()
+        self._parts.close()
 
     def obey(self, order: Order) -> None:
         """Carries out one order of process 0. Raises what the parts that carry it out raise."""
@@ -114,7 +96,7 @@ class Follower:
             case Save() if order.folder:
                 self._snapshots.write(pathlib.Path(order.folder), order.step, self._models.arrays())
             case Save():
-                self._checkpoints.write(order.step, self._models.arrays(), {})
+                self._parts.checkpoints.write(order.step, self._models.arrays(), {})
             case Offer():
                 self._gang.exchange(self._snapshots.steps(pathlib.Path(order.folder), self._models.abstract()))
             case Restore():
@@ -127,7 +109,7 @@ class Follower:
             return
         begin_warm_start(self._config, self._learner)
         sources = open_warm_start(self._config)
-        self._warm_start = warm_start_source(self._config, sources, self._processor, self._media.proxy)
+        self._warm_start = warm_start_source(self._config, sources, self._parts.processor, self._media.proxy)
 
     def _learn(self, order: Learn) -> None:
         with self._gang.watch.stage("media"):
@@ -135,7 +117,7 @@ class Follower:
         if self._warm_start is None:
             self._trainer.follow(shares, order.size, order.update)
         else:
-            [composition] = self._gang.laid_out(self._composer, shares)
+            [composition] = self._gang.laid_out(self._parts.composer, shares)
             given_step(self._learner, composition)
         if order.update:
             self._gang.stepped(self._learner.idle)
@@ -154,19 +136,19 @@ class Follower:
             folder = pathlib.Path(order.folder)
             arrays = self._snapshots.restore(folder, abstract, order.step, self._models.forget)
         else:
-            _, arrays, state = self._checkpoints.restore(abstract, order.step, self._models.forget)
+            _, arrays, state = self._parts.checkpoints.restore(abstract, order.step, self._models.forget)
             source = state["source"]
         self._models.load(arrays)
         self._prompts.load_state_dict(source)
         self._prompts.loader.check(source.get("contents", {}))
         self._coming.forget()
-        self._checkpoints.forget_after(order.step)
+        self._parts.checkpoints.forget_after(order.step)
 
 
-def follow(gang: Gang, impl: object = None) -> None:
+def follow(gang: Gang, algorithm: object) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
-    `impl` is this process's own `algorithm.impl`, which, as an object, is not in the run's folder. Logs to
+    `algorithm` is this process's own `algorithm.name`, which, as an object, is not in the run's folder. Logs to
     `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus` says so. Raises ConfigError
     if this host does not see the run's folder, or the port is taken.
     """
@@ -179,8 +161,8 @@ def follow(gang: Gang, impl: object = None) -> None:
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {run_dir} is not here")
     config = run_folder.from_json(json.loads(start.config))
     config.run_dir = str(run_dir)
-    if impl is not None:
-        config.algorithm.impl = impl
+    if not isinstance(algorithm, str):
+        config.algorithm.name = algorithm
     with contextlib.ExitStack() as ended:
         if port := prometheus_port(config, gang):
             from ..report.prometheus import HostCollector, PrometheusPort

@@ -18,9 +18,9 @@ from ..config import Config, ConfigError
 from ..coordinator import CoordinatorError
 from ..hosts.orders import OrderError
 from ..hosts.start import join
+from .artifacts import process_log
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
-from .process_log import process_log
 from .trainer import FluxTrainer
 
 # Errors that a user can mend; any other is a defect and keeps its traceback.
@@ -58,7 +58,7 @@ def main(config: Config) -> int:
             stops.append(lambda: None)  # clusters signal process 0, too, which ends this one
             from .follower import follow
 
-            follow(gang, config.algorithm.impl)
+            follow(gang, config.algorithm.name)
         else:
             with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
                 stops.append(trainer.stop)

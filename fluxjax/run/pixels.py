@@ -23,12 +23,11 @@ from ..report.pictures import look_lanes, media_picture
 from ..report.shown import DataMetrics
 from ..runtime.flight_store import FlightStore
 from ..runtime.preprocessors import Preprocessors, PreprocessorWatch
-from .no_pixels import NoPixels
 
 AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
 
 
-class Pixels(NoPixels):
+class Pixels:
     """The media store and the materializer of one process, for a model that reads more than text.
 
     The processes of a run create it at the same time, because they tell each other the addresses of their
@@ -87,12 +86,7 @@ class Pixels(NoPixels):
         addresses: dict[str, str] = {}
         for told in gang.exchange(preprocessors.addresses):
             addresses |= told
-        store = FlightStore(
-            addresses,
-            processor.settings,
-            token,
-            silent=preprocessors.restart,
-        )
+        store = FlightStore(addresses, processor.settings, token, silent=preprocessors.restart)
         self._open.callback(store.close)
         preprocessors.tell(store)
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))

@@ -81,8 +81,7 @@ class SimulateConfig(Config):
     unread: ClassVar[tuple[str, ...]] = (
         *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
         *("lora", "sharding", "packing", "report"),
-        *("rollout.top_p", "rollout.top_k", "rollout.slots", "rollout.max_sequence_tokens"),
-        "rollout.kv_tokens",
+        *("rollout.slots", "rollout.max_sequence_tokens", "rollout.kv_tokens"),
         *("evaluation.samples", "checkpoint.keep", "checkpoint.snapshot_every"),
     )
 
@@ -127,7 +126,7 @@ class SimulateConfig(Config):
             most = min(MAX_DEGREE, hardware.gpus_per_host, sim.rollout_gpus)
             if sim.rollout_gpus % (1 << (most.bit_length() - 1)):
                 raise ConfigError(
-                    f"parallelism.enabled has engines of up to {most} GPUs, which must divide the "
+                    f"parallelism.min_degree above 0 has engines of up to {most} GPUs, which must divide the "
                     f"{sim.rollout_gpus} for rollout"
                 )
         sim.faults.validate("simulation.faults.")

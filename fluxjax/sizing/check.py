@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import models
 from models.config import AnyConfig
@@ -222,7 +221,7 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom)
     resident = run.resident()
     return Account(
         **resident,
-        gradients=run.trained * jnp.dtype(run.config.optim.gradients_dtype.value).itemsize / 4,
+        gradients=run.trained,
         batch=bytes_on_device(run.batch),
         cache=run.engines_a_device * bytes_on_device(run.engine.cache),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),

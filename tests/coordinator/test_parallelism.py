@@ -25,7 +25,6 @@ def planners(draw):
     most = draw(POWERS)
     degree = draw(POWERS.filter(lambda degree: degree <= most))
     settings = ParallelismConfig(
-        enabled=True,
         degree=degree,
         min_degree=draw(POWERS.filter(lambda least: least <= degree)),
     )
@@ -34,7 +33,7 @@ def planners(draw):
 
 
 def test_a_rise_doubles_and_four_calm_steps_halve():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=4)
     assert planner.next(100) == 1, "the first step sets the measure"
     assert planner.next(105) == 1, "1.05 times is no sudden rise"
     assert planner.next(111) == 2
@@ -48,7 +47,7 @@ def test_a_rise_doubles_and_four_calm_steps_halve():
 
 
 def test_a_calm_start_counts_and_one_preemption_begins_anew():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=4))
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1, degree=4))
     assert [planner.next(count) for count in (0, 0, 0, 0)] == [4, 4, 4, 2]
     assert [planner.next(count) for count in (0, 0, 0, 7, 0, 0, 0, 0)] == [2, 2, 2, 4, 4, 4, 4, 2]
 
@@ -85,14 +84,14 @@ def test_without_preemptions_the_degree_halves_every_few_steps(planner, steps):
 def test_a_resumed_planner_decides_as_one_that_went_on(planner, before, after):
     for count in before:
         planner.next(count)
-    resumed = type(planner)(ParallelismConfig(enabled=True, min_degree=planner.least), devices=planner.most)
+    resumed = type(planner)(ParallelismConfig(min_degree=planner.least), devices=planner.most)
     resumed.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     assert [resumed.next(count) for count in after] == [planner.next(count) for count in after]
 
 
 def test_resumed_on_fewer_devices_it_stays_within_them():
-    planner = ParallelismPlanner(ParallelismConfig(enabled=True, degree=8))
-    fewer = ParallelismPlanner(ParallelismConfig(enabled=True), devices=3)
+    planner = ParallelismPlanner(ParallelismConfig(min_degree=1, degree=8))
+    fewer = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=3)
     fewer.load_state_dict(planner.state_dict())
     assert fewer.degree == fewer.most == 2
 
@@ -102,7 +101,7 @@ class ChangingWorld(PolicyWorld):
 
     def __init__(self, policy, seed, **options):
         super().__init__(policy, seed, engines=4, **options)
-        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(enabled=True), devices=4)
+        self.coordinator.parallelism = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=4)
         self.coordinator.parallelism.calm = 2
 
     def answers(self, instruction):

@@ -54,7 +54,7 @@ def test_counts_of_late_facts_go_on() -> None:
 
 def test_the_planner_goes_on() -> None:
     def planned() -> Coordinator:
-        planner = ParallelismPlanner(ParallelismConfig(enabled=True), devices=8)
+        planner = ParallelismPlanner(ParallelismConfig(min_degree=1), devices=8)
         return Coordinator(Settings(1, 1, 1), Synchronous(), parallelism=planner)
 
     before, after = planned(), planned()

@@ -116,22 +116,17 @@ def test_sources_of_the_warm_start(root, tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "digits": DIGITS})
     monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "reverse": StringsRecipe(train=30, held_out=5)})
     (tmp_path / "own.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n')
-    (tmp_path / "warm.jsonl").write_text('{"prompt": "2 + 2", "answer": 4}\n')
-    own, warm = str(tmp_path / "own.jsonl"), str(tmp_path / "warm.jsonl")
     names = {
         "digits": SourceConfig(),
         "reverse": SourceConfig(),
-        "own": SourceConfig(path=own),
-        "other": SourceConfig(path=own, warm_start_path=warm),
+        "own": SourceConfig(path=str(tmp_path / "own.jsonl")),
     }
     sources = open_warm_start(Config(data=DataConfig(sources=names)))
     assert {name: source[0].id for name, source in sources.items()} == {
         "digits": "warm_start-00000",
         "reverse": "train-00000",
         "own": "1",
-        "other": "1",
     }
-    assert (sources["own"][0].answer, sources["other"][0].answer) == ("2", "4")
 
 
 def test_field_names_of_the_configuration_are_used(tmp_path):

@@ -146,7 +146,7 @@ def test_training_begins_before_a_batch_is_complete():
 def test_engines_change_their_degree(monkeypatch):
     """Without a preemption the planner halves the degree: twice as many engines on the same GPUs."""
     monkeypatch.setattr(ParallelismPlanner, "calm", 2)
-    watched = Watched(configuration("parallelism.enabled=True", "steps=4"))
+    watched = Watched(configuration("parallelism.min_degree=1", "steps=4"))
     assert [(order.degree, order.engines) for order in watched.all(messages.ParallelismSet)] == [(1, 8)]
     assert watched.cluster.coordinator.ledger.trained == 64
     assert {r.engine for order in watched.all(messages.Generate)[-1:] for r in order.requests} == set(range(8))
@@ -229,7 +229,7 @@ class TestCommand:
 
     def test_planner_that_may_halve_too_far(self, capsys):
         with pytest.raises(SystemExit):
-            simulate.main(["--config=configs/simulation.py:32b", "--config.parallelism.enabled=True"])
+            simulate.main(["--config=configs/simulation.py:32b", "--config.parallelism.min_degree=1"])
         assert "parallelism.min_degree is 1; qwen2.5-32b does not fit on 1 GPUs" in capsys.readouterr().err
 
     @pytest.mark.parametrize(

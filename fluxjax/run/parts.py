@@ -1,0 +1,259 @@
+"""The parts of a run, each made of its settled configuration: those of every process, the engines, held-out prompts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+from jax.sharding import Mesh
+
+from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
+from models.decoder import Decoder
+from models.processing import Processor
+from rollout.engine import Engine
+from sharding.target import Target
+from sharding.walk import HOST_MEMORY
+
+from ..algorithms import RLAlgorithm
+from ..base.errors import DataError
+from ..base.types import PreparedPrompt
+from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
+from ..data.loader import read_row
+from ..data.prepare import Preparer
+from ..data.sources import Source
+from ..hosts.gang import Gang
+from ..learner.run_models import RunModels
+from ..report.metrics import Summary
+from ..runtime.engine_pool import EnginePool, engine_count
+from ..runtime.held_out import HeldOut
+from .build import AnyPixels, build_learning, open_pixels, run_mesh
+from .checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from ..batch.composer import Composer
+    from ..learner.learner import Learner
+    from ..runtime.engine_servers import EngineServers
+    from ..runtime.fleet_pool import FleetPool
+    from ..sizing.check import DeviceRoom
+
+JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes by itself
+_DURING = 64  # held-out prompts of a source in evaluations between the first and the last
+
+
+def settled(
+    config: Config, sizes: AnyConfig, processor: Processor, gang: Gang, note: Callable[[str], None] | None
+) -> Config:
+    """Returns a copy of the configuration with what `auto` and 0 come to on the devices here: the rematerialisation, by
+    the memory part of the pre-flight, which tells `note` how it goes (None: it is left out), and the number of engines.
+    Raises `ConfigError` for devices that there are not, and for a run that does not fit into them."""
+    config = copy.deepcopy(config)
+    if note is not None:
+        config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
+    config.rollout.engines = engine_count(config, jax.local_devices(), gang.processes)
+    config.validate_scheduling()  # now that their number is known
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts that every process of a run has, on its own share of the devices."""
+
+    config: Config  # settled
+    processor: Processor
+    vision: VisionConfig | None  # of a model that sees
+    pixels: AnyPixels
+    model: Decoder  # abstract: its weights are the learner's, and go with the first step
+    composer: Composer
+    models: RunModels
+    checkpoints: Checkpoints
+
+    @property
+    def learner(self) -> Learner:
+        return self.models.learner
+
+    def close(self) -> None:
+        """Ends threads, and waits for checkpoints under way."""
+        self.models.close()
+        self.checkpoints.close()
+        self.pixels.close()
+
+
+def assemble(
+    config: Config,
+    sizes: AnyConfig,
+    processor: Processor,
+    algorithm: RLAlgorithm,
+    gang: Gang,
+    run_dir: pathlib.Path,
+    token: str,
+    fetched: Callable[[float, float, int], None] = lambda start, end, bytes: None,
+    read_only: bool = False,
+) -> Parts:
+    """Builds the parts of one process from the settled configuration; all processes of a run call it at the same time.
+    `token` and `fetched` are those of `Pixels`. `read_only` changes nothing in the run's folder: who only looks at a
+    run does not know its algorithm, but must read what it saved. Raises `ConfigError`, and what `Pixels` raises."""
+    pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
+    learning = build_learning(
+        config,
+        sizes,
+        processor,
+        token_loss=algorithm.token_loss,
+        links=gang.links,
+        materializer=pixels.materializer,
+    )
+    learner, critic = learning.learner, None
+    gang.equip(config, pixels.place_of, pixels.expect)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
+    )
+    if checkpoints.holds("critic") if read_only else algorithm.critic:
+        from ..learner.critic import Critic
+
+        critic = Critic(config, learning.model, mesh=learner.mesh, links=gang.links, materializer=pixels.materializer)
+    models = RunModels(config, algorithm, learner, critic, processor.media_token_ids)
+    vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
+    return Parts(config, processor, vision, pixels, learning.model, learning.composer, models, checkpoints)
+
+
+def settled_remat(
+    config: Config, model: AnyConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
+) -> Remat:
+    """The rematerialisation to train with: as configured, or for `auto` the first that fits.
+
+    On GPUs, and where `sharding.device_memory_gib` says what to fit into, the run's largest programs are compiled; with
+    a compilation cache the run then finds them there. Raises ConfigError, in the pre-flight's words, for a run
+    that needs more memory, and for activations offloaded where there is no such memory.
+    """
+    settings, room = config.sharding, _room(config)
+    if settings.remat is Remat.OFFLOAD and not _has_host_memory():
+        raise ConfigError(
+            f"sharding.remat is offload, but {jax.default_backend()} devices have no {HOST_MEMORY} memory here; set it "
+            "to layer"
+        )
+    if room is None:
+        return Remat.NONE if settings.remat is Remat.AUTO else settings.remat
+    if isinstance(settings.strategy, ODC):
+        progress("memory is not checked before the start: odc's layers are programs of their own")
+        return Remat.LAYER if settings.remat is Remat.AUTO else settings.remat
+
+    from ..sizing.check import check
+
+    def said(text: str) -> None:
+        progress(f"does it fit? {text}")
+
+    if config.stream_trainer:
+        said("what training keeps on engines that are lent to it (stream_trainer) is not counted")
+
+    devices = list(mesh.devices.flat)
+    verdict = check(config, model, devices, room, said, never_sampled=never_sampled, longest_row=False)
+    if not verdict.fits:
+        raise ConfigError("\n".join([*verdict.answer(), "Or try it all the same: --config.sharding.preflight=false"]))
+    return verdict.remat
+
+
+def _room(config: Config) -> DeviceRoom | None:
+    """Returns the memory that training may use on a device; None if the check is turned off, or the memory is not
+    known."""
+    if not config.sharding.preflight:
+        return None
+    device = jax.local_devices()[0]
+    usable = (device.memory_stats() or {}).get("bytes_limit", 0) if Target.of(device).is_gpu else 0
+    if not usable and not config.sharding.device_memory_gib:
+        return None
+    from ..sizing.account import GIB
+    from ..sizing.check import DeviceRoom
+    from ..sizing.topology import MEMORY_FRACTION, memory_fraction
+
+    given = config.sharding.device_memory_gib * GIB
+    if given and not 0 < usable < given:
+        return DeviceRoom(given, given, f"sharding.device_memory_gib={config.sharding.device_memory_gib:g}")
+    fraction = memory_fraction(JAX_FRACTION)
+    return DeviceRoom(usable / fraction, usable, f"{MEMORY_FRACTION}={fraction:.2f}")
+
+
+def _has_host_memory() -> bool:
+    return any(memory.kind == HOST_MEMORY for memory in jax.local_devices()[0].addressable_memories())
+
+
+def make_pool(
+    parts: Parts,
+    gang: Gang,
+    token: str,
+    checkpoint: Callable[[], pathlib.Path],
+    logs: pathlib.Path,
+    read_only: bool = False,
+) -> EnginePool | FleetPool:
+    """Returns the engines that process 0 uses: those of its own process, those of all processes, or rollout servers.
+    `checkpoint` makes a folder that servers can start from, and `token` is for the engines of the other processes.
+    Who only looks at a run (`read_only`) leaves its servers alone. Raises what the pools raise."""
+    config, model, fetch = parts.config, parts.model, parts.pixels.fetch
+    embedded = config.rollout.engine is RolloutEngine.JAX
+    if read_only or (embedded and gang.alone):
+        return EnginePool(config, model, fetch=fetch)
+    if not embedded:
+        from ..runtime.fleet_pool import FleetPool
+
+        return FleetPool(config, model, checkpoint(), logs, fetch=fetch)
+    from ..runtime.engine_servers import SharedPool
+
+    servers = serve_engines(parts, gang, token)
+    addresses = [*itertools.chain.from_iterable(gang.exchange(servers.addresses))]
+    return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
+
+
+def serve_engines(parts: Parts, gang: Gang, token: str) -> EngineServers:
+    """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
+    from ..runtime.engine_servers import EngineServers
+
+    links = gang.links
+    assert links is not None
+    try:
+        return EngineServers(
+            parts.config,
+            parts.model,
+            parts.processor,
+            gang.processes,
+            host=links.address,
+            token=token,
+            failed=links.fail,
+            fetch=parts.pixels.fetch,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the engines of {links.name} can't listen on {links.address}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutEvaluator:
+    """Measures the held-out accuracy of the weights that the engine serves; fewer prompts during the run than at its
+    start and end."""
+
+    samples: int  # of a source, at the start and the end
+    held_out: HeldOut
+    engine: Engine
+    summary: Summary
+
+    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
+        with self.summary.stage("eval"):
+            return await self.held_out.accuracy(self.engine, self.samples if full else min(self.samples, _DURING))
+
+
+def held_out_prompts(
+    sources: Mapping[str, Source], count: int, preparer: Preparer, count_skip: Callable[[str], None]
+) -> dict[str, list[PreparedPrompt]]:
+    """Returns the first `count` usable prompts of each source. Raises DataError for a source that has none."""
+    prompts = {}
+    for name, source in sources.items():
+        rows = range(min(count, len(source)))
+        prepared, skipped = preparer.prepare_all(read_row(source, name, row) for row in rows)
+        for _, reason in skipped:
+            count_skip(f"held out: {reason}")
+        if not prepared:
+            reason = skipped[0][1]
+            raise DataError(f"data.sources.{name}: none of {len(rows)} held-out prompts can be used: {reason}")
+        prompts[name] = prepared
+    return prompts
