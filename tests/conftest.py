@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes every `long` test for a `slow` one, too, and every `slow` one for a `medium` one, which the quick loop leaves
+    """Takes every `long` test for a `slow` one, and every `slow` one for a `medium` one, which the quick loop leaves
     out. `gpu` tests are run on request."""
     items[:], later = turns.divided(items)
     if later:

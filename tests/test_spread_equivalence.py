@@ -20,7 +20,7 @@ from fluxjax.batch.composer import Composer
 from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Strategy, Ulysses, cli
 from fluxjax.learner.learner import Learner
 from sharding.mesh import make_mesh
-from sharding.planner.plan import Limits, ShardPlan, rounds
+from sharding.planner.plan import Limits, ShardPlan
 from sharding.spread.shapes import ShapeBook
 
 DEVICES, HEADS = 8, (8, 2)

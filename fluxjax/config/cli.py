@@ -79,6 +79,11 @@ def _corrected(config: Config) -> bool:
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
+def _weighted(config: Config) -> bool:
+    """Says whether tokens have weights."""
+    return _corrected(config) or config.algorithm.importance.decay < 1
+
+
 def _clipped(config: Config) -> bool:
     """Says whether the policy can differ from the one that it is clipped around."""
     return not config.algorithm.importance.decoupled or config.algorithm.updates > 1

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sharding.fsdp import own_rows
-from sharding.walk import Params
+from sharding.walk import Params, own_rows
 
 from ..algorithms import RLAlgorithm
 from ..algorithms.loss import kl_estimate, log_ratio, log_weight

@@ -26,10 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import AnyConfig
-from models.hf import tensor_names
-from models.tensor_names import TensorName
 from models.hf import DTYPES as NAMES
-from models.hf import StoredTensor
+from models.hf import StoredTensor, tensor_names
+from models.tensor_names import TensorName
 from sharding.weights import by_path
 
 from .checksums import as_bytes
