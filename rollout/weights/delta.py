@@ -3,7 +3,8 @@
 After a small step, most weights are the same in bfloat16: the XOR is zeros with a few bits between. A delta is a folder
 `weight_v000007` in the layout of SGLang's `/pull_weights` (pull request 30367) and slime's disk deltas: an index like
 that of a checkpoint, whose metadata name the version that the delta is of, and a safetensors file with the compressed
-words of every tensor that changed, and the xxh3 that the tensor has afterwards.
+words of every tensor that changed, and the xxh3 of every tensor of the version: a name that is damaged in the file
+would else leave its tensor as it was, and so would another base.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
     with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="delta") as threads:
         for name, (size, words, hashed) in zip(names, threads.map(lambda n: _changed(old, new, n), names), strict=True):
             whole += size
+            sums[name] = hashed
             if words is not None:
                 written += len(words)
-                changed[name], sums[name] = np.frombuffer(words, np.uint8), hashed
+                changed[name] = np.frombuffer(words, np.uint8)
     if written >= whole:
         return None
     folder.mkdir()
@@ -74,7 +76,7 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
         raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, {was.dtype} of {was.shape} in {old}")
     words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
-        return now.nbytes, None, ""
+        return now.nbytes, None, checksum(now)
     return now.nbytes, zstandard.ZstdCompressor(LEVEL).compress(words.data), checksum(now)
 
 
@@ -90,14 +92,9 @@ class Delta:
         """The tensor of `version`, given that of `base`. Raises DeltaError where it is not what was written."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
-                if name not in set(changes.keys()):
-                    return tensor
-                words, wanted = changes.get_tensor(name), (changes.metadata() or {}).get(name)
-            # `decompress` would set aside whatever size the frame declares.
-            came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
-            if len(came) != tensor.nbytes:
-                raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
-            after = (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+                words = changes.get_tensor(name) if name in set(changes.keys()) else None
+                wanted = (changes.metadata() or {}).get(name)
+            after = tensor if words is None else _after(tensor, words)
         except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
             raise DeltaError(f"{self.folder}: {name}: {error}") from None
         if checksum(after) != wanted:
@@ -106,6 +103,15 @@ class Delta:
                 f"damaged, or what it was applied to is not version {self.base}"
             )
         return after
+
+
+def _after(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
+    # `decompress` would set aside whatever size the frame declares.
+    came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
+    if len(came) != tensor.nbytes:
+        raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
+    return (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
 
 
 def read_delta(folder: pathlib.Path) -> Delta | None:
