@@ -111,6 +111,7 @@ def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(opened, monkeypatc
     ("column", "values", "expected"),
     [
         ("image", pa.array([b"one", b"two"]), [b"one"]),
+        ("image", pa.array([b"one", b"two"]).dictionary_encode(), [b"one"]),
         ("image", pa.array([{"bytes": b"one", "path": "a"}] * 2, STRUCT), [b"one"]),
         ("images", pa.array([[b"one", b"two"], []]), [b"one", b"two"]),
         ("images", pa.array([["a.png"], None], pa.list_(pa.string())), "a.png"),
@@ -217,6 +218,7 @@ def test_videos_and_given_columns(opened):
         ({"problem": ["x"], "answer": ["y"], "images": [[1.0]]}, "column 'images' must hold bytes, paths"),
         ({"problem": ["x"], "answer": ["y"], "imagse": [b""]}, "unknown field 'imagse'; did you mean 'images'"),
         ({"problem": ["x"], "answer": ["y"], "photo": [b"1"]}, "media in 'photo' are not used: name the field in data"),
+        ({"problem": ["x"], "answer": ["y"], "a": [{"bytes": b"1", "path": "a", "width": 3}]}, "media in 'a' are not"),
         ({"problem": ["x"], "answer": ["y"], "a": [[{"bytes": None, "path": "a.png"}]]}, "media in 'a' are not used"),
         ({"problem": ["x"], "answer": ["y"], "image": ["a"], "images": [["b"]]}, "'images' and 'image' hold images"),
         ({"problem": pa.array([None]), "answer": ["y"]}, "column 'problem' must hold text, found null"),
