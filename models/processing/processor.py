@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -343,8 +344,15 @@ def _eos_ids(
         (config.get("text_config") or {}).get("eos_token_id"),
         tokenizer.token_to_id(named_tokens(tokenizer_config).get("eos_token", "")),
     )
-    return _ids(next((ids for ids in said if ids is not None), None))
+    try:
+        return _ids(next((ids for ids in said if ids is not None), None))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
-def _ids(entry: int | list[int] | None) -> tuple[int, ...]:
-    return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)
+def _ids(entry: object) -> tuple[int, ...]:
+    """Returns a token id, or those of a list. Raises ValueError for anything else, which a comparison would meet."""
+    ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {reprlib.repr(entry)}")
+    return tuple(ids)
