@@ -148,10 +148,10 @@ def vision_outcome(config, devices):
     """What a critic of the vision model computes of random groups."""
     policy, seed = tiny((8, 2)), 5
     groups, prepared = random_groups(seed)
-    learner = Learner(make_config(), policy, grpo.token_loss, mesh=make_mesh(devices))
+    learner = Learner(config, policy, grpo.token_loss, mesh=make_mesh(devices))
     sizes = {"vision": MODEL.vision, "text": policy.config.text}
     composition = compose(groups, prepared, config, devices, version=VERSION, **sizes)
-    return outcome(critic_for(make_config(), policy, learner), with_targets(composition, seed))
+    return outcome(critic_for(config, policy, learner), with_targets(composition, seed))
 
 
 @functools.cache
