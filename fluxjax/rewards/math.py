@@ -21,9 +21,9 @@ from .parameters import check_parameters
 
 _WRONG, _RIGHT = Reward(0.0, False), Reward(1.0, True)
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
-# Lists that go on, and numbers side by side, which math-verify adds.
-_MISREAD = re.compile(r"\\ldots|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
-_POINTS = re.compile(r"[A-Z]{2,3}")
+# Lists that go on, products of transposes and of vectors, which it takes in any order, numbers side by side (it adds).
+_MISREAD = re.compile(r"\\ldots|[A-Z]\)?\^\{T\}|\\vec.*\\times|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
+_POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
 
 @dataclasses.dataclass(eq=False)

@@ -41,6 +41,8 @@ _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one wa
     (r"\\sqrt ?\{ ?-1 ?\}", " i "),
     (rf"\{{\\rm ([^{{}}]*)\}}|\\(?:{_WORDY}) ?\{{([^{{}}]*)\}}", r"\\text{\1\2}"),
     (r"\^ ?\{? ?(?:\\circ|\\degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
+    (r"\^ ?(?:\{ ?(?:T|\\top) ?\}|T|\\top(?![a-zA-Z]))", "^{T}"),
+    (r"\^ ?(?:\{ ?(?:\\prime ?)+\}|\\prime(?![a-zA-Z]))", lambda match: "'" * match[0].count("prime")),
     (r"(?<=[0-9\s])(?:\\text\{ ?percent ?\}|percent\b)", r"\\%"),
     (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
     (r"\\[lc]?dots[a-z]?(?![a-zA-Z])|\.\.\.", r"\\ldots "),
