@@ -3,8 +3,8 @@
 After a small step, most weights are the same in bfloat16: the XOR is zeros with a few bits between. A delta is a folder
 `weight_v000007` in the layout of SGLang's `/pull_weights` (pull request 30367) and slime's disk deltas: an index like
 that of a checkpoint, whose metadata name the version that the delta is of, and a safetensors file with the compressed
-words of every tensor that changed, and the xxh3 of every tensor of the version: a name that is damaged in the file
-would else leave its tensor as it was, and so would another base.
+words of every tensor that changed, and the xxh3 of every tensor of the version and of its `config.json`: a name that is
+damaged in the file would else leave its tensor as it was, and so would another base.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from models.folder import read_json, write_json
 from models.hf import INDEX, SINGLE
 
-FILE = "model-00001-of-00001.safetensors"
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # of zstd: the words of a small step are mostly zeros, and higher levels find little more
 
@@ -39,6 +39,10 @@ def folder_name(version: int) -> str:
 
 def checksum(tensor: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(as_bytes(tensor).data)
+
+
+def file_checksum(file: pathlib.Path) -> str:
+    return xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
@@ -58,6 +62,8 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
                 changed[name] = np.frombuffer(words, np.uint8)
     if written >= whole:
         return None
+    if (config := new.with_name(CONFIG)).exists():
+        sums[CONFIG] = file_checksum(config)
     folder.mkdir()
     try:
         save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
@@ -87,6 +93,14 @@ class Delta:
     folder: pathlib.Path
     version: int
     base: int
+
+    def config_checksum(self) -> str | None:
+        """Returns the checksum of the version's configuration. Raises DeltaError for a file that can't be read."""
+        try:
+            with safe_open(self.folder / FILE, framework="numpy") as changes:
+                return (changes.metadata() or {}).get(CONFIG)
+        except (OSError, SafetensorError) as error:
+            raise DeltaError(f"{self.folder}: {error}") from None
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """The tensor of `version`, given that of `base`. Raises DeltaError where it is not what was written."""

@@ -30,12 +30,24 @@ from models.hf import INDEX, SINGLE
 from models.weight_file import DTYPES as NAMES
 from models.weight_file import StoredTensor, write_weights
 
-from .delta import FORMAT, Delta, DeltaError, checksum, folder_name, open_weights, read_delta, tensors_of, write_delta
+from .delta import (
+    CONFIG,
+    FORMAT,
+    Delta,
+    DeltaError,
+    checksum,
+    file_checksum,
+    folder_name,
+    open_weights,
+    read_delta,
+    tensors_of,
+    write_delta,
+)
 from .published import Published, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # of Orbax, in the folder of a whole version
-SUMS = "checksums.json"  # of its tensors
+SUMS = "checksums.json"  # of its tensors and its configuration
 FULL_EVERY = 32  # versions; a host that comes late applies all deltas since the last whole one
 AT_ONCE = 4  # tensors in memory, beside the one that is written
 PLACE = "fluxjax-pulled-"  # and the name of a source: what a host has of it
@@ -107,8 +119,9 @@ class VersionFolders:
                 writer.save((folder / ITEM).absolute(), tensors)
             except ValueError as error:  # which is what it makes of a full disk
                 raise OSError(f"{folder}: {error}") from error
-        write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors.items()})
-        shutil.copy(published.folder / "config.json", folder / "config.json")
+        shutil.copy(published.folder / CONFIG, folder / CONFIG)
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        write_json(folder / SUMS, sums | {CONFIG: file_checksum(folder / CONFIG)})
         metadata = {"version": f"{published.version:06d}", "checksum_format": FORMAT["checksum_format"]}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": {}})
         self._since_full = 0
@@ -224,7 +237,10 @@ def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) ->
         raise OSError(f"{folder}: {room / 2**20:.0f} MiB are needed, {free / 2**20:.0f} are free")
     folder.mkdir()
     write_weights(folder / SINGLE, entries, _after(tensors, deltas))
-    shutil.copy(seed / "config.json", folder / "config.json")
+    shutil.copy(seed / CONFIG, folder / CONFIG)
+    wanted = deltas[-1].config_checksum() if deltas else read_json(seed / SUMS).get(CONFIG)
+    if (has := file_checksum(folder / CONFIG)) != wanted:
+        raise DeltaError(f"{seed / CONFIG} has the checksum {has}, not {wanted}: it is damaged")
 
 
 def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
@@ -256,6 +272,7 @@ def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
             tensors = reader.restore(item, restore_args=how)
         except (ValueError, KeyError, AttributeError) as error:
             raise PullError(f"{item}: can't be read: {error}") from error
+    sums.pop(CONFIG, None)
     for name in sorted(sums.keys() | tensors.keys()):
         has = checksum(tensors[name]) if name in tensors else "none"
         if has != sums.get(name):
