@@ -157,7 +157,8 @@ class Processor:
         except Exception as error:  # the library raises bare Exceptions
             plain = re.sub(r"<\|\w+\|>", "", text)
             unknown = sorted({character for character in plain if self.tokenizer.token_to_id(character) is None})
-            raise PromptError(f"cannot be written with this vocabulary: {unknown} ({error})") from error
+            message = f"cannot be written with this vocabulary: {unknown} ({error})"
+            raise PromptError(message, "characters that the vocabulary lacks") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
@@ -192,7 +193,8 @@ class Processor:
                 names = ", ".join(str(entry["name"]) for entry in templates)
                 raise PromptError(f"of the chat templates {names} none is the default one", "no default chat template")
             if system:
-                raise PromptError("this checkpoint has no chat template, which a system message needs")
+                message = "this checkpoint has no chat template, which a system message needs"
+                raise PromptError(message, "no chat template")
             return self.tokenise(text, media)
         self._check_marks(text, media)
         content: str | list[dict[str, str]] = text  # templates of text models accept strings only
@@ -253,7 +255,7 @@ class Processor:
         pad_of = {}
         for kind, token in PADS.items():
             if (pad_id := self.tokenizer.token_to_id(token)) is None:
-                raise PromptError(f"the tokenizer has no {token}")
+                raise PromptError(f"the tokenizer has no {token}", "no token for media")
             pad_of[kind] = pad_id
         return pad_of
 
