@@ -11,7 +11,7 @@ import pathlib
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -352,7 +352,7 @@ def _eos_ids(
         raise ValueError(f"{folder}: {error}") from None
 
 
-def _ids(entry: object) -> tuple[int, ...]:
+def _ids(entry: Any) -> tuple[int, ...]:
     """Returns a token id, or those of a list. Raises ValueError for anything else, which a comparison would meet."""
     ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
