@@ -84,10 +84,11 @@ class Supervisor:
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
-        self._signals = 0
+        self._signals = self._number = 0  # heard, and the last one's number
 
     def run(self) -> int:
-        """Returns the exit status: 0, or that of the process that failed first in the last attempt."""
+        """Returns the exit status: 0, or that of the process that failed first in the last attempt; of two signals,
+        that of shells for them, whichever process noticed first."""
         attempt, idle, status = 0, 0, 0
         while not self._signals:
             attempt += 1
@@ -97,6 +98,8 @@ class Supervisor:
                 return 0
             status = failed.status
             print(f"{failed}; all have ended", file=sys.stderr)
+            if self._signals > 1:
+                return 128 + self._number
             if self._signals:
                 break
             if failed.by_user:
@@ -112,7 +115,7 @@ class Supervisor:
     def stop(self, number: int) -> None:
         """Passes a signal on to process 0, which ends the others in good order, or at once if it is the second one;
         there is no further attempt."""
-        self._signals += 1
+        self._signals, self._number = self._signals + 1, number
         if self._run is not None:
             self._run.signal(number)
             if self._signals == 2:

@@ -10,6 +10,7 @@ model/ (a Hugging Face folder), learning.png, timeline.png, summary.json. Runnin
 run folder resumes it.
 """
 
+import signal
 import sys
 
 from .config.cli import parse
@@ -26,4 +27,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Until the run hears signals: a KeyboardInterrupt among JAX's imports is a traceback, or lost in a callback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

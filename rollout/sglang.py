@@ -21,6 +21,7 @@ from .wire import Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
+OPENING = 16  # requests at a time whose head is not sent: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # of a token that can be sampled
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -56,6 +57,7 @@ class ServerClient:
         self.address = address.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+        self._opening = asyncio.Semaphore(OPENING)
         self._closed = False
 
     async def close(self) -> None:
@@ -213,14 +215,18 @@ class ServerClient:
         if self._session is None:
             # A connection for each request, as many as are asked for: one that is kept may be closed by the server
             # just when an order goes out on it, and nobody would know whether it arrived.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT)
+            connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
+            heads.on_request_headers_sent.append(_head_is_sent)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[heads])
+        timeout, opening = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT), contextlib.ExitStack()
+        if seconds is None:  # an order, which has a time-out, waits for no request
+            await self._opening.acquire()
+            opening.callback(self._opening.release)
         try:
             data = None if body is None else io.BytesIO(body if isinstance(body, bytes) else _encoded(body))
             headers = {"Content-Type": "application/json"}
             async with self._session.request(
-                method, self.address + route, data=data, headers=headers, timeout=timeout
+                method, self.address + route, data=data, headers=headers, timeout=timeout, trace_request_ctx=opening
             ) as response:
                 del data
                 if response.status >= 400:
@@ -231,6 +237,12 @@ class ServerClient:
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerError(f"{self.address}{route}: {_said(error)}") from error
+        finally:
+            opening.close()
+
+
+async def _head_is_sent(session: object, request: Any, sent: object) -> None:
+    request.trace_request_ctx.close()
 
 
 def _encoded(body: Json) -> bytes:

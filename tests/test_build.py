@@ -9,6 +9,7 @@ import pytest
 from packing_cases import MODEL
 
 import models
+from fluxjax.base.under_way import under_way
 from fluxjax.config import Config, ConfigError
 from fluxjax.run.build import build_model
 from models.config import PatchLayout
@@ -42,6 +43,23 @@ def test_an_export_of_a_checkpoint_is_the_checkpoint(folder, tmp_path) -> None:
     again, _ = build_model(config_of(tmp_path / "export"), {})
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, models.split(again)[1], models.split(models.create(MODEL, seed=4))[1])
+
+
+def test_loading_says_how_far_it_is(folder, monkeypatch) -> None:
+    load, said = models.load, []
+
+    def noted(*arguments, progress, **more):
+        def note(share: float) -> None:
+            progress(share)
+            said.append(under_way().removesuffix(", compiling"))
+
+        return load(*arguments, progress=note, **more)
+
+    monkeypatch.setattr(models, "load", noted)
+    build_model(config_of(folder), {})
+    shares = [int(words.removeprefix("loading weights ").removesuffix(" %")) for words in said]
+    assert len(set(shares)) > 10 and shares == sorted(shares) and shares[-1] == 100
+    assert "loading" not in under_way()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_settings_that_may_be_unread_exist_and_are_named_once_each():
         ("config.optim.lrr = 3", "did you mean lr?"),
         ("config.optim.learning_rate = 3", "did you mean optim.lr?"),
         ("config.learning_rate = 3", "did you mean optim.lr?"),
+        ("config.model.vision = False", "ModelConfig has no field 'vision'; it has path, "),
+        ("config.zzz = 1", "Config has no field 'zzz'; it has name, seed, "),
         ("config.steps = '5'", "steps is '5'; it must be of type int"),
         ("config.optim.lr = True", "optim.lr is True; it must be of type float"),
         ("config.data.sources['a'] = 'x.jsonl'", "data.sources.a must be a SourceConfig, not 'x.jsonl'"),

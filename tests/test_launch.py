@@ -392,5 +392,10 @@ def test_a_signal_between_two_attempts_is_not_lost(scripted, monkeypatch):
     assert scripted([([0, -9], True)] * 3) == (137, [2])
 
 
+def test_two_signals_have_the_status_of_shells_whichever_process_ends_first(scripted, monkeypatch):
+    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self, attempt: [self.stop(signal.SIGINT) for _ in "12"])
+    assert scripted([([0, 1], True)] * 3) == (130, [2])
+
+
 def test_what_the_user_must_mend_is_not_tried_again(scripted):
     assert scripted([([3, 2], True)]) == (2, [2])

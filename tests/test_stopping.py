@@ -11,6 +11,7 @@ import time
 import types
 
 import pytest
+from conftest import ROOT
 from process_cases import until
 from run_cases import Commands, checkpoint_steps, ended, logged
 
@@ -54,6 +55,27 @@ def test_signals_are_heard_while_the_main_thread_hears_none():
     done = time.monotonic()
     assert both.wait(5)
     assert [what for what, _ in heard] == ["stop", signal.SIGINT] and heard[-1][1] < done
+
+
+def test_a_signal_before_the_run_hears_any_ends_it_without_a_traceback():
+    """A KeyboardInterrupt would be ignored where it comes within a callback of the garbage collector."""
+    code = """
+import os, runpy, signal, sys, types
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def main(config):
+    Collected()
+    return 0
+
+sys.modules["fluxjax.run.main"] = types.SimpleNamespace(main=main)
+sys.argv = ["train", "--config=configs/text.py:debug"]
+runpy.run_module("fluxjax.train", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 class Silent:

@@ -278,14 +278,14 @@ def read_file(selected: str, kind: type[C] = Config) -> C:
 
 
 def _explain(error: AttributeError, kind: type[Config]) -> str:
-    match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error))
+    match = re.match(r"'(\w+)' object has no attribute '(\w+)'", str(error))  # Python 3.13 says more
     known = vars(sys.modules[Config.__module__]) | vars(sys.modules[kind.__module__])
     section = known.get(match[1]) if match else None
     if not match or not dataclasses.is_dataclass(section):
         return str(error)
     names = [field.name for field in dataclasses.fields(section)]
-    near = difflib.get_close_matches(match[2], names, 1) or [_OTHER_NAMES[match[2]]] * (match[2] in _OTHER_NAMES)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+    near = [*difflib.get_close_matches(match[2], names, 1), _OTHER_NAMES.get(match[2], "")][0]
+    hint = f"did you mean {near}?" if near else f"it has {', '.join(names)}"
     return f"{match[1]} has no field {match[2]!r}; {hint}"
 
 

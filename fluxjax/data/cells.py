@@ -141,7 +141,7 @@ def is_media(kind: pa.DataType) -> bool:
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):
         return any(field.name in ("bytes", "path") for field in kind)
-    return kind in (*_BYTES, pa.null()) or is_text(kind)
+    return is_text(kind) or (kind.value_type if pa.types.is_dictionary(kind) else kind) in (*_BYTES, pa.null())
 
 
 def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:

@@ -11,7 +11,7 @@ import pathlib
 import posixpath
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -192,20 +192,24 @@ def chosen_files(path: str, held_out: bool = False) -> list[str]:
     Raises `DataError` where that is not clear, and OSError.
     """
     if "*" in posixpath.basename(path) and not is_folder(path):
-        if names := matching(parent(path), posixpath.basename(path)):
-            return [joined(parent(path), name) for name in names]
-        raise DataError(f"{path}: no file has such a name")
+        if not (names := matching(parent(path), posixpath.basename(path))):
+            raise DataError(f"{path}: no file has such a name")
+        if len(splits := {split_of(name) for name in names}) > 1:
+            log.warning("%s: all of the splits %s are read (%d files)", path, _listed(splits), len(names))
+        return [joined(parent(path), name) for name in names]
     if not (names := matching(path, "*.parquet") or matching(path, "**/*.parquet")):
         raise DataError(f"{path}: the folder has no .parquet files")
     splits = {split_of(name) for name in names}
     meant = [split for split in splits if split and (split != "train") == held_out] if len(splits) > 1 else [*splits]
-    found = ", ".join(sorted(split or "(none)" for split in splits))
+    found = _listed(splits)
     if len(meant) != 1:
-        example = joined(path, "SPLIT-*.parquet")
+        order = ("test", "validation", "", "train") if held_out else ("", "validation", "test")
+        example = _example(path, names, min(splits, key=order.index))
         raise DataError(f"{path}: the files are of the splits {found}; name those that are meant, as in {example}")
     names = [name for name in names if split_of(name) == meant[0]]
     if len(subsets := {_subset(name) for name in names}) > 1:
-        raise DataError(f"{path}: the folder has the subsets {', '.join(sorted(subsets))}; give the folder of one")
+        example = joined(path, posixpath.dirname(names[-1]))
+        raise DataError(f"{path}: the folder has the subsets {', '.join(sorted(subsets))}; give one, as in {example}")
     if len(splits) > 1:
         log.warning("%s: of the splits %s, %s is read (%d files)", path, found, meant[0], len(names))
     return [joined(path, name) for name in names]
@@ -213,3 +217,19 @@ def chosen_files(path: str, held_out: bool = False) -> list[str]:
 
 def _subset(name: str) -> str:
     return "/".join(part for part in name.split("/")[:-1] if part not in _FOLDERS and not split_of(part)) or "."
+
+
+def _listed(splits: set[str]) -> str:
+    return ", ".join(sorted(split or "(none)" for split in splits))
+
+
+def _example(path: str, names: Sequence[str], split: str) -> str:
+    """Returns a path that stands for the files of one split, or else for the first of them."""
+    meant = [name for name in names if split_of(name) == split]
+    folder, first = posixpath.split(meant[0])
+    word = _WORD.search(first.lower())
+    start = first[: word.end()] if word else posixpath.commonprefix([posixpath.basename(name) for name in meant])
+    for ending, pattern in (("", "*.parquet"), (f"{start}*.parquet",) * 2):
+        if (folder or ending) and [posixpath.join(folder, n) for n in matching(joined(path, folder), pattern)] == meant:
+            return joined(path, posixpath.join(folder, ending))
+    return joined(path, meant[0])

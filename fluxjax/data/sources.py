@@ -38,7 +38,8 @@ REQUIRED, MEDIA = ("prompt", "answer"), ("images", "videos")
 MARKS = {MediaKind.IMAGE: "<image>", MediaKind.VIDEO: "<video>"}
 MARK = re.compile("<image>|<video>")
 _TYPO = 0.75  # difflib ratio from which an unknown name counts as a misspelt one
-_MEDIA_NAME = re.compile(r"(?is)data:(image|video)/.*|.*\.(png|jpe?g|webp|gif|bmp|tiff?|avif|mp4|mov|mkv|webm|avi)")
+_ENDINGS = "png|jpe?g|jfif|webp|gif|bmp|tiff?|avif|hei[cf]|jp2|p[gnp]m|mp4|m4v|mpe?g|mov|mkv|webm|avi|wmv|flv"
+_MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +110,16 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
     for name, values in fields.items():
         if any(map(_is_media, values)):
             fix = f"data.sources.{source}.columns.images or .videos"
-            if not any_used and not all(isinstance(value, str) for value in values if value):
+            names_only = not any(isinstance(v, list | bytes) or (isinstance(v, dict) and "bytes" in v) for v in values)
+            if not any_used and not names_only:
                 raise DataError(f"{where}: media in {name!r} are not used: name the field in {fix}, or take it out")
             log.warning("%s: media in %r are not used; to use them: %s", where, name, fix)
 
 
 def _is_media(value: object) -> bool:
-    """Says whether a value is of media by its looks: bytes, a path, a data URI, the hub's struct, a list of these."""
-    if isinstance(value, list):
-        return any(map(_is_media, value))
-    if isinstance(value, dict):
-        return value.keys() <= {"bytes", "path"} and any(map(_is_media, value.values()))
+    """Says whether a value is of media by its looks: bytes, a path, a data URI, or what holds one of these."""
+    if isinstance(value, list | dict):
+        return any(map(_is_media, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bytes) or (isinstance(value, str) and bool(_MEDIA_NAME.fullmatch(value)))
 
 

@@ -62,9 +62,12 @@ def _number(value: Any) -> float:
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, numbers.Real | decimal.Decimal):
         raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
-    if not math.isfinite(number):
-        raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
-    return float(number)
+    try:
+        if not math.isfinite(number):
+            raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
+        return float(number)
+    except (OverflowError, ValueError) as error:  # an integer or a fraction beyond floats, a signalling NaN
+        raise RewardFailure(Failing.INVALID, f"returned a {type(number).__name__} that is no float: {error}") from None
 
 
 def as_batch(results: Any, count: int) -> list[Any]:

@@ -21,7 +21,7 @@ from ..base.scored import Prompt
 
 LONGEST_CODE = 100_000  # characters
 _FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
-    r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)",
+    r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\2|\Z)",
     re.MULTILINE | re.DOTALL,
 )
 _STATEMENT = re.compile(  # that begins a line; nothing is parsed here: Python's parser can be made to crash
@@ -29,7 +29,7 @@ _STATEMENT = re.compile(  # that begins a line; nothing is parsed here: Python's
     r"|return\b|[\w.]++\(|[\w.,\[\]* \t]++[-+/%&|^@]?=(?!=))",
     re.MULTILINE,
 )
-_LANGUAGES = ("python", "py", "python3")
+_LANGUAGES = ("python", "py", "python3", "py3")
 _TEXTS = ("tests", "setup", "entry_point")
 
 
@@ -91,7 +91,7 @@ def _task(answer: Any) -> CodeTask:
 def find_code(text: str, entry_point: str = "") -> str:
     """Returns the code of a response, without the indentation of its fence; all of the response where it has no fence.
     Empty if there is none, or more than anybody would write."""
-    found = [(language.lower(), _dedented(body, len(before))) for before, language, body in _FENCE.findall(text)]
+    found = [(language.lower(), _dedented(body, len(before))) for before, _, language, body in _FENCE.findall(text)]
     defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
 

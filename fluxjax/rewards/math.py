@@ -23,9 +23,9 @@ from .named import check_parameters
 from .rules import RIGHT, WRONG
 
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
-# Lists that go on, and numbers side by side, which math-verify adds.
-_MISREAD = re.compile(r"\\ldots|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
-_POINTS = re.compile(r"[A-Z]{2,3}")
+# Lists that go on, products of transposes and of vectors, which it takes in any order, numbers side by side (it adds).
+_MISREAD = re.compile(r"\\ldots|[A-Z]\)?\^\{T\}|\\vec.*\\times|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
+_POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -171,6 +171,8 @@ _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one wa
     (r"\\sqrt ?\{ ?-1 ?\}", " i "),
     (rf"\{{\\rm ([^{{}}]*)\}}|\\(?:{_WORDY}) ?\{{([^{{}}]*)\}}", r"\\text{\1\2}"),
     (r"\^ ?\{? ?(?:\\circ|\\degree)(?![a-zA-Z]) ?\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
+    (r"\^ ?(?:\{ ?(?:T|\\top) ?\}|T|\\top(?![a-zA-Z]))", "^{T}"),
+    (r"\^ ?(?:\{ ?(?:\\prime ?)+\}|\\prime(?![a-zA-Z]))", lambda match: "'" * match[0].count("prime")),
     (r"(?<=[0-9\s])(?:\\text\{ ?percent ?\}|percent\b)", r"\\%"),
     (r"\\varnothing(?![a-zA-Z])|\\\{ ?\\\}", r"\\emptyset "),
     (r"\\[lc]?dots[a-z]?(?![a-zA-Z])|\.\.\.", r"\\ldots "),

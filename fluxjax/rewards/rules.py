@@ -14,7 +14,8 @@ EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer 
 WRONG, RIGHT = Reward(0.0, False), Reward(1.0, True)
 # Signs of a formula but for the dollars and percents of a number; a number and a letter, or another number.
 _FORMULA = re.compile(
-    r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9][A-Za-z]|[0-9][^0-9,./]+.*[0-9]|[0-9],(?: .*|[0-9]{1,2}(?![0-9]))"
+    r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9](?:!|(?![eE][-+]?[0-9])[A-Za-z])|[0-9](?![eE][-+]?[0-9])[^0-9,./]+.*[0-9]"
+    r"|[0-9],(?:[^0-9].*|[0-9]{1,2}(?![0-9]))"
 )
 
 

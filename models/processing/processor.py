@@ -9,8 +9,9 @@ import math
 import os
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -182,7 +183,8 @@ class Processor:
         except Exception as error:  # the library raises bare Exceptions
             plain = re.sub(r"<\|\w+\|>", "", text)
             unknown = sorted({character for character in plain if self.tokenizer.token_to_id(character) is None})
-            raise PromptError(f"cannot be written with this vocabulary: {unknown} ({error})") from error
+            message = f"cannot be written with this vocabulary: {unknown} ({error})"
+            raise PromptError(message, "characters that the vocabulary lacks") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
@@ -217,7 +219,8 @@ class Processor:
                 names = ", ".join(str(entry["name"]) for entry in templates)
                 raise PromptError(f"of the chat templates {names} none is the default one", "no default chat template")
             if system:
-                raise PromptError("this checkpoint has no chat template, which a system message needs")
+                message = "this checkpoint has no chat template, which a system message needs"
+                raise PromptError(message, "no chat template")
             return self.tokenise(text, media)
         self._check_marks(text, media)
         content: str | list[dict[str, str]] = text  # templates of text models accept strings only
@@ -274,7 +277,7 @@ class Processor:
         pad_of = {}
         for kind, token in PADS.items():
             if (pad_id := self.tokenizer.token_to_id(token)) is None:
-                raise PromptError(f"the tokenizer has no {token}")
+                raise PromptError(f"the tokenizer has no {token}", "no token for media")
             pad_of[kind] = pad_id
         return pad_of
 
@@ -386,8 +389,15 @@ def _eos_ids(
         (config.get("text_config") or {}).get("eos_token_id"),
         tokenizer.token_to_id(named_tokens(tokenizer_config).get("eos_token", "")),
     )
-    return _ids(next((ids for ids in said if ids is not None), None))
+    try:
+        return _ids(next((ids for ids in said if ids is not None), None))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
-def _ids(entry: int | list[int] | None) -> tuple[int, ...]:
-    return () if entry is None else tuple(entry) if isinstance(entry, list) else (int(entry),)
+def _ids(entry: Any) -> tuple[int, ...]:
+    """Returns a token id, or those of a list. Raises ValueError for anything else, which a comparison would meet."""
+    ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {reprlib.repr(entry)}")
+    return tuple(ids)

@@ -7,8 +7,9 @@ version in a host's own memory; servers read that.
 A delta is without loss: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the
 same in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
 request 30367) and slime's disk deltas: an index like that of a checkpoint, whose metadata name the version that the
-delta is of, and a safetensors file with the compressed words of every tensor that changed, and the xxh3 that the tensor
-has afterwards.
+delta is of, and a safetensors file with the compressed words of every tensor that changed, and the xxh3 of every tensor
+of the version and of its `config.json`: a name that is damaged in the file would else leave its tensor as it was, and
+so would another base.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .published import Published, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # of Orbax, in the folder of a whole version
-SUMS = "checksums.json"  # of its tensors
+SUMS = "checksums.json"  # of its tensors and its configuration
 FULL_EVERY = 32  # versions; a host that comes late applies all deltas since the last whole one
 AT_ONCE = 4  # tensors in memory, beside the one that is written
 PLACE = "fluxjax-pulled-"  # and the name of a source: what a host has of it
@@ -54,7 +55,7 @@ SOURCE = "source.txt"  # says what a host has copies of
 KEPT = 2  # versions on a host: the newest, and the one that a server may still be reading
 
 
-FILE = "model-00001-of-00001.safetensors"  # of a delta
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 LEVEL = 1  # of zstd: the words of a small step are mostly zeros, and higher levels find little more
 
@@ -127,8 +128,9 @@ class VersionFolders:
                 writer.save((folder / ITEM).absolute(), tensors)
             except ValueError as error:  # which is what it makes of a full disk
                 raise OSError(f"{folder}: {error}") from error
-        write_json(folder / SUMS, {name: checksum(tensor) for name, tensor in tensors.items()})
-        shutil.copy(published.folder / "config.json", folder / "config.json")
+        shutil.copy(published.folder / CONFIG, folder / CONFIG)
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        write_json(folder / SUMS, sums | {CONFIG: file_checksum(folder / CONFIG)})
         metadata = {"version": f"{published.version:06d}", "checksum_format": FORMAT["checksum_format"]}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": {}})
         self._since_full = 0
@@ -240,7 +242,10 @@ def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) ->
         raise OSError(f"{folder}: {room / 2**20:.0f} MiB are needed, {free / 2**20:.0f} are free")
     folder.mkdir()
     write_weights(folder / SINGLE, entries, _after(tensors, deltas))
-    shutil.copy(seed / "config.json", folder / "config.json")
+    shutil.copy(seed / CONFIG, folder / CONFIG)
+    wanted = deltas[-1].config_checksum() if deltas else read_json(seed / SUMS).get(CONFIG)
+    if (has := file_checksum(folder / CONFIG)) != wanted:
+        raise DeltaError(f"{seed / CONFIG} has the checksum {has}, not {wanted}: it is damaged")
 
 
 def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
@@ -272,6 +277,7 @@ def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
             tensors = reader.restore(item, restore_args=how)
         except (ValueError, KeyError, AttributeError) as error:
             raise PullError(f"{item}: can't be read: {error}") from error
+    sums.pop(CONFIG, None)
     for name in sorted(sums.keys() | tensors.keys()):
         has = checksum(tensors[name]) if name in tensors else "none"
         if has != sums.get(name):
@@ -313,6 +319,10 @@ def checksum(tensor: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(as_bytes(tensor).data)
 
 
+def file_checksum(file: pathlib.Path) -> str:
+    return xxhash.xxh3_128_hexdigest(file.read_bytes())
+
+
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
     """Writes the way from one safetensors file to another of the same tensors. Returns the bytes of the delta; None,
     and writes nothing, where they are not fewer than those of the tensors. Raises OSError for a folder that is full."""
@@ -324,11 +334,14 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
     with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="delta") as threads:
         for name, (size, words, hashed) in zip(names, threads.map(lambda n: _changed(old, new, n), names), strict=True):
             whole += size
+            sums[name] = hashed
             if words is not None:
                 written += len(words)
-                changed[name], sums[name] = np.frombuffer(words, np.uint8), hashed
+                changed[name] = np.frombuffer(words, np.uint8)
     if written >= whole:
         return None
+    if (config := new.with_name(CONFIG)).exists():
+        sums[CONFIG] = file_checksum(config)
     folder.mkdir()
     try:
         save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
@@ -347,7 +360,7 @@ def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, byte
         raise DeltaError(f"{name} is {now.dtype} of shape {now.shape} in {new}, {was.dtype} of {was.shape} in {old}")
     words = as_bytes(was) ^ as_bytes(now)
     if not words.any():
-        return now.nbytes, None, ""
+        return now.nbytes, None, checksum(now)
     return now.nbytes, zstandard.ZstdCompressor(LEVEL).compress(words.data), checksum(now)
 
 
@@ -359,18 +372,21 @@ class Delta:
     version: int
     base: int
 
+    def config_checksum(self) -> str | None:
+        """Returns the checksum of the version's configuration. Raises DeltaError for a file that can't be read."""
+        try:
+            with safe_open(self.folder / FILE, framework="numpy") as changes:
+                return (changes.metadata() or {}).get(CONFIG)
+        except (OSError, SafetensorError) as error:
+            raise DeltaError(f"{self.folder}: {error}") from None
+
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """The tensor of `version`, given that of `base`. Raises DeltaError where it is not what was written."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
-                if name not in set(changes.keys()):
-                    return tensor
-                words, wanted = changes.get_tensor(name), (changes.metadata() or {}).get(name)
-            # `decompress` would set aside whatever size the frame declares.
-            came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
-            if len(came) != tensor.nbytes:
-                raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
-            after = (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+                words = changes.get_tensor(name) if name in set(changes.keys()) else None
+                wanted = (changes.metadata() or {}).get(name)
+            after = tensor if words is None else _after(tensor, words)
         except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
             raise DeltaError(f"{self.folder}: {name}: {error}") from None
         if checksum(after) != wanted:
@@ -379,6 +395,15 @@ class Delta:
                 f"damaged, or what it was applied to is not version {self.base}"
             )
         return after
+
+
+def _after(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
+    # `decompress` would set aside whatever size the frame declares.
+    came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
+    if len(came) != tensor.nbytes:
+        raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
+    return (as_bytes(tensor) ^ np.frombuffer(came, np.uint8)).view(tensor.dtype).reshape(tensor.shape)
 
 
 def read_delta(folder: pathlib.Path) -> Delta | None:

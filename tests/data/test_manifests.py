@@ -129,13 +129,14 @@ def test_a_field_that_holds_nothing_does_not_hide_another(write, empty):
 
 
 def test_media_that_nobody_named_are_told_of(write, tmp_path, caplog):
-    for value in ("a.png", "https://x.org/b/C.JPEG", "clip.webm"):
+    names = ("a.png", "https://x.org/b/C.JPEG", "clip.webm", "IMG_1.HEIC", "https://x.org/a.jpg?size=3", "b.m4v")
+    for value in (*names, {"url": "data:image/png;base64,AA=="}, {"type": "image", "path": "a.png"}):
         open_source(write({"prompt": "q", "answer": "1", "level": 3, "photo": value}), "birds")
         assert (
             "train.jsonl: media in 'photo' are not used; to use them: data.sources.birds.columns.images" in caplog.text
         )
         caplog.clear()
-    for value in (["a.png"], [{"path": "a.png", "bytes": None}]):
+    for value in (["a.png"], [{"path": "a.png", "bytes": None}], {"path": "a.png", "bytes": None, "width": 3}):
         record = {"prompt": "q", "answer": "1", "photo": value}
         with pytest.raises(DataError, match=r"media in 'photo' are not used: name the field in .*columns"):
             open_source(write(record), "s")

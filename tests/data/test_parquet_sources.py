@@ -117,6 +117,7 @@ def test_only_the_row_group_of_a_row_is_read_and_few_are_kept(opened, monkeypatc
     ("column", "values", "expected"),
     [
         ("image", pa.array([b"one", b"two"]), [b"one"]),
+        ("image", pa.array([b"one", b"two"]).dictionary_encode(), [b"one"]),
         ("image", pa.array([{"bytes": b"one", "path": "a"}] * 2, STRUCT), [b"one"]),
         ("images", pa.array([[b"one", b"two"], []]), [b"one", b"two"]),
         ("images", pa.array([["a.png"], None], pa.list_(pa.string())), "a.png"),
@@ -223,6 +224,7 @@ def test_videos_and_given_columns(opened):
         ({"problem": ["x"], "answer": ["y"], "images": [[1.0]]}, "column 'images' must hold bytes, paths"),
         ({"problem": ["x"], "answer": ["y"], "imagse": [b""]}, "unknown field 'imagse'; did you mean 'images'"),
         ({"problem": ["x"], "answer": ["y"], "photo": [b"1"]}, "media in 'photo' are not used: name the field in data"),
+        ({"problem": ["x"], "answer": ["y"], "a": [{"bytes": b"1", "path": "a", "width": 3}]}, "media in 'a' are not"),
         ({"problem": ["x"], "answer": ["y"], "a": [[{"bytes": None, "path": "a.png"}]]}, "media in 'a' are not used"),
         ({"problem": ["x"], "answer": ["y"], "image": ["a"], "images": [["b"]]}, "'images' and 'image' hold images"),
         ({"problem": pa.array([None]), "answer": ["y"]}, "column 'problem' must hold text, found null"),
@@ -419,11 +421,11 @@ def test_layouts_of_folders(write, names, training, held_out):
 @pytest.mark.parametrize(
     ("names", "held_out", "message"),
     [
-        ([TRAIN, TEST, DEV], True, r"splits test, train, validation; name those that are meant, as in .*/SPLIT-\*"),
+        ([TRAIN, TEST, DEV], True, r"splits test, train, validation; name those that are meant, as in .*/test\*\.p"),
         ([TEST, DEV], False, "of the splits test, validation; name those"),
         ([TEST, "a.parquet"], False, r"of the splits \(none\), test; name those"),
         ([TRAIN, "a.parquet"], True, r"of the splits \(none\), train; name those"),
-        ([f"main/{TRAIN}", f"socratic/{TRAIN}"], False, "has the subsets main, socratic; give the folder of one"),
+        ([f"main/{TRAIN}", f"socratic/{TRAIN}"], False, "has the subsets main, socratic; give one, as in .*/socratic$"),
         ([f"de/data/{TRAIN}", f"data/{TRAIN}"], False, r"has the subsets \., de; "),
     ],
 )
@@ -432,15 +434,42 @@ def test_what_is_not_clear_is_refused(write, names, held_out, message):
         open_source(write(*names), "s", held_out=held_out)
 
 
-def test_the_advice_of_each_refusal_works(write, tmp_path):
-    write(*(f"gsm/{subset}/{name}" for subset in ("main", "socratic") for name in (TRAIN, TEST, DEV)))
-    assert answers(open_source(tmp_path / "gsm/main", "s")) == [f"gsm/main/{TRAIN}"]
-    pattern = str(tmp_path / "gsm/main/SPLIT-*.parquet")
+@pytest.mark.parametrize(
+    ("names", "held_out", "read"),
+    [
+        ([TRAIN, TEST, DEV], True, [TEST]),
+        ([f"data/{name}" for name in (TRAIN, TEST, DEV)], True, [f"data/{TEST}"]),
+        (["train/0.parquet", "validation/0.parquet", "test/0.parquet", "test/1.parquet"], True, ["test/0", "test/1"]),
+        (["x/dev/0.parquet", "x/test/0.parquet"], False, ["x/dev/0"]),
+        ([TEST, "part-0.parquet", "part-1.parquet"], False, PARTS),
+        ([TEST, "a.parquet", "b.parquet"], False, ["a"]),
+        ([TRAIN, "a.parquet"], True, ["a"]),
+        (["a/train.parquet", "a/test-1.parquet", "b/test-2.parquet", "b/dev.parquet"], True, ["a/test-1"]),
+        ([f"main/{TRAIN}", f"socratic/{TRAIN}"], False, [f"socratic/{TRAIN}"]),
+        ([f"de/data/{TRAIN}", f"data/{TRAIN}"], False, [f"de/data/{TRAIN}"]),
+        ([f"data/{TRAIN}", f"de/data/{TRAIN}", f"de/data/{TEST}"], False, [f"de/data/{TRAIN}"]),
+        (["a[1]/dev*.parquet", "a[1]/test.parquet"], False, ["a[1]/dev*"]),
+    ],
+)
+def test_the_advice_of_each_refusal_works(write, names, held_out, read):
+    """It is a path that stands for something there, as it is printed."""
+    with pytest.raises(DataError) as error:
+        open_source(write(*names), "s", held_out=held_out)
+    advice = str(error.value).rpartition("as in ")[2]
+    assert answers(open_source(advice, "s", held_out=held_out)) == [
+        name.removesuffix(".parquet") + ".parquet" for name in read
+    ]
+
+
+def test_a_pattern_reads_what_it_says_and_warns_of_splits(write, caplog):
+    folder = write(*(f"gsm/main/{name}" for name in (TRAIN, TEST, DEV)))
     for split, name in (("test", TEST), ("validation", DEV)):
-        source = open_source(pattern.replace("SPLIT", split), "s", held_out=True)
-        assert answers(source) == [f"gsm/main/{name}"]
+        assert answers(open_source(folder / f"gsm/main/{split}-*.parquet", "s", held_out=True)) == [f"gsm/main/{name}"]
+    assert "splits" not in caplog.text
+    assert len(answers(open_source(folder / "gsm/main/t*.parquet", "s"))) == 2
+    assert "t*.parquet: all of the splits test, train are read (2 files)" in caplog.text
     with pytest.raises(DataError, match=r"SPLIT-\*\.parquet: no file has such a name"):
-        open_source(pattern, "s")
+        open_source(folder / "gsm/main/SPLIT-*.parquet", "s")
 
 
 def test_a_folder_and_a_pattern_may_be_a_url(write):

@@ -282,6 +282,13 @@ def test_data_of_which_nothing_can_be_used_ends_in_an_error_not_in_an_endless_se
         asyncio.run(search())
 
 
+def test_letters_that_the_vocabulary_lacks_are_the_reason():
+    """Not that marks and media disagree: the error of held-out prompts that can't be used has the reason only."""
+    skipped = prepare_prompt(tiny.build(["x"]), Prompt("a", "s", "xyz", "x"), PromptLimits(10, 10))
+    assert isinstance(skipped, SkippedPrompt) and skipped.reason == "characters that the vocabulary lacks"
+    assert "['y', 'z']" in skipped.detail
+
+
 def test_a_prompt_without_tokens_reaches_no_engine():
     skipped = prepare_prompt(tiny.build(["x"]), Prompt("a", "s", "", "y"), PromptLimits(10, 10))
     assert isinstance(skipped, SkippedPrompt) and skipped.reason == "empty prompt"

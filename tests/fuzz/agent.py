@@ -52,6 +52,7 @@ class _Fuzzer:
             written = self._memory.write(version, params)
             self._folders.publish(written)
             self._right.append((written.folder / SINGLE).read_bytes())
+            self._config = (written.folder / "config.json").read_bytes()
         self._source = self._folders.source
         shutil.copytree(self._source, root / "good")
         app = Starlette(routes=[pull_route(set())], exception_handlers=error_handlers())
@@ -84,8 +85,10 @@ class _Fuzzer:
         return {"local_checkpoint_dir": local, "source_dir": str(self._source), "target_version": version}
 
     def _exact(self, version: int, folder: pathlib.Path | None) -> None:
-        right = folder is not None and (folder / SINGLE).read_bytes() == self._right[version]
-        assert right, f"version {version}: {folder}"
+        assert folder is not None, f"version {version} is refused"
+        right = {SINGLE: self._right[version], "config.json": self._config}
+        wrong = [name for name, content in right.items() if (folder / name).read_bytes() != content]
+        assert not wrong, f"version {version}: {wrong} in {folder}"
 
     def draw(self, draw: random.Random) -> None:
         local = self._root / "local"

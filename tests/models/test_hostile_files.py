@@ -65,6 +65,18 @@ def saved(tmp_path_factory):
     return files | {folder / "generation_config.json": {"eos_token_id": [0]}}
 
 
+@pytest.mark.parametrize("ids", ["x", {"a": 1}, -1, True, 1.5, 2**40, [0, "x"], [0, None], [[0]], [0, -5]])
+def test_an_end_id_that_is_none_is_named(saved, ids):
+    """Else a server compares it with tokens, or sorts it among other ids."""
+    (file,) = (file for file in saved if file.name == "generation_config.json")
+    file.write_text(json.dumps({"eos_token_id": ids}))
+    try:
+        with pytest.raises(ValueError, match=r"processor\d*: eos_token_id must be a token id or a list of them, not "):
+            Processor.load(file.parent)
+    finally:
+        file.write_text(json.dumps(saved[file]))
+
+
 @settings(max_examples=third_of(150), deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_files_of_a_processor_are_read_or_refused_in_one_line(saved, seed):
@@ -72,7 +84,8 @@ def test_any_files_of_a_processor_are_read_or_refused_in_one_line(saved, seed):
     file = draw.choice(list(saved))
     file.write_text(json.dumps(spoiled(saved[file], draw)))
     try:
-        Processor.load(file.parent)
+        ids = Processor.load(file.parent).eos_ids
+        assert all(type(id) is int and id >= 0 for id in ids)
     except ValueError as error:
         assert str(error) and "\n" not in str(error), file.name
     finally:

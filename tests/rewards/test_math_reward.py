@@ -55,6 +55,16 @@ AT_ONCE = [
     ("even", r"\boxed{neve}", False),
     ("-4", "\\boxed{\N{MINUS SIGN}4}", True),
     ("12", r"\boxed{12 \text{ cm}^2}", True),
+    ("A^T", r"\boxed{A^{\top}}", True),
+    (r"A^\top B", r"\boxed{A^{T}B}", True),
+    ("A^T", r"\boxed{A}", False),
+    ("A^T B", r"\boxed{BA^T}", False),
+    ("(AB)^T", r"\boxed{(BA)^T}", False),
+    ("A B", r"\boxed{B A}", False),
+    ("A B", r"\boxed{AB}", True),
+    (r"\vec{a} \times \vec{b}", r"\boxed{\vec{b} \times \vec{a}}", False),
+    ("f''(x)", r"\boxed{f^{\prime\prime}(x)}", True),
+    ("f''(x)", r"\boxed{f^\prime(x)}", False),
 ]
 BY_ALGEBRA = [
     ("x^2+2x+1", r"\boxed{(x+1)^2}", True),

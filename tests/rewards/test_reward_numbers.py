@@ -42,6 +42,14 @@ def test_rounding_makes_nothing_wrong(value):
     assert as_reward(value).correct and not as_reward(value - 1e-3).correct
 
 
+@pytest.mark.parametrize("value", [10**400, fractions.Fraction(10**400), decimal.Decimal("sNaN")], ids=type)
+def test_a_number_that_no_float_holds_costs_its_own_response_only(value):
+    """In a batch of a process, what `plain_answer` raises would cost all of them."""
+    for result in (value, Reward(value, True), Reward(0.5, False, parts={"part": value})):
+        (reason,) = plain_answer(result)
+        assert "is no float" in reason
+
+
 def test_an_array_of_them_is_a_batch():
     assert as_batch(np.array([True, False]), 2) == [True, False]
     assert as_batch(np.array([fractions.Fraction(1, 4)]), 1) == [fractions.Fraction(1, 4)]

@@ -17,7 +17,7 @@ from fluxjax.run.trainer import FluxTrainer
 
 OPTIONS = "Which?\nA. red\nB. green"
 READABLE = {
-    "number": ["5", "-1,000.5", "x = 5", r"\$5", "72 apples", "6 * 7 = 42\n#### 42", "2000/2", "12%"],
+    "number": ["5", "-1,000.5", "x = 5", r"\$5", "72 apples", "6 * 7 = 42\n#### 42", "2000/2", "12%", "1e5", "-2.5E+3"],
     "numeric": ["5", r"\frac{3}{5}", "2e-3", "about 12 %", "$12$"],
     "exact": ["left", r"10 \sqrt { 3 }"],
     "choice": ["B", "(A)", "green"],
@@ -25,7 +25,20 @@ READABLE = {
     "math": ["5", r"10 \sqrt { 3 }", r"\frac{3}{5}", r"1, 2, \ldots, n", "Sunday", r"x > 3", r"5 \text{ cm}"],
 }
 UNREADABLE = {
-    "number": [r"10 \sqrt { 3 }", r"\frac{3}{5}", "(1, 2)", "(1,2)", "2^10", "5x", "seven", "", "3:45", "6.6e-34 m2"],
+    "number": [
+        r"10 \sqrt { 3 }",
+        r"\frac{3}{5}",
+        "(1, 2)",
+        "",
+        "6.6e-34 m2",
+        "(1,2)",
+        "2^10",
+        "5x",
+        "seven",
+        "3:45",
+        "5!",
+        "x=3,y=4",
+    ],
     "numeric": [r"10 \sqrt { 3 }", "(1, 2)", "many", "2x"],
     "exact": ["", " . "],
     "choice": ["C", "blue", "A or B", ""],

@@ -24,6 +24,7 @@ from fluxjax.report.prometheus import PrometheusPort
 from rollout import listening
 from rollout.listening import SILENT, bound_socket, http_server
 from rollout.serve_guard import Guarded, error_handlers, health_route
+from rollout.sglang import ServerClient
 from sharding.links.meeting import Card, connect, listen
 from sharding.links.wires import Wire
 
@@ -39,7 +40,12 @@ SAID = (
 @contextlib.contextmanager
 def server() -> Iterator[int]:
     """The port of a server with a token."""
-    app = Guarded(Starlette(routes=[health_route("/mine")]), "secret", lambda: False)
+
+    async def count(request: Request) -> Response:
+        return Response(str(len(await request.body())))
+
+    routes = [health_route("/mine"), Route("/generate", count, methods=["POST"])]
+    app = Guarded(Starlette(routes=routes), "secret", lambda: False)
     bound = bound_socket("127.0.0.1", 0)
     begun = threading.Event()
     http = http_server(app, begun.set)
@@ -124,6 +130,21 @@ def test_a_connection_of_a_stranger_ends_with_its_first_answer() -> None:
                 caller.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n".encode())
                 with caller.makefile("rb") as answer:
                     assert b"connection: close" in answer.read()  # to its end
+
+
+async def test_a_client_with_many_requests_does_not_shut_itself_out() -> None:
+    """Its connections say nothing while it is busy, as with the bodies of hundreds of held-out prompts."""
+
+    async def asked(client: ServerClient, number: int) -> bytes:
+        time.sleep(0.002)  # nothing else runs meanwhile
+        async with client._reach("POST", "/generate", bytes(200_000), None) as response:
+            return await response.read()
+
+    with server() as port:
+        client = ServerClient(f"http://127.0.0.1:{port}", token="secret")
+        answers = await asyncio.gather(*(asked(client, number) for number in range(8 * SILENT)))
+        await client.close()
+    assert answers == [b"200000"] * 8 * SILENT
 
 
 def test_greetings_do_not_wait_for_each_other() -> None:

@@ -344,8 +344,24 @@ def test_a_damaged_tensor_is_named(root: pathlib.Path, trainer: Trainer) -> None
         pull(root / "local", trainer.source, 0)
 
 
+def test_a_damaged_configuration_is_not_taken(root: pathlib.Path, trainer: Trainer) -> None:
+    """A host would hand it out as long as it has the version."""
+    written = trainer.publish(0)
+    config = trainer.version(0) / "config.json"
+    changed_byte(config)
+    with pytest.raises(DeltaError, match=r"weight_v000000/config.json has the checksum"):
+        pull(root / "local", trainer.source, 0)
+    shutil.copy(written.folder / "config.json", config)
+    same(pull(root / "local", trainer.source, 0), written)
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda folder: cut(folder / SINGLE), lambda folder: (folder / "config.json").unlink()]
+    "damage",
+    [
+        lambda folder: cut(folder / SINGLE),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: changed_byte(folder / "config.json"),
+    ],
 )
 def test_a_checkpoint_of_the_host_that_is_damaged_is_no_base(
     root: pathlib.Path, trainer: Trainer, damage: Callable[[pathlib.Path], None]

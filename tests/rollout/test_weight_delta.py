@@ -105,7 +105,9 @@ def test_the_layout_is_that_of_pull_weights(tmp_path: pathlib.Path) -> None:
     }
     with safe_open(folder / FILE, framework="numpy") as changes:
         sums = changes.metadata()
-        assert set(changes.keys()) == set(sums) == {"narrow", "scalar", "wide"}
+        assert set(changes.keys()) == {"narrow", "scalar", "wide"}
+        assert sums.keys() == new.keys()
+        assert sums["still"] == xxhash.xxh3_128_hexdigest(new["still"].tobytes())
         for name in changes.keys():  # noqa: SIM118 (not a dict)
             words = changes.get_tensor(name)
             assert words.dtype == np.uint8 and words.ndim == 1
@@ -176,6 +178,26 @@ def test_every_changed_byte_is_seen(tmp_path: pathlib.Path) -> None:
         else:
             assert after.tobytes() == new["wide"].tobytes()  # a byte of the frame that says nothing
     assert seen > len(words) - 5
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_name_that_is_damaged_leaves_no_tensor_as_it_was(tmp_path: pathlib.Path, count: int) -> None:
+    """The name stands beside the words and beside the checksum: a bit of either is flipped, or of both."""
+    old, new = some()
+    folder = delta_of(tmp_path, old, new)
+    whole = (folder / FILE).read_bytes()
+    assert whole.count(b'"wide"') == 2
+    for damaged in (whole.replace(b'"wide"', b'"vide"', count), whole.replace(b'"wide":{', b'"vide":{')):
+        (folder / FILE).write_bytes(damaged)
+        fails(folder, old, "checksum")
+
+
+def test_a_base_that_is_damaged_is_seen_by_tensors_that_did_not_change_since(tmp_path: pathlib.Path) -> None:
+    old, new = some()
+    delta = read_delta(delta_of(tmp_path, old, new))
+    assert delta is not None
+    with pytest.raises(DeltaError, match="still has the checksum"):
+        delta.apply("still", old["still"] + 1)
 
 
 def cut(file: pathlib.Path) -> None:
