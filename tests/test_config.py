@@ -240,7 +240,7 @@ def test_a_bound_takes_its_ends():
     config.optim.betas, config.seed = (0, 0.9), 2**31 - 1
     config.validate()
     for wrong in ((0.9, 1.0), (0.9,), (0.9, 0.9, 0.9), (0.9, "x")):
-        config.optim.betas = wrong
+        config.optim.betas = wrong  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ConfigError, match=r"optim\.betas is \(0\.9.*; it must be two numbers, in \[0, 1\)"):
             config.validate()
 

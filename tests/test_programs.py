@@ -328,7 +328,7 @@ def test_programs_of_the_warm_start_serve_none_of_rl(tmp_path):
 
     class Watch(Callback):
         def on_step(self, trainer, step, groups, metrics):
-            served.append(run.composer.shapes.served[1])
+            served.append(run.parts.composer.shapes.served[1])
 
     with FluxTrainer(config) as run:
         assert run.fit(callbacks=[Watch()]).summary.complete

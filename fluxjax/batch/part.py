@@ -221,7 +221,7 @@ class SpreadMedia:
         return result, self._side_by_side(patches, sizes["frame"], rows_of(way, devices), devices)
 
     def _way(
-        self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes | None
+        self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes
     ) -> tuple[ExchangeRoute, np.ndarray]:
         """Returns the route, and the row where a token on `device[i]` finds `feature[i]`."""
         owners = np.array(self.plan.devices, np.int64)

@@ -49,7 +49,7 @@ def open_held_out(config: Config) -> dict[str, Source]:
 def open_warm_start(config: Config) -> dict[str, Source]:
     """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
     return {
-        name: _open(config, name, source.warm_start_path or source.path, "warm_start.jsonl", "train.jsonl")
+        name: _open(config, name, source.path, "warm_start.jsonl", "train.jsonl")
         for name, source in config.data.sources.items()
     }
 

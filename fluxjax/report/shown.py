@@ -15,7 +15,7 @@ from ..base.host_status import HostStatus
 from ..base.timeline import Span
 
 if TYPE_CHECKING:
-    from rollout.fleet_job import ServerStatus
+    from rollout.fleet_server import ServerStatus
 
     from ..base.preprocessor_status import PreprocessorStatus
     from ..data.local_store import StoreStats

@@ -386,7 +386,7 @@ class Delta:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None
                 wanted = (changes.metadata() or {}).get(name)
-            after = tensor if words is None else _after(tensor, words)
+            after = tensor if words is None else _undone(tensor, words)
         except (OSError, SafetensorError, zstandard.ZstdError, ValueError) as error:
             raise DeltaError(f"{self.folder}: {name}: {error}") from None
         if checksum(after) != wanted:
@@ -397,7 +397,7 @@ class Delta:
         return after
 
 
-def _after(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
+def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
     # `decompress` would set aside whatever size the frame declares.
     came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
