@@ -54,7 +54,7 @@ def not_negative(default: T) -> T:
     return within(default, "[0, inf)")
 
 
-def pair(default: tuple[float, float], first: str, second: str, why: str = "") -> tuple[float, float]:
+def pair(default: T, first: str, second: str, why: str = "") -> T:
     """Declares a field of two numbers, each with its interval."""
     holds = [_holds(interval) for interval in (first, second)]
 
@@ -65,10 +65,10 @@ def pair(default: tuple[float, float], first: str, second: str, why: str = "") -
     return bounded(default, are_within, f"be two numbers, in {first} and {second}" + (f": {why}" if why else ""))
 
 
-def power_of_two(default: int) -> int:
+def power_of_two(default: T) -> T:
     """Declares a number field that may be a power of two, and 0 if that is its default."""
-    allowed = "be a power of two" if default else "be 0 or a power of two"
-    return bounded(default, lambda value: value >= (default > 0) and not value & (value - 1), allowed)
+    least, allowed = (1, "be a power of two") if default else (0, "be 0 or a power of two")
+    return bounded(default, lambda value: value >= least and not value & (value - 1), allowed)
 
 
 class Chosen:
