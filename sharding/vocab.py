@@ -19,7 +19,6 @@ and the two gradients are sums along different axes.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -166,8 +165,7 @@ def tiling(dtype: Any, capability: int) -> Tiling:
     return Tiling(128, 128, 32, 8, 4)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def fused_logprobs(
+def _fused_values(
     hidden_TD: Float[Array, "T D"],
     head_VD: Float[Array, "V D"],
     targets_T: Int[Array, " T"],
@@ -247,6 +245,7 @@ def _fused_backward(
     return hidden_grad_TD.astype(dtype), head_grad_VD, None, None, None
 
 
+fused_logprobs = jax.custom_vjp(_fused_values, nondiff_argnums=(5,))
 fused_logprobs.defvjp(_fused_forward, _fused_backward)
 
 

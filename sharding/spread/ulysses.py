@@ -25,7 +25,6 @@ barriers that state it, and runs another order, the same on all devices.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,8 +124,7 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     return View(start, valid, tiles.tile_list(segments, branches, tile), axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
+def _value(
     num_kv_heads: int,
     q_TNH: Float[Array, "T N H"],
     k_TKH: Float[Array, "T K H"],
@@ -178,6 +176,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
     return dq, dk, dv, None
 
 
+_attend = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 
