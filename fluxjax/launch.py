@@ -183,7 +183,7 @@ class Processes:
             port = free.getsockname()[1]
         shared = [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={count}"]
         # A process that outlived its launcher would keep its GPU, and the port of the coordinator.
-        bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "bound.py"
+        bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "local_server.py"
         command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
         command += shared if count > 1 else []
         self._children: list[subprocess.Popen[bytes]] = []

@@ -67,7 +67,7 @@ def _number(value: Any) -> float:
             raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
         return float(number)
     except (OverflowError, ValueError) as error:  # an integer or a fraction beyond floats, a signalling NaN
-        raise RewardFailure(Failing.INVALID, f"returned a {type(number).__name__} that is no float: {error}") from None
+        raise RewardFailure(Failing.INVALID, f"returned {type(number).__name__}, which is no float: {error}") from None
 
 
 def as_batch(results: Any, count: int) -> list[Any]:

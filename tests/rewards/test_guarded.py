@@ -159,7 +159,7 @@ def test_users_functions(rule, text, expected):
         ("own_timeout", "TimeoutError: the judge's server"),
         ("not_a_number", "returned nan"),
         ("nonsense", "returned str, expected Reward or a number"),
-        ("huge", "OverflowError: int too large to convert to float"),
+        ("huge", "returned int, which is no float: int too large to convert to float"),
     ],
 )
 def test_a_rule_that_fails_is_a_scored_zero_that_is_logged_a_few_times(rule, reason, caplog):
