@@ -40,6 +40,7 @@ def test_freed_memory_is_used_again():
     assert faults("keep", "large") > 100
 
 
+@pytest.mark.medium
 def test_what_a_run_keeps_is_taken_out_of_the_collectors_sight():
     """After steps 1, 2, 4, ...: new programs come ever more rarely."""
     settled, kept, seen = SettledHeap(), [], []

@@ -72,6 +72,7 @@ sizes_strategy = st.lists(
 )
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=third_of(150))
 @given(
     sizes=sizes_strategy,

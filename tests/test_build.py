@@ -78,6 +78,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(path, message: str) -> None:
         build_model(config_of(path), {})
 
 
+@pytest.mark.medium
 def test_what_is_not_supported_is_one_line(folder) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))

@@ -72,6 +72,7 @@ def limit(disk: pathlib.Path, files: int) -> None:
 
 
 # Orbax leaves tasks behind in an event loop that it closed; they complain when they are collected.
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("noticed", ["before", "while writing"])
 def test_full_disk_loses_nothing_and_says_so(noticed, small_disk, caplog):

@@ -64,6 +64,7 @@ def test_programs_of_several_devices_are_told_apart(every_program):
     assert len(kept(name)) == 2
 
 
+@pytest.mark.medium
 def test_what_one_process_compiled_the_others_load(tmp_path, monkeypatch):
     """A program of both processes' devices, and one of a single device; both compute what they should."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))

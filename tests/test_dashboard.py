@@ -78,6 +78,7 @@ def test_a_run_exports_each_server_process_and_preprocessor(exported, line):
     assert f"\n{line}\n" in exported
 
 
+@pytest.mark.medium
 def test_queries_name_what_a_run_exports(exported):
     names = {line.split("{")[0].split(" ")[0] for line in exported.splitlines() if not line.startswith("#")}
     queries = [target["expr"] for panel in PANELS for target in panel["targets"]]

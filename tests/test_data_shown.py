@@ -253,6 +253,7 @@ def test_bars_are_those_of_the_books(events):
         assert open_bars.get(True, "") == books.holder(key)
 
 
+@pytest.mark.medium
 def test_the_picture_is_one_of_thousands_of_media(tmp_path):
     books, now, count = Places(1e9), 0.0, 3000
     for number in range(MOST_NAMED + 3):

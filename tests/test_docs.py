@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("fluxjax", "rollout", "models", "sharding")
 
 
+@pytest.mark.medium
 def test_every_module_has_a_line_and_the_structure_names_files_that_exist():
     command = [sys.executable, str(ROOT / "scripts" / "module_tables.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

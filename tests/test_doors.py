@@ -62,6 +62,7 @@ def test_a_text_run_imports_only_the_rooms_that_it_enters():
     assert len(imported) <= 200
 
 
+@pytest.mark.medium
 def test_every_room_of_the_list_has_files():
     files = [str(file.relative_to(ROOT)) for file in ROOT.glob("*/**/*.py")]
     assert [room for room in ROOMS if not any(file.startswith(room) for file in files)] == []

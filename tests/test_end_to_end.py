@@ -97,6 +97,7 @@ def test_reference_model_stays_where_it_was(fitted):
     assert trainer.models.reference is not None
 
 
+@pytest.mark.medium
 def test_summary(fitted):
     trainer, _ = fitted
     values = summary(trainer.run_dir)

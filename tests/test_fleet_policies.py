@@ -75,6 +75,7 @@ def assert_complete(result: TrainingResult, steps: int) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("policy", TRIED)
 def test_policy(
     policy: str,

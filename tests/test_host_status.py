@@ -178,6 +178,7 @@ def test_a_process_serves_its_own_state():
     assert "process_resident_memory_bytes" in text
 
 
+@pytest.mark.medium
 def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
     config, (_, second) = Config(), gangs
     assert prometheus_port(config, second) == 0

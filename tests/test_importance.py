@@ -81,6 +81,7 @@ def test_defaults_are_plain_grpo_bit_for_bit(seed):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", KINDS)
 def test_decoupled_gradient_is_the_weighted_policy_gradient(name):
     """-w A grad log pi, with w by the loop: no clipping in a batch's only step, however stale its tokens."""
@@ -115,6 +116,7 @@ def test_coupled_gradient_against_float64_finite_differences(name):
     np.testing.assert_allclose(gradient_of(logprobs, entropies, batch, cfg), want, atol=TOLERANCE)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_extreme_log_ratios_stay_finite(name, decoupled):

@@ -170,6 +170,7 @@ def test_a_gang_goes_on_from_its_snapshot_where_one_froze(commands, two, tmp_pat
     assert snapshot_folder.named(run_dir) is None, "the run is over"
 
 
+@pytest.mark.medium
 def test_a_process_that_is_stopped_before_it_has_come_is_named(commands, tmp_path):
     process = commands.start(tmp_path / "run", CONFIG, SMALL, processes=2, launch=["--restarts=0"])
     with ended(process):

@@ -68,6 +68,7 @@ def joined(found, index):
     return np.concatenate([values[index] for values in found.values()])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("cfg", [NORMALIZED, SEQUENCE], ids=["normalized", "sequence"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_same_ratios_and_lags(name, cfg):

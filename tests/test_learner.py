@@ -118,6 +118,7 @@ def test_any_number_of_devices_equals_one(kind, devices, remat, unwritten):
         assert jax.tree.map(lambda leaf: leaf.sharding, tree) == layout
 
 
+@pytest.mark.medium
 def test_state_is_spread_over_the_devices():
     learner = Learner(config_for(), tiny("text"), grpo.token_loss)
     assert learner.mesh.size == 8
@@ -192,6 +193,7 @@ def test_metrics_against_numpy():
     assert all(type(value) is float for value in metrics.values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("most", [0.5, 0.0])
 def test_a_step_is_clipped_adamw(most):
     """The update of one step against the formula of Adam's first step: `lr * g / (|g| + eps) + lr * decay * w`, without
@@ -217,6 +219,7 @@ def test_a_step_is_clipped_adamw(most):
     assert_close(learner.params, jax.tree_util.tree_map_with_path(expected, before, grads), 1e-5)
 
 
+@pytest.mark.medium
 def test_an_update_takes_place_in_the_arrays_that_it_replaces():
     """No second copy of moments or gradients while a step is made: XLA would hold both if it could."""
     config = config_for()

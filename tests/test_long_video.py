@@ -63,6 +63,7 @@ def test_text_and_answer_stand_behind_the_time_axis(prompt):
     assert BEHIND - 1 == video[0].max() > 4 * SECONDS // 2 > 10 * video[1:].max(), "else the video is not long"
 
 
+@pytest.mark.medium
 def test_decoding_depends_on_where_the_answer_stands(model, prompt, plain):
     """A place in ten is noticed: otherwise equal log-probabilities would prove nothing."""
     near = dataclasses.replace(prompt, next_position=prompt.next_position - TICKS)
@@ -92,6 +93,7 @@ def test_the_engine_answers_like_plain_decoding(model, prompt, plain, known: int
     np.testing.assert_allclose(logprobs, plain.logprobs[known:], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.medium
 def test_the_trainer_scores_like_plain_decoding(model, prompt, plain):
     record = Prompt("long", "test", "?", "!", draw=5)
     answers = [plain.token_ids, plain.token_ids[:5]]

@@ -84,6 +84,7 @@ def test_the_settings_name_the_projections_of_a_layer():
     assert tuple(PROJECTIONS) == LORA_TARGETS
 
 
+@pytest.mark.medium
 def test_new_adapters_change_nothing():
     inputs = microbatches_for("text", make_config(rows=8))[0].batch.inputs
     learner = Learner(adapted(make_config(rows=8)), tiny("text"), grpo.token_loss, mesh=make_mesh(1))
@@ -140,6 +141,7 @@ def test_any_number_of_devices_equals_one(devices, remat):
     assert got.weights()["layers"]["mlp"]["down"].sharding == got.params["layers"]["mlp"]["down"].sharding
 
 
+@pytest.mark.medium
 def test_only_adapters_are_trained():
     """Frozen weights stay bit for bit, and the very arrays; gradients and moments are those of adapters."""
     config = adapted(make_config(rows=8), targets=("q_proj", "down_proj"))

@@ -43,6 +43,7 @@ def test_it_learns(reference):
     assert max(r["rollout_trainer_logprob_gap"] for r in records) < 1e-4
 
 
+@pytest.mark.medium
 def test_the_folder_has_the_merged_model_and_the_adapter(reference, base):
     """Weights without adapters are those of the base bit for bit; the others are theirs and the product's."""
     before, after = (load_file(folder / "model.safetensors") for folder in (base, reference / "model"))
@@ -79,6 +80,7 @@ def test_a_run_goes_on_from_an_adapter(adapted, reference, tmp_path):
     assert starts[0]["accuracy/reverse"] == ends[0]["accuracy/reverse"]
 
 
+@pytest.mark.medium
 def test_a_warm_start_trains_adapters(data, tmp_path):
     """Of a model with random weights, by supervised steps; the base of the KL term is what they lead to."""
     run_dir = tmp_path / "run"

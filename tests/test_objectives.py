@@ -139,6 +139,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("key", CONFIGS)
 def test_loss_and_gradient_are_the_papers(key, seed):
@@ -255,6 +256,7 @@ def keyed(groups):
 # --- KL estimators ---------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_what_the_estimators_are_on_average():
     """Over all tokens of a small vocabulary: k1 and k3 are KL(policy || reference), the gradient of k2 is KL's, that of
     k1 is 0."""

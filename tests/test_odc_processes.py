@@ -10,6 +10,7 @@ pytestmark = pytest.mark.long
 SETTINGS = {"steps": 3}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fault", "victim", "says", "why"),
     [

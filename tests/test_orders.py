@@ -48,6 +48,7 @@ def test_an_order_comes_as_it_was_given(order):
     assert decode(b"".join(encode(order))) == order
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strategy", ["fsdp", "ulysses", "flex_ulysses"])
 @given(
     seed=st.integers(0, 2**20), processes=st.sampled_from([1, 2, 4]), temperature=st.booleans(), together=st.booleans()

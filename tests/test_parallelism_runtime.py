@@ -194,6 +194,7 @@ def test_all_accelerators_generate(tmp_path, platform, engines, degree, used, ex
     assert engine_count(configuration(tmp_path, **settings), devices) == expected
 
 
+@pytest.mark.medium
 def test_a_profile_says_the_degree_at_the_start(tmp_path):
     points = (Point(1, 1, 48, 1.0, 1.0), Point(2, 1, 48, 1.0, 3.0))
     file = tmp_path / "profile.json"

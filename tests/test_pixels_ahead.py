@@ -123,6 +123,7 @@ def test_each_of_several_processes_expects_its_share(run):
     assert tickets(drawn[::2]) <= here.given and not tickets(drawn[1::2]) & here.given
 
 
+@pytest.mark.medium
 def test_prompts_that_nobody_asks_for_free_their_places(run):
     size = max(sum(map(len, rows_of(each.inputs))) for each in run().draw(24))
     here = run(near_bytes=2 * STEP * size * 3 * 8 * 8 * 2)

@@ -33,6 +33,7 @@ def configuration(folder, policy: str):
     return load(["--config=configs/text.py", f"--config.run_dir={folder / 'run'}", *flags(**settings)])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("policy", by_turns(["april", "tail_batching", "adaptive_async"]))
 def test_stopped_and_resumed(policy: str, tmp_path) -> None:
     first, second = Diary(stop_after=2), Diary()

@@ -68,6 +68,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_from_its_snapshot_bit_for_bit(dat
     assert int(arrays["['critic']['version']"]) == int(arrays["['learner']['version']"]) == STEPS
 
 
+@pytest.mark.medium
 def test_whoever_only_looks_at_a_run_needs_to_know_nothing_of_its_critic(whole, capsys):
     assert evaluate.main(["--run", str(whole), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == STEPS

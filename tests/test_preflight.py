@@ -207,6 +207,7 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     assert programs["decode"].as_text() == again["decode"].as_text()
 
 
+@pytest.mark.medium
 def test_caches_are_as_large_as_configured_or_as_there_is_room():
     config, devices = _config(FSDP()), jax.devices()[:2]
     config.rollout.slots = 100

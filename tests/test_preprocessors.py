@@ -77,6 +77,7 @@ def test_one_that_dies_again_and_again_ends_the_run(tmp_path):
                     time.sleep(0.05)
 
 
+@pytest.mark.medium
 def test_they_end_with_the_run(tmp_path):
     code = f"""
 import os, pathlib, signal

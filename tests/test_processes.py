@@ -50,6 +50,7 @@ def trained(tmp_path_factory, processes):
         return folder, run.said(0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("processes", "strategy", "feature"), CASES)
 def test_several_processes_equal_one(processes, strategy, feature, several):
     """Images and videos, of which each process has its own only. Gradients, sums and what the losses read beside them

@@ -180,6 +180,7 @@ def test_places_are_divided_under_odc(monkeypatch):
     assert dataclasses.replace(book, alone=0).places(8) == 16
 
 
+@pytest.mark.medium
 def test_rows_that_fit_have_patches_for_the_tower(monkeypatch):
     """The tower is in the program of every microbatch, also where no group has an image."""
     monkeypatch.setattr(rows, "LONG", 64)
@@ -285,6 +286,7 @@ def alone_here():
     return learner, Composer(make_config(), 1, MODEL.vision, learner.text)
 
 
+@pytest.mark.medium
 def test_a_program_that_does_not_compile_fails_the_step_that_needs_it(alone_here, monkeypatch):
     learner, composer = alone_here
     composition = composer.compose(*random_groups(1))

@@ -123,6 +123,7 @@ def test_samples_take_turns_between_groups(tmp_path):
     assert records[0] | {"response": "2 tokens", "reward": 0.0, "logprob": -0.75, "versions": [3]} == records[0]
 
 
+@pytest.mark.medium
 def test_pictures_are_pictures(tmp_path):
     records = [{"phase": "rl", "step": s, "accuracy/digits": s / 10} for s in range(5)]
     records += [{"phase": "eval", "step": s, "accuracy/digits": s / 10} for s in (0, 4)]

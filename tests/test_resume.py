@@ -58,6 +58,7 @@ def reference(text, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.medium
 def test_processes_that_are_ended_and_killed(commands, text, reference, tmp_path):
     """By SIGTERM, which is no kill, in the midst of an epoch; then by SIGKILL while a checkpoint is being written."""
     run_dir = tmp_path / "run"
@@ -119,6 +120,7 @@ def test_a_damaged_checkpoint_is_passed_over(text, reference, caplog, tmp_path):
     assert_same_run(run_dir, reference)
 
 
+@pytest.mark.medium
 def test_resumed_on_another_mesh_with_another_strategy(text, reference, tmp_path):
     """From FSDP on one device to FlexUlysses on four: only places and the order of sums change. A run that goes on from
     there ends with the same bits."""

@@ -81,6 +81,7 @@ def test_other_data_is_refused_before_anything_is_written(other, data, run_dir, 
     assert content(run_dir) == before
 
 
+@pytest.mark.medium
 def test_other_sizes_and_seeds_are_refused_before_anything_is_written(data, run_dir, capsys):
     """A run folder with a note of snapshots keeps these, too."""
     often = {"checkpoint__snapshot_every": 1}

@@ -98,6 +98,7 @@ def by_draw(prepared):
     return {one.prompt.draw: one for one in prepared}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strategy", ["fsdp", "flex_ulysses", "odc"])
 @given(
     seed=st.integers(0, 3),

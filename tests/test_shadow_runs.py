@@ -93,6 +93,7 @@ def assert_same(run_dir: pathlib.Path, reference: pathlib.Path) -> None:
     assert samples(run_dir) == samples(reference)
 
 
+@pytest.mark.medium
 def test_a_store_in_the_process(sources, central, tmp_path):
     """Killed, it goes on with worker processes."""
     run_dir, store = tmp_path / "run", shadow(sources, data__workers=0, data__cache_gib=1e-5)
@@ -128,6 +129,7 @@ def test_preprocessors_are_killed_and_then_the_run(commands, sources, central, t
     assert_same(run_dir, central)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strategy", by_turns(["fsdp", "flex_ulysses", "odc"]))
 def test_two_processes_of_which_each_has_a_preprocessor(strategy, commands, sources, tmp_path):
     """They end as one process with two devices does."""
@@ -189,6 +191,7 @@ def refused(capsys, arguments: list[str]) -> list[str]:
     return printed.err.splitlines()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "processes", "own"),
     [

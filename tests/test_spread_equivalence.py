@@ -125,6 +125,7 @@ def test_one_short_text_on_all_devices():
     assert_equal(outcome(learner(HEADS, DEVICES), composition), alone(HEADS, groups, prepared))
 
 
+@pytest.mark.medium
 def test_a_calibration_decides_what_is_spread(tmp_path, monkeypatch):
     """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
     groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
@@ -173,6 +174,7 @@ def test_strategies_may_change_between_steps():
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.medium
 def test_hosts_that_the_mesh_can_not_be_cut_into_are_refused():
     with pytest.raises(ConfigError, match=r"sharding\.devices_per_host is 8: no group of 8 devices"):
         Learner(spread_config(ODC, hybrid=True), tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
@@ -230,6 +232,7 @@ def test_rollouts_may_be_longer_than_a_row_but_not_than_all_devices_of_a_sequenc
         Composer(config, DEVICES, text=text).check()
 
 
+@pytest.mark.medium
 def test_a_mesh_with_further_replicas_is_refused():
     groups, prepared = make_groups([[20], [5]], [[4], [3]])
     text = tiny((8, 2)).config.text

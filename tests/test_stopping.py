@@ -57,6 +57,7 @@ def test_signals_are_heard_while_the_main_thread_hears_none():
     assert [what for what, _ in heard] == ["stop", signal.SIGINT] and heard[-1][1] < done
 
 
+@pytest.mark.medium
 def test_a_signal_before_the_run_hears_any_ends_it_without_a_traceback():
     """A KeyboardInterrupt would be ignored where it comes within a callback of the garbage collector."""
     code = """

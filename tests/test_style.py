@@ -23,6 +23,7 @@ def places(path: pathlib.Path, lines: list[tuple[int, str]]) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in lines]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "examples"])
 def test_docstrings_begin_with_a_subject_or_a_verb(folder):
     found = []
@@ -37,6 +38,7 @@ def opens(text: str) -> bool:
     return text.split(maxsplit=1)[0].strip(",.:;") in OPENINGS
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "examples"])
 def test_variables_are_named_for_what_they_hold(folder):
     found = []
@@ -60,6 +62,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
 
 
+@pytest.mark.medium
 def test_no_file_and_no_class_has_the_name_of_another():
     bearers = collections.defaultdict(list)
     for path in files(*PACKAGES):

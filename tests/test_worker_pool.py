@@ -40,6 +40,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(30))
 @given(st.lists(VALUES))
 def test_results_come_back(good, values):
@@ -89,6 +90,7 @@ def test_no_signal_mask_saves_a_process_and_its_children_go_along(tmp_path):
     until(lambda: gone(int((tmp_path / "child").read_text())))
 
 
+@pytest.mark.medium
 def test_calls_run_side_by_side_where_they_have_to(tmp_path):
     async def both(subject):
         return await asyncio.gather(*(subject.acall([str(tmp_path), 2]) for _ in range(2)))

@@ -57,6 +57,7 @@ def made(drawn: dict[int, dict]) -> list[Group]:
 
 
 class TestAlways:
+    @pytest.mark.medium
     @given(drawn=GROUPS, config=CONFIGS, share=st.floats(0, 1), progress=st.floats(0, 1), seed=st.integers(0, 99))
     def test_choice(self, drawn, config: tuple[str, ...], share: float, progress: float, seed: int) -> None:
         """Exactly `count` different candidates in draw order; the urgent ones before others; inputs as they were."""

@@ -116,6 +116,7 @@ shapes = st.fixed_dictionaries(
 
 
 class TestRandomHistories:
+    @pytest.mark.medium
     @settings(deadline=None, max_examples=third_of(150))
     @given(
         shapes,

@@ -107,6 +107,7 @@ def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
         store._decoders.decode(DecodeJob("a", "image", "a"), lambda *_: None)
 
 
+@pytest.mark.medium
 def test_many_pixels_are_mapped_and_few_are_sent(folder, monkeypatch):
     """A slice is its own memory: that of one which is evicted is free."""
     big = SETTINGS.image.__class__(min_pixels=1, max_pixels=2**24)
@@ -165,6 +166,7 @@ def test_what_no_decoder_foresees_is_not_noted_of_the_file(monkeypatch):
         decoded(SETTINGS, DecodeJob("a", "image", "a.png"))
 
 
+@pytest.mark.medium
 def test_a_process_that_is_killed_is_replaced_and_its_file_tried_again(folder, caplog, killed_while_decoding):
     with opened(workers=1) as store, caplog.at_level(logging.WARNING, "fluxjax.data"):
         refs = refs_of(folder)
@@ -179,6 +181,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_file_tried_again(folder, c
         assert store.stats().killed_workers == 2 and caplog.text.count("ended the process") == 1
 
 
+@pytest.mark.medium
 def test_a_file_whose_process_ends_twice_is_bad(folder, killed_while_decoding):
     """Another file is decoded as if nothing had been."""
     ref, other = refs_of(folder)[2:4]
@@ -208,6 +211,7 @@ def test_a_file_that_takes_too_long_costs_its_process(folder, monkeypatch):
         seen(store, refs[3:4])
 
 
+@pytest.mark.medium
 def test_a_process_hangs_no_longer_than_its_run_lives_and_the_time_it_has(folder):
     """The run may be gone by the time that a file takes too long: then the system ends the process."""
     code = "import signal, sys; sys.argv = ['', '0']; from fluxjax.data import decoders as w; " + (

@@ -76,6 +76,7 @@ def test_held_out_digits_are_scans_that_training_never_uses(root):
             assert {str(data.target[scan]) for scan in scans} == {digit}
 
 
+@pytest.mark.medium
 def test_pictures_grow_with_a_digit(tmp_path, monkeypatch):
     """So that a digit stays one merged feature of a model with larger patches."""
     monkeypatch.setattr(embedded, "RECIPES", {**embedded.RECIPES, "digits": DIGITS})
@@ -261,6 +262,7 @@ BUILD = """
 """
 
 
+@pytest.mark.medium
 def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     target = tmp_path / "set"
     process = run(BUILD, target, 1000)
@@ -273,6 +275,7 @@ def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     assert not list(tmp_path.glob(".set.building-*"))
 
 
+@pytest.mark.medium
 def test_two_builds_at_once_build_once(tmp_path):
     target = tmp_path / "set"
     processes = [run(BUILD, target, 0.5) for _ in range(2)]

@@ -225,6 +225,7 @@ def test_parts_of_names(path, parts):
     assert (parent(path), stem(path), suffix(path)) == parts
 
 
+@pytest.mark.medium
 def test_draws_from_urls_are_those_from_local_files(memory, tmp_path):
     """Mixed, shuffled anew each epoch, and resumed at any draw; whatever the place of the files."""
     records = [{"id": str(i), "prompt": "?", "answer": str(i), "images": [f"{i}.png"]} for i in range(5)]

@@ -110,6 +110,7 @@ def draws(results):
     return [p.prompt.draw for prepared, _ in results for p in prepared]
 
 
+@pytest.mark.medium
 def test_images_videos_and_text_come_prepared_in_draw_order(folders):
     preparer = build({name: folder / "train.jsonl" for name, folder in folders.items()})
     results = draw_all(preparer, [6, 1, 9])
@@ -132,6 +133,7 @@ def test_text_alone_needs_no_vision(folders):
     assert isinstance(preparer, PromptSource), "it is what the runtime draws from"
 
 
+@pytest.mark.medium
 def test_the_state_is_of_what_was_handed_out_whatever_was_read_ahead(folders):
     paths = {name: folder / "train.jsonl" for name, folder in folders.items()}
     straight = build(paths)
@@ -313,6 +315,7 @@ def test_words_that_look_like_marks_end_no_run(tmp_path):
         assert len(prepared) == usable and all(reason == "marks and media disagree" for _, reason in skipped)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("bad", "stops"), [(2, False), (6, True)])
 def test_too_large_a_share_of_skipped_prompts_ends_the_run(tmp_path, bad, stops):
     """Also where none of them stands behind another; the same after a resume."""

@@ -68,6 +68,7 @@ def test_what_was_saved_is_loaded(tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_what_is_saved_is_held_tensor_by_tensor(vl, dtype, tmp_path, monkeypatch) -> None:
     """The library reads what was written, of any dtype and in many files, and no two tensors were in memory for it."""
@@ -111,6 +112,7 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name: str, replaced, messag
         models.load(folder)
 
 
+@pytest.mark.medium
 def test_layers_of_two_dtypes(folder) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     edit(folder, lambda weights: weights.update({name: weights[name].astype(jnp.bfloat16)}))
@@ -126,6 +128,7 @@ def test_truncated_file(folder) -> None:
         models.load(folder)
 
 
+@pytest.mark.medium
 def test_old_rotary_buffers_are_ignored_and_a_tied_head_may_be_stored(tmp_path) -> None:
     model = models.create(vl_config(tie_word_embeddings=True))
     models.save(model, tmp_path)

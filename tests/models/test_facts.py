@@ -112,6 +112,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(40), deadline=None)
 @given(
     names=st.lists(st.sampled_from(["a.png", "b.jpg", "c.mkv", "d.mp4", "e.mpg"]), max_size=4),

@@ -68,6 +68,7 @@ def test_shared_prompt_equals_repeated_prompt(vl, sequences) -> None:
         np.testing.assert_allclose(shared[1:13], separate[1:13], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.medium
 def test_logprobs_are_those_of_the_predecessors_logits(vl, sequences) -> None:
     inputs = rows([[sequences[2]]], 15, vl.config)
     logs = jax.nn.log_softmax(run(vl, logits, inputs, Walk())[0] / 0.5)
@@ -79,6 +80,7 @@ def test_logprobs_are_those_of_the_predecessors_logits(vl, sequences) -> None:
     assert np.isfinite(entropies).all()
 
 
+@pytest.mark.medium
 def test_pixels_matter_and_stay_in_their_segment(vl, sequences) -> None:
     a, b, *_ = sequences
     before = np.asarray(run(vl, logits, rows([[a, b]], 22, vl.config), Walk()))[0]
@@ -106,6 +108,7 @@ def test_gradients_are_finite_with_padding_and_equal_under_remat(vl, sequences) 
         np.testing.assert_allclose(grad, remat_grad, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_compute_dtype_is_that_of_the_gathered_weights(vl, sequences) -> None:
     """A walk that delivers bfloat16 gives bfloat16 activations; the masters stay float32."""
     walk = Walk(gather=lambda spec, local: local.astype(jnp.bfloat16))

@@ -135,6 +135,7 @@ def test_command_line_stops_at_the_checkpoints_end_id(text, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["output_ids"] == list(free[: free.index(end) + 1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -88,6 +88,7 @@ def test_gradients_are_products_of_two_matrices():
     assert all(operand.aval.ndim == 2 for product in products for operand in product.invars)
 
 
+@pytest.mark.medium
 def test_rms_norm_computes_in_float32():
     """The mean of squares would be wrong in the third digit in bfloat16; only the result is rounded."""
     norm = models.create(vl_config()).norm

@@ -27,6 +27,7 @@ def saved(tmp_path_factory):
     return config, adapters, folder
 
 
+@pytest.mark.medium
 def test_names_and_shapes_are_those_of_peft(saved):
     _, _, folder = saved
     tensors = load_file(folder / ADAPTER)

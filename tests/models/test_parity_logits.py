@@ -48,6 +48,7 @@ def test_logits_of_qwen2_5_vl(vl: Pair, kind: str) -> None:
     assert error_of_logits(vl, *QUESTIONS[kind]) < TOLERANCE
 
 
+@pytest.mark.medium
 def test_logits_of_qwen2(tmp_path) -> None:
     assert error_of_logits(build_text(tmp_path, tied=True), 40) < TOLERANCE
 
@@ -137,6 +138,7 @@ def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:
 GRIDS = ((1, 6, 10), (3, 4, 6), (1, 4, 4), (2, 10, 8))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bounded", [True, False], ids=["bound known", "bound unknown"])
 def test_vision_tower(vl: Pair, bounded: bool) -> None:
     """Raster-ordered patches in, raster-ordered features out; padding at the end changes nothing."""

@@ -154,6 +154,7 @@ def test_rope_index_refuses_grids_that_do_not_match(images, videos, seconds):
         INDEX(ids, images, videos, seconds, tokens_per_second=2)
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(100), deadline=None)
 @given(sizes=st.lists(grids, min_size=1, max_size=4), window=st.sampled_from([28, 56, 84, 112]))
 def test_window_order_equals_transformers(sizes, window):

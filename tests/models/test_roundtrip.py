@@ -47,6 +47,7 @@ def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool,
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.medium
 def test_both_name_layouts(tmp_path) -> None:
     """`transformers` 5 still writes the names of the published files unless told otherwise; older 4.5x the others."""
     pair = build_vl(tmp_path / "flat")
@@ -65,6 +66,7 @@ def test_both_name_layouts(tmp_path) -> None:
     assert tensors(tmp_path / "flat again") == flat
 
 
+@pytest.mark.medium
 def test_several_files_with_an_index(tmp_path) -> None:
     pair = build_vl(tmp_path / "one")
     pair.reference.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
@@ -81,6 +83,7 @@ def test_several_files_with_an_index(tmp_path) -> None:
     assert tensors(tmp_path / "ours") == tensors(tmp_path / "one")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", BUILD)
 def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     """A model created here, in several files, without a `config.json` to copy from."""
@@ -97,6 +100,7 @@ def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     assert again.config == bare, "every setting that matters survives their reading and writing"
 
 
+@pytest.mark.medium
 def test_float32_masters_of_a_bfloat16_checkpoint(tmp_path) -> None:
     pair = build_vl(tmp_path / "theirs", dtype=torch.bfloat16)
     model = models.load(tmp_path / "theirs", dtype=jnp.float32)

@@ -31,6 +31,7 @@ def fetch(wanted):
 BOUND = st.none() | st.integers(-30, 30)
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(200), deadline=None)
 @given(st.data())
 def test_whatever_is_cut_and_joined_is_what_the_array_would_be(data):
@@ -142,6 +143,7 @@ def test_a_plan_reads_the_same_sizes(media):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.medium
 def test_it_is_laid_out_once_while_somebody_uses_it():
     calls: list[int] = []
     outlined = OutlinedInput(prompt(True), lambda: calls.append(1) or prompt(True))

@@ -261,6 +261,7 @@ def test_an_image_is_what_was_drawn(tmp_path, name):
     assert distance.mean() <= far and distance.max() <= (60 if far else 0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("format", ["WEBP", "AVIF"])  # JPEG: `test_bad_media.py`
 def test_zeros_at_the_end_that_belong_there_are_no_hole(tmp_path, format):
     options = {"lossless": True} if format == "WEBP" else {}

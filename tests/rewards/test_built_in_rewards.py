@@ -45,6 +45,7 @@ def test_a_source_names_its_reward(name):
     assert not wrong.correct and wrong.value < 0.5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["number", *(name for name in CASES if name != "code")])
 def test_hostile_texts_score_nothing_in_little_time(name):
     """The slowest takes 30 ms on an idle core: one that grew with the square of the length would take minutes."""

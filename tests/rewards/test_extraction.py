@@ -85,6 +85,7 @@ def test_the_last_mark_counts_and_tags_before_boxes_before_words():
     assert explicit_answer(r"\boxed{1}" + " " * TAIL) is None
 
 
+@pytest.mark.medium
 @given(st.integers(-(10**30), 10**30))
 def test_integers_are_found_as_they_are_written(value):
     for written in (f"{value}", f"{value:,}", f"{value}.0"):

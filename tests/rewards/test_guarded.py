@@ -71,12 +71,14 @@ def misbehaving():
         yield subject, noted
 
 
+@pytest.mark.medium
 def test_a_users_function_runs_in_another_process():
     with scorer("user_rewards:process") as subject:
         (reward,) = scored(subject, "abc")
     assert reward.correct and reward.value != os.getpid() and reward.parts == {"length": 3.0} and reward.seconds > 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -95,6 +97,7 @@ def test_what_misbehaves_is_a_scored_zero_and_the_next_is_scored(misbehaving, te
     assert noted == [("s", f"user_rewards:misbehaves: {reason}")]
 
 
+@pytest.mark.medium
 def test_what_hangs_is_killed():
     with scorer("user_rewards:misbehaves", bounds(0.3)) as subject:
         assert scored(subject, "hang") == [Reward(0.0, False, "timed out after 0.3 s")]
@@ -182,6 +185,7 @@ async def test_a_rule_that_hangs_is_a_scored_zero_and_leaves_its_place(rule, rel
     assert three == [Reward(0.0, False, "timed out after 0.2 s")] * 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rule", ["hangs", "blocks_its_loop", "never_stops"])
 def test_a_hanging_rule_does_not_hold_up_the_end_of_the_process(rule):
     script = f"""
@@ -225,6 +229,7 @@ def test_objects_and_classes_are_given_completions_and_keep_their_state():
         subject.load_state_dict({})  # a checkpoint of an earlier release
 
 
+@pytest.mark.medium
 def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_their_own():
     with scorer("exact", given={"s": user_rewards.Plain()}) as subject:
         assert scored(subject, "12") == [Reward(0.5, False)]
@@ -236,6 +241,7 @@ def test_an_object_may_be_synchronous_and_held_out_prompts_have_a_reward_of_thei
 # --- batches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", ["here", "in a process"])
 def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
     lengths = user_rewards.Lengths()
@@ -246,6 +252,7 @@ def test_batches_are_bounded_in_size_and_in_waiting(place, monkeypatch):
     assert lengths.sizes == ([4, 4, 2] if place == "here" else [])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("answers", "values", "reason"),
     [
@@ -268,6 +275,7 @@ def test_a_batch_that_goes_wrong(place, answers, values, reason):
 # --- mixtures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_mixture_is_a_weighted_sum_and_its_first_reward_says_what_is_correct():
     terms = {
         "exact": RewardTerm(weight="2"),
@@ -402,6 +410,7 @@ def test_a_reward_that_fails_too_often_is_given_up_once():
     )
 
 
+@pytest.mark.medium
 def test_a_close_that_hangs_is_left_behind(monkeypatch):
     class Hangs:
         kind = "here"

@@ -106,6 +106,7 @@ def test_a_response_ends_no_turn_and_shows_no_media(turn: str) -> None:
     assert "<image>" not in question and "[image] [video] b < c" in question
 
 
+@pytest.mark.medium
 @given(st.text(), st.text(), st.text())
 def test_no_text_of_a_sample_has_the_nonce(prompt: str, response: str, answer: str) -> None:
     sample = Prompt("p", "s", prompt, answer)

@@ -116,6 +116,7 @@ def test_only_what_is_marked():
         assert scored(reward, "5", r"it is \boxed{5}").correct
 
 
+@pytest.mark.medium
 def test_a_long_answer_is_wrong_at_once():
     with contextlib.closing(MathAnswer(most_characters=10)) as reward:
         assert scored(reward, "x+1", r"\boxed{1+0+0+0+0+0+x}").reason == "the answer is longer than 10 characters"

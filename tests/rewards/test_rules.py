@@ -79,6 +79,7 @@ def test_one_more_right_digit_is_always_worth_something(answer, data):
     assert values == sorted(values) and len(set(values)) == len(values)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name, rule in REWARDS.items() if inspect.isfunction(rule)])
 @given(answer=st.text(max_size=30), text=st.text(max_size=200))
 def test_no_text_makes_a_rule_raise(name, answer, text):

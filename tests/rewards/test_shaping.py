@@ -45,6 +45,7 @@ def test_patterns_are_matched_with_the_whole_text():
         assert not scored(reward, "", "\ud800").correct
 
 
+@pytest.mark.medium
 def test_a_match_that_takes_for_ever_is_killed():
     with contextlib.closing(Format(pattern=r"(a+)+\nb", seconds=0.5)) as reward:
         assert scored(reward, "", "a" * 60).reason == "format.pattern took more than 0.5 s"

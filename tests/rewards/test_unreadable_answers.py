@@ -47,6 +47,7 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", READABLE)
 def test_each_rule_says_which_answers_it_can_grade(name):
     scorer = Scorer({"s": SourceConfig(reward=name)}, lambda ids: "")
@@ -110,6 +111,7 @@ def test_a_run_is_refused_before_it_begins(tmp_path):
         FluxTrainer(config)
 
 
+@pytest.mark.medium
 def test_the_geometry_recipes_pay_for_the_answer_only():
     """`number`, their reward before, paid for the last number of a formula."""
     for name in ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b"):

@@ -86,6 +86,7 @@ def test_1_and_10_vision_text_and_several_media_in_one_batch():
     assert np.abs(blind - seen).max() > 0.01
 
 
+@pytest.mark.medium
 def test_2_stop_ids_and_limits_are_exact():
     model, prompt = build(TEXT), text_prompt(6)
     free = run(engine(model), request("r", prompt, n=15, max_new_tokens=17))[0]
@@ -122,6 +123,7 @@ def test_3_top_k_and_top_p_bound_the_support():
     assert {answer.ids for answer in ones} == {greedy.ids}
 
 
+@pytest.mark.medium
 def test_4_samples_share_the_prefill_of_their_prompt():
     model, serving = build(TEXT), engine(build(TEXT))
     prompts = [text_prompt(10, seed=1), text_prompt(23, seed=2)]
@@ -134,6 +136,7 @@ def test_4_samples_share_the_prefill_of_their_prompt():
             assert_logprobs(model, prompt, answer)
 
 
+@pytest.mark.medium
 def test_4_and_8_more_samples_than_slots_take_one_prefill():
     model, serving = build(TEXT), engine(build(TEXT), slots=4)
     prompt = text_prompt(13)

@@ -92,6 +92,7 @@ async def collect_after(first, stream, n):
     return await collect(chunks(), n)
 
 
+@pytest.mark.medium
 async def test_11_abort_one_sample_and_unknown_ids():
     serving = engine(build(TEXT), slots=4)
     stream = serving.generate(request("r", PROMPT, n=6, max_new_tokens=30))
@@ -163,6 +164,7 @@ async def test_13_new_weights_in_the_middle_of_responses():
     assert mixed == 4 and sum(set(answer.versions) == {6} for answer in answers) == 2
 
 
+@pytest.mark.medium
 async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     old, new = build(TEXT), build(TEXT, seed=1)
     serving = engine(old)
@@ -179,6 +181,7 @@ async def test_13_a_paused_update_is_exact_and_greedy_follows_it():
     assert answer.ids == tuple(np.where(np.array(answer.versions) == 0, *logits))
 
 
+@pytest.mark.medium
 async def test_13_sharded_weights_arrive_whole():
     new = build(TEXT, seed=1)
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -239,6 +242,7 @@ async def test_15_pause():
     assert 0 < len(answers[0].ids) < 40
 
 
+@pytest.mark.medium
 async def test_16_sleep_and_wake():
     serving = engine(build(TEXT))
     stream = serving.generate(request("r", PROMPT, max_new_tokens=40))
@@ -286,6 +290,7 @@ def test_18_samples_that_can_never_have_a_second_page_read_one():
         assert [sizes[1] for program, sizes in serving.compiled_shapes if program == "decode"] == views
 
 
+@pytest.mark.medium
 async def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) -> None:
     """One weight or a few small ones are on the device twice; an abstract model's engine has none until they come."""
     model, (elsewhere, here) = build(TEXT), jax.devices()[:2]
@@ -319,6 +324,7 @@ async def test_13_new_weights_take_the_place_of_the_old(monkeypatch, held_by) ->
         await one.close()
 
 
+@pytest.mark.medium
 async def test_13_arrays_that_lie_as_they_are_served_are_not_copied():
     """A learner's on one device; and they bring no sharding along for which programs would be compiled again."""
     here = jax.devices()[1]
@@ -380,6 +386,7 @@ async def test_13_requests_wait_while_weights_are_replaced(room, monkeypatch) ->
     await serving.close()
 
 
+@pytest.mark.medium
 async def test_13_engines_take_the_same_weights_at_once(monkeypatch) -> None:
     """Weights that are spread over devices reach two engines at the same time, as when a step is published."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))

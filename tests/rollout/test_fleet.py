@@ -45,6 +45,7 @@ def weights_folders() -> set[pathlib.Path]:
     return set(SHARED_MEMORY.glob("fluxjax-weights-*"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("lines", [("echo no memory; exit 3",), ("echo no memory; sleep 1000",)], ids=["ends", "hangs"])
 async def test_a_server_that_never_starts_fails_its_requests(tmp_path: pathlib.Path, lines: tuple[str, ...]) -> None:
     options = FleetOptions(start_seconds=1.0, look_every=0.1)

@@ -111,6 +111,7 @@ def test_stop_strings_end_the_answer(text, capsys):
     assert got["output_ids"] == free["output_ids"][:count] and len(got["logprobs"]) == count < 20
 
 
+@pytest.mark.medium
 def test_the_checkpoint_says_how_to_sample_and_flags_win(text, capsys, tmp_path):
     greedy = answer(capsys, text, "--prompt", "ab", "--max-tokens", "8")
     folder = altered(text, tmp_path, do_sample=True, temperature=0.5, top_k=1)

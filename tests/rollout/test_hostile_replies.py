@@ -195,6 +195,7 @@ async def test_an_older_version_is_served_again(pair: Servers, here: JaxEngine) 
             await asyncio.gather(*(exact(seat, here, asked(n=2), version) for seat in engines))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("order", ["pause", "resume"])
 async def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers, here: JaxEngine, order: str) -> None:
     """Nothing is generated while paused, and everything behind it, by a server that answered an order with an error."""

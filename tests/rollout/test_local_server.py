@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from fleet_cases import group_exists, sleeper
 from protocol_cases import ROOT
 from rollout_cases import until
@@ -43,6 +44,7 @@ async def test_a_local_server_tells_its_last_words(tmp_path: pathlib.Path) -> No
     assert server.last_words() == "6\n7\n8\n9\n10"
 
 
+@pytest.mark.medium
 async def test_local_servers_end_with_their_process(tmp_path: pathlib.Path) -> None:
     code = f"""
 import pathlib, time

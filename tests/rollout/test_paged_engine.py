@@ -35,6 +35,7 @@ def expected():
     return answers
 
 
+@pytest.mark.medium
 def test_22_a_group_needs_little_more_than_its_prompt():
     serving = engine(build(TEXT))
     (answers,) = run(serving, request("r", text(48), n=12, max_new_tokens=12))

@@ -192,6 +192,7 @@ def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
         patch.setattr(module, "PREFILL_TOKENS", 2 * tokens)
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=third_of(200))
 @given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]))
 def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_own_tokens(history, slots, more, chunk):

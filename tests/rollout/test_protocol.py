@@ -115,6 +115,7 @@ async def test_rule_2_log_probs_are_the_trainers(engine: Subject) -> None:
             assert not set(answer.ids) & set(given["forbidden_ids"])
 
 
+@pytest.mark.medium
 async def test_rule_3_a_stop_token_ends_a_response_and_is_its_last(engine: Subject) -> None:
     await engine.serve()
     stop = processor(engine.kind).eos_ids
@@ -161,6 +162,7 @@ async def test_rule_5_an_abort_keeps_what_was_generated(engine: Subject) -> None
     assert (untouched.finish, len(untouched.ids)) == (FinishReason.LENGTH, 150)  # a-10 begins as a-1 does
 
 
+@pytest.mark.medium
 async def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None:
     whole, _ = await engine.serve()
     prompt = prompts(engine.kind)["text"]
@@ -176,6 +178,7 @@ async def test_rule_6_nothing_is_generated_while_paused(engine: Subject) -> None
         assert gap(whole, prompt, answer) < GAP
 
 
+@pytest.mark.medium
 @every_model
 async def test_rule_7_after_an_update_all_is_of_the_new_weights(engine: Subject) -> None:
     """Also what is kept of prompts that were seen before: the features of their images."""
@@ -234,6 +237,7 @@ async def test_rule_9_a_bad_request_is_refused_and_harms_nobody(engine: Subject)
     assert gap(whole, good, answer) < GAP
 
 
+@pytest.mark.medium
 async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
     """One that slept answers as before, under the same version, although a server's weights are lost in its sleep."""
     _, version = await engine.serve()
@@ -289,6 +293,7 @@ async def test_rule_12_generated_placeholders_are_text(engine: Subject) -> None:
     assert gap(whole, prompt, answer, prefix) < GAP
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["bucket", "orbax", "ipc"])
 async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: str, tmp_path: pathlib.Path) -> None:
     """A checksum a tensor says so, before anything is generated; a delta follows a whole version. Everywhere else,
@@ -314,6 +319,7 @@ async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: st
                 assert gap(whole, prompt, answer, **how) < GAP
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["shm", "bucket"])
 async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     engine: Subject, way: str, tmp_path: pathlib.Path
@@ -350,6 +356,7 @@ async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("what", ["lacks one", "wrong shape", "unknown name"])
 async def test_rule_15_weights_that_do_not_fit_are_refused_before_they_are_sent(engine: Subject, what: str) -> None:
     """A wrong shape ends SGLang; of the others, it reports success."""

@@ -21,6 +21,7 @@ def memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path
 
 
+@pytest.mark.medium
 def test_a_version_is_written_once(memory: pathlib.Path) -> None:
     whole = model("text")
     folders, params = SharedFolders(whole.config, "float32"), models.split(whole)[1]

@@ -53,6 +53,7 @@ async def test_replies_are_those_of_the_engine(checkpoints):
                     same(reply, answers[sample])
 
 
+@pytest.mark.medium
 async def test_prefixes_are_continued(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         for name in ("text", "mixed"):
@@ -67,6 +68,7 @@ async def test_prefixes_are_continued(checkpoints):
                 assert reply["meta_info"]["prompt_tokens"] == len(request.prompt) + len(prefix)
 
 
+@pytest.mark.medium
 async def test_events_add_up_to_the_reply(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         for interval in (1, 4):
@@ -162,6 +164,7 @@ async def test_an_abort_reaches_a_sample_whose_media_are_being_decoded(checkpoin
         assert reply["meta_info"]["finish_reason"]["type"] == "abort" and len(reply["output_ids"]) < 40
 
 
+@pytest.mark.medium
 async def test_pauses(checkpoints):
     async with serving(checkpoints["vl"], SlowEngine) as served:
         for mode in ("abort", "retract", "in_place", None):
@@ -186,6 +189,7 @@ async def test_pauses(checkpoints):
             await refused(served, {"mode": "soon"}, "mode must be one of abort, retract, in_place", "/pause_generation")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("paused", [False, True])
 async def test_an_update_from_disk_reaches_a_running_sample(checkpoints, paused):
     async with serving(checkpoints["vl"], SlowEngine) as served:
@@ -214,6 +218,7 @@ async def test_an_update_from_disk_reaches_a_running_sample(checkpoints, paused)
         assert await checksums(served) == on_disk(checkpoints["other"])
 
 
+@pytest.mark.medium
 async def test_weights_that_cannot_be_had_leave_the_old_ones(checkpoints, tmp_path):
     for file in checkpoints["vl"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -242,6 +247,7 @@ async def test_weights_that_cannot_be_had_leave_the_old_ones(checkpoints, tmp_pa
         assert (await served.get("/model_info"))["weight_version"] == "0"
 
 
+@pytest.mark.medium
 async def test_the_version_alone_is_changed_and_an_update_without_one_keeps_it(checkpoints):
     async with serving(checkpoints["vl"], SlowEngine) as served:
         before = await checksums(served)
@@ -310,6 +316,7 @@ async def test_a_server_that_stops_answers_what_runs_as_aborted(checkpoints):
             assert reply.status == 503
 
 
+@pytest.mark.medium
 async def test_what_the_server_says_of_itself(checkpoints):
     async with serving(checkpoints["text"], info={"model_path": "m", "model_type": "qwen2"}) as served:
         await served.ok("/generate", single(served, "r", stream=False))

@@ -21,6 +21,7 @@ from rollout import wire
 from rollout.serve_weights import weight_version
 
 
+@pytest.mark.medium
 async def test_only_those_with_the_token_are_served(checkpoints):
     async with serving(checkpoints["vl"], token="secret") as served:
         await served.ok("/generate", single(served, "r", stream=False))
@@ -93,6 +94,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.medium
 async def test_bad_bodies_are_refused_by_the_name_of_the_field(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         plain = {"input_ids": [8, 9, 10], "sampling_params": {"max_new_tokens": 2}}
@@ -154,6 +156,7 @@ async def test_a_batch_with_one_bad_request_leaves_no_trace(checkpoints):
         assert served.engine.stats().waiting == 0 and not served.server._answers
 
 
+@pytest.mark.medium
 async def test_media_in_our_format_that_do_not_fit_are_refused(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         good = single(served, "m", 4, "mixed", stream=False)

@@ -21,6 +21,7 @@ from serve_cases import help_of, refused_flags
 from rollout.serve import main
 
 
+@pytest.mark.medium
 def test_wrong_options_are_one_line(checkpoints, capsys, monkeypatch):
     monkeypatch.delenv("FLUXJAX_TOKEN", raising=False)
     model = ("--model", str(checkpoints["vl"]))

@@ -90,6 +90,7 @@ async def test_buckets_take_effect_together_at_the_end(checkpoints):
         assert end["output_ids"][: old["end"]] == list(before.ids[: old["end"]])
 
 
+@pytest.mark.medium
 async def test_a_part_of_the_weights_changes_what_it_names(checkpoints):
     async with serving(checkpoints["text"]) as served:
         held, wanted = weights(checkpoints["text"]), on_disk(checkpoints["text"])
@@ -117,6 +118,7 @@ def changed(tensors: dict[str, np.ndarray], name: str, value: Any) -> dict[str, 
     return tensors | {name: np.asarray(value, np.float32)}
 
 
+@pytest.mark.medium
 async def test_weights_that_do_not_fit_leave_the_old_ones(checkpoints):
     async with serving(checkpoints["text"]) as served:
         before, held = await checksums(served), weights(checkpoints["text"])
@@ -141,6 +143,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(checkpoints):
             await updated(served, checkpoints["text"], number)
 
 
+@pytest.mark.medium
 async def test_what_is_no_bucket_is_refused_and_the_update_goes_on(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         await served.ok("/begin_weight_update")
@@ -175,6 +178,7 @@ async def test_weights_are_cast_to_what_the_server_computes_in(checkpoints):
 # --- a shared folder ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 async def test_a_server_pulls_what_it_then_reads(checkpoints, tmp_path, monkeypatch):
     """A whole version, then a delta; what was pulled goes with the server."""
     (tmp_path / "memory").mkdir()
@@ -211,6 +215,7 @@ async def test_a_server_pulls_what_it_then_reads(checkpoints, tmp_path, monkeypa
     shared.close()
 
 
+@pytest.mark.medium
 async def test_updates_wait_for_each_other(checkpoints):
     async with serving(checkpoints["vl"]) as served:
         await served.ok("/begin_weight_update")

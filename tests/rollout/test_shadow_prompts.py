@@ -160,6 +160,7 @@ async def test_24_pixels_that_are_not_finite_or_have_another_shape_lose_their_re
     assert "ShadowError: rows 0 to 80 of short.0 came as float32[76, 96], not float32[80, 96]" in str(third)
 
 
+@pytest.mark.medium
 async def test_24_who_can_not_fetch_refuses():
     there = Elsewhere()
     prompt = there.shadow(PROMPTS["image"], "picture")

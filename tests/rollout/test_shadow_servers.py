@@ -118,6 +118,7 @@ async def test_what_nobody_can_fetch_is_lost_by_name(tmp_path: pathlib.Path, exp
         assert found == {name: answers for name, answers in expected.items() if name != "video"}
 
 
+@pytest.mark.medium
 async def test_a_fleet_without_a_fetch_refuses(tmp_path: pathlib.Path) -> None:
     there = Elsewhere()
     with pool_of(tmp_path, [None]) as pool:

@@ -132,6 +132,7 @@ def test_a_connection_of_a_stranger_ends_with_its_first_answer() -> None:
                     assert b"connection: close" in answer.read()  # to its end
 
 
+@pytest.mark.medium
 async def test_a_client_with_many_requests_does_not_shut_itself_out() -> None:
     """Its connections say nothing while it is busy, as with the bodies of hundreds of held-out prompts."""
 

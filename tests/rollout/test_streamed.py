@@ -81,6 +81,7 @@ def test_any_lengths_and_residents_give_the_same_bits(lengths, resident, seed):
     assert same[0] == same[1] and len(same[0]) == len(lengths)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("resident", [0, 2])
 def test_it_generates_the_likeliest_tokens(resident):
     prompts = prompts_of((5, 11, 3), seed=1)
@@ -111,6 +112,7 @@ def on_device(model):
     return sum(x.nbytes for x in arrays if x.shape in sizes and x.sharding.memory_kind == "device")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("resident", [0, 3])
 def test_no_more_than_two_layers_beside_the_resident_ones_are_on_the_device(resident):
     # A device of its own, so that nothing else is counted.
@@ -138,6 +140,7 @@ def test_a_pass_that_is_given_up_leaves_the_model_usable():
         assert finish(model.score(prompts, ANSWERS)) == whole
 
 
+@pytest.mark.medium
 def test_longer_batches_leave_fewer_layers_on_the_device():
     pace = DeviceSpeed(flops=1e10, memory_bytes=1e12, link_bytes=4e8)
     model = StreamedModel(deep(), pace=pace)
@@ -217,6 +220,7 @@ async def test_a_prompt_that_is_too_long_fails_alone():
     await judge.close()
 
 
+@pytest.mark.medium
 async def test_judges_in_another_event_loop_get_turns():
     judged = engine(build(TEXT))
     judge = StreamedJudge(streamed(1), in_loop(judged.between_turns, asyncio.get_running_loop()))
@@ -265,6 +269,7 @@ async def test_a_judge_goes_on_after_somebody_gave_up_waiting():
     await judge.close()
 
 
+@pytest.mark.medium
 async def test_judges_of_their_own_answer_in_turn_and_can_be_closed():
     judge = StreamedJudge(StreamedModel(deep(), resident=0))
     prompts = prompts_of((9, 20))

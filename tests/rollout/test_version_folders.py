@@ -107,6 +107,7 @@ def same(pulled: pathlib.Path, written: Published) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_whole_version_then_deltas(root: pathlib.Path, trainer: Trainer) -> None:
     written = [trainer.publish(version) for version in (0, 1, 4)]
     assert names(trainer.source) == {"weight_v000000", "weight_v000001", "weight_v000004"}
@@ -139,6 +140,7 @@ def test_whole_versions_where_deltas_are_off_or_too_large(root: pathlib.Path, ho
     same(pull(root / "local", trainer.source, 1), written)
 
 
+@pytest.mark.medium
 def test_an_older_version_begins_a_new_source(root: pathlib.Path, trainer: Trainer) -> None:
     """A run went back to a checkpoint: these are other weights under numbers that hosts have already."""
     for version in (5, 6):
@@ -152,6 +154,7 @@ def test_an_older_version_begins_a_new_source(root: pathlib.Path, trainer: Train
     same(pull(root / "local", trainer.source, 7), last)
 
 
+@pytest.mark.medium
 def test_versions_that_nobody_wants_go_and_those_that_others_build_on_stay(
     root: pathlib.Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_host_that_has_the_last_version_needs_the_delta_only(root: pathlib.Pat
     same(pull(root / "local", trainer.source, 2), written)
 
 
+@pytest.mark.medium
 def test_a_host_keeps_two_versions_and_nothing_of_runs_that_ended(root: pathlib.Path, trainer: Trainer) -> None:
     local, other = root / "local", trainer_of(root / "other")
     (local / "not ours").mkdir(parents=True)
@@ -275,6 +279,7 @@ def test_a_host_keeps_two_versions_and_nothing_of_runs_that_ended(root: pathlib.
     assert not theirs.exists() and folders[3].exists() and (local / "not ours").exists()
 
 
+@pytest.mark.medium
 def test_vl_names_are_those_that_sglang_reads(root: pathlib.Path) -> None:
     whole = model("vl")
     assert isinstance(whole.config, Qwen25VLConfig)
@@ -311,6 +316,7 @@ def largest(folder: pathlib.Path) -> pathlib.Path:
     return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("version", "damage"), [(0, changed_byte), (0, pathlib.Path.unlink), (2, cut), (2, changed_byte)]
 )

@@ -62,6 +62,7 @@ def some(seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return old, new
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", KINDS)
 @given(data=st.data())
 def test_any_words_come_back(dtype: str, data: st.DataObject) -> None:

@@ -182,6 +182,7 @@ async def test_an_agent_pulls_for_the_servers_of_its_host(
     assert (tmp_path / "agent.log").read_text() == ""
 
 
+@pytest.mark.medium
 async def test_a_trainer_pulls_for_servers_of_its_own_host(
     checkpoints: dict[str, pathlib.Path], memory: SharedFolders, tmp_path: pathlib.Path
 ) -> None:

@@ -44,6 +44,7 @@ def by_loops(q, k, v, causal):
     return out
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("whole_scores", [1 << 26, B * N * T * 4, 1])
 def test_equals_loops(causal, whole_scores):
@@ -123,6 +124,7 @@ def rows(tokens):
     return jnp.asarray(segments), jnp.asarray(branches)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("tokens", [LONG_ROW - 1, LONG_ROW + 61])
 def test_packed_equals_whole_rows(tokens):
     segments, branches = rows(tokens)

@@ -30,6 +30,7 @@ def test_help_loads_nothing_heavy():
         assert option in done.stdout
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "flags", "text"),
     [

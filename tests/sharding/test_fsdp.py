@@ -103,6 +103,7 @@ def compiled(devices, fsdp_options=None, **sizes):
     return jax.jit(fsdp.loss_and_grad).lower(fsdp.shard(params), fsdp.place(make_batch())).compile()
 
 
+@pytest.mark.medium
 def test_gradients_are_scattered_not_summed_whole():
     """Sizes that 8 divides give gathers and scatters; only the odd bias and scalars are summed on all devices."""
     text = compiled(8, width=16, inner=32).as_text() or ""

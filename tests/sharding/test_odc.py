@@ -130,6 +130,7 @@ def test_deterministic_order_gives_the_same_bits_whatever_the_pace(monkeypatch):
 # --- memory -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("live", [2, 5])
 def test_few_fetched_layers_are_alive(monkeypatch, live):
     """Counts arrays that still exist, not those that the window says it holds: nothing else may keep them."""
@@ -235,6 +236,7 @@ def test_the_loss_is_cut_at_its_stack():
     assert len({id(step.stage) for step in program.steps}) == 3
 
 
+@pytest.mark.medium
 def test_what_comes_before_any_weight_has_no_backward_pass():
     """A stack may start from what is computed from the batch alone."""
     model, params = toy()

@@ -123,6 +123,7 @@ def test_tiny_instances_are_solved_almost_exactly(lengths: list[int], num_device
         assert traffic(plan) <= 1.5 * moved + 0.25 * sum(lengths)
 
 
+@pytest.mark.medium
 @settings(max_examples=third_of(200), deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.sampled_from([(2, 1), (2, 2), (4, 2)]))
 def test_least_load_is_a_bound(lengths: list[int], shape: tuple[int, int]) -> None:

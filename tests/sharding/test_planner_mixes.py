@@ -41,6 +41,7 @@ def test_where_bounds_cannot_be_kept_plans_are_near_what_can_be(seed: int) -> No
     assert not plan_cases.faults(case, planned(case), NEAR), case.name
 
 
+@pytest.mark.medium
 def test_one_very_long_sequence_keeps_to_the_bounds() -> None:
     """Where the longest has 67,000 tokens, the descent alone reached a balance of 1.0325 and traffic of 0.884."""
     for seed in range(4):

@@ -94,6 +94,7 @@ def test_no_needed_tile_is_missing_and_none_is_foreign(stream, scattered):
     np.testing.assert_array_equal(active(segments, alone), needed(segments, alone))
 
 
+@pytest.mark.medium
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), gap=st.integers(0, S), width=st.integers(0, 12))
 def test_within_one_segment_no_tile_of_a_foreign_branch_is_active(lengths, gap, width):
     branches = np.repeat(np.arange(len(lengths)), lengths)[:S]
@@ -143,6 +144,7 @@ def test_scan_and_checkpoint_take_it():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_every_device_has_its_own_tiles():
     mesh = make_mesh(8)
     rows = P(mesh.axis_names)

@@ -222,6 +222,7 @@ def test_all_devices_run_one_sequence_of_nested_collectives():
             assert group == list(range(group[0], group[0] + len(group))) and group[0] % len(group) == 0
 
 
+@pytest.mark.medium
 def test_plans_of_one_shape_are_one_program():
     assert lowered(EXAMPLE).as_text() == lowered([(3, 2, 0, 1), (8, 6, 5, 2)]).as_text()
 

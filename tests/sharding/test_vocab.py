@@ -54,6 +54,7 @@ def test_equals_naive(chunk, temperature):
     assert_equal(*both(*draw(), temperature, chunk=chunk))
 
 
+@pytest.mark.medium
 def test_a_temperature_for_each_token():
     temperatures = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.5, (B, T)), jnp.float32)
     assert_equal(*both(*draw(), temperatures, chunk=4))
@@ -72,6 +73,7 @@ def test_a_target_that_is_never_sampled_is_no_part_of_any_gradient():
     assert_equal(got[1], want[1])
 
 
+@pytest.mark.medium
 def test_bfloat16_accumulates_in_float32():
     hidden, head, targets = draw(jnp.bfloat16)
     (logprobs, entropies), grads = value_and_grads(lambda h, w: token_logprobs(h, w, targets, chunk=4), hidden, head)

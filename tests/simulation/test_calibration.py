@@ -35,6 +35,7 @@ def rollouts_14b() -> list[Rollout]:
     return [roll_out(setup, workload(setup, seed, "math"), PROMPTS) for seed in range(SEEDS)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("task", TABLE_1)
 def test_shares_of_a_step_are_those_of_table_1(task, rollouts_14b):
     setup = setup_of("14b")

@@ -217,6 +217,7 @@ class TestFaultHistories:
 
 
 class TestCommand:
+    @pytest.mark.medium
     def test_summary_and_gantt(self, tmp_path, capsys):
         small = ["--config.rollout.prompts_per_step=8", "--config.rollout.group_size=2", "--config.steps=2"]
         assert simulate.main([*small, "--gantt", str(tmp_path / "gantt.png")]) == 0
