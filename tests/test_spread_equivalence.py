@@ -2,7 +2,6 @@
 log-probs of one device to 1e-5 (float32), and steps that end where those of FSDP end."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -125,11 +124,18 @@ def test_one_short_text_on_all_devices():
     assert_equal(outcome(learner(HEADS, DEVICES), composition), alone(HEADS, groups, prepared))
 
 
+@dataclasses.dataclass(frozen=True)
+class Roomy(Limits):
+    """Memory forces nothing."""
+
+    alpha: float = 8.0
+
+
 @pytest.mark.medium
 def test_a_calibration_decides_what_is_spread(tmp_path, monkeypatch):
     """On links that take for ever nothing is; the file that a run names is read once, a missing one is named."""
     groups, prepared = make_groups([[60], [30], [9], [4]], [[4], [3], [2], [1]])
-    monkeypatch.setattr(spreading, "Limits", functools.partial(Limits, alpha=8.0))  # memory forces nothing
+    monkeypatch.setattr(spreading, "Limits", Roomy)
     config = spread_config()
     free = compose(groups, prepared, config, 4, text=tiny((8, 2)).config.text)
     cost = published()

@@ -10,6 +10,7 @@ import fractions
 import itertools
 import os
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import av
 import numpy as np
@@ -212,9 +213,7 @@ def rated(count: int, stream: VideoStream) -> float | None:
     return float(count / rate) if rate else None
 
 
-def duration_of(
-    times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, stream: VideoStream
-) -> float | None:
+def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
     """The seconds that frames of these times and durations, in ticks of `base`, span, as `span` has it."""
     ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     return span(times, durations, ticks, rated(len(times), stream))
