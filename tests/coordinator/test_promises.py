@@ -154,7 +154,7 @@ class TestAdaptiveAsync:
         world, most = PromisedWorld(chosen, 1, FREE), 0
         for told in (world.coordinator.policy, world.promises):
             monkeypatch.setattr(
-                told, "_pid" if hasattr(told, "_pid") else "pid", Pid(ratio, ratio, ratio, kp=0, ki=0, kd=0)
+                told, "_pid" if hasattr(told, "_pid") else "pid", Pid(ratio, ratio, ratio, kp=0.0, ki=0.0, kd=0.0)
             )
         world.start()
         while not world.coordinator.finished:

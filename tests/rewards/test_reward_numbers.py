@@ -26,12 +26,20 @@ NUMBERS = [
 ]
 
 
+def users_reward(**values):
+    """A reward as a user's code makes it, where nothing checks types."""
+    reward = Reward(0.5, False)
+    for name, value in values.items():
+        object.__setattr__(reward, name, value)
+    return reward
+
+
 @pytest.mark.parametrize(("value", "number"), NUMBERS, ids=lambda value: f"{type(value).__name__}-{value}")
 def test_numbers_of_all_libraries(value, number):
     reward = as_reward(value)
     assert reward == Reward(number, number >= 1.0) and type(reward.value) is float and type(reward.correct) is bool
     parts = {"part": value}
-    inside = as_reward(Reward(value, jnp.array(True), parts=parts))  # pyright: ignore[reportArgumentType]
+    inside = as_reward(users_reward(value=value, correct=jnp.array(True), parts=parts))
     assert inside == Reward(number, True, parts={"part": number}) and type(inside.parts["part"]) is float
     assert plain_answer(value)[0] == number
     assert [as_reward(answer).value for answer in as_batch([value, 1], 2)] == [number, 1.0]
@@ -45,7 +53,7 @@ def test_rounding_makes_nothing_wrong(value):
 @pytest.mark.parametrize("value", [10**400, fractions.Fraction(10**400), decimal.Decimal("sNaN")], ids=type)
 def test_a_number_that_no_float_holds_costs_its_own_response_only(value):
     """In a batch of a process, what `plain_answer` raises would cost all of them."""
-    for result in (value, Reward(value, True), Reward(0.5, False, parts={"part": value})):
+    for result in (value, users_reward(value=value, correct=True), users_reward(parts={"part": value})):
         (reason,) = plain_answer(result)
         assert "is no float" in reason
 
@@ -60,6 +68,6 @@ def test_an_array_of_them_is_a_batch():
     ["1", None, np.array([1.0]), np.array("1"), 1j, np.array(1j), decimal.Decimal("nan"), jnp.zeros((1,)), b"1"],
 )
 def test_other_values_are_no_rewards(value):
-    for result in (value, Reward(value, True)):
+    for result in (value, users_reward(value=value, correct=True)):
         with pytest.raises(RewardFailure, match="returned"):
             as_reward(result)
