@@ -144,7 +144,7 @@ class TextStream:
     def add(self, token_ids: Sequence[int]) -> str:
         """Adds tokens; returns the text that has become certain since the last call."""
         before = len(self._pieces)
-        # With stop strings, token by token: tokens sampled behind the one that completes a stop string do not count.
+        # With stop strings, tokens are added one by one: those behind the end of a stop string do not count.
         for ids in [[id] for id in token_ids] if self._stops else [list(token_ids)]:
             if not self.stopped:
                 self.token_ids += ids

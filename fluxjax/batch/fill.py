@@ -157,9 +157,9 @@ def _shapes_alone(sizes: tuple[tuple[str, int], ...], room: Room, tempered: bool
 def sized_group(
     tokens: int, shown: tuple[np.ndarray, np.ndarray], frames: Sequence[int], lengths: Sequence[int]
 ) -> TrainGroup:
-    """Returns a group of which only the sizes are known: a prompt of `tokens` tokens, with features `shown` as in
-    `ModelInput.shown`, and frame pairs of so many patches (none: a prompt without media); responses of `lengths`
-    tokens. Everything else about it is zero, and that of the prompt takes no memory."""
+    """Returns a group that has sizes only. Its prompt has `tokens` tokens, the features `shown` (as in
+    `ModelInput.shown`), and a frame pair with the patches of each entry of `frames`; its responses have `lengths`
+    tokens. Everything else is zero, and the prompt's zeros take no memory."""
     index = np.full(tokens, -1, np.int32)
     where, which = shown
     index[where] = which

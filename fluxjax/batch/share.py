@@ -242,13 +242,13 @@ class Share:
 
     @classmethod
     def of_all(cls, micros: Sequence[Outline], groups: Sequence[TrainGroup], num_devices: int, version: int) -> Share:
-        """Returns the share of a process that has all of so many devices."""
+        """Returns the share of a process that has all `num_devices` devices."""
         needed, filled = frozenset(range(len(groups))), tuple(outline.filled for outline in micros)
         return cls(tuple(micros), dict(enumerate(groups)), range(num_devices), version, needed, filled)
 
     def cut(self, processes: int) -> list[Share]:
-        """Returns the share of each of so many processes: the rows of its devices, and the groups in them. The process
-        needs those groups of which a token or a frame lies on one of its devices.
+        """Returns the shares of `processes` processes: the rows of each one's devices, and the groups in these rows. A
+        process needs the groups that have a token or a frame on one of its devices.
 
         Groups keep their order, by which media are numbered: all processes send features by one route.
         """

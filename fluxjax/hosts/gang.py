@@ -303,7 +303,7 @@ class Gang(Team):
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:
-    """Returns the status on a clock that is ahead by so many seconds."""
+    """Returns the status with its times `seconds` later, as a clock that is ahead shows them."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
 

@@ -135,7 +135,7 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
     out.
 
     A place counts as holding a medium that it has looked at until the place is lost or nobody asks for the medium any
-    more: media that it has no room for it decodes again, of which the books know nothing.
+    more. The books do not know when a place decodes a medium again for which it had no room.
     """
     rows: dict[str, int] = {}
     looks: dict[str, tuple[str, float]] = {}  # by key: the place, and since when
@@ -232,7 +232,7 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
 
 
 def _corners(bars: Sequence[MediumBar], height: int, origin: float) -> np.ndarray:
-    """The rectangles of bars, as high as so many rows: their corners, `[bars, 4, 2]`."""
+    """Returns the corners of the rectangles of bars, `[bars, 4, 2]`. Each bar is `height` rows high."""
     sizes = np.array([(bar.start - origin, bar.end - origin, bar.row // height * height) for bar in bars]).reshape(
         -1, 3
     )

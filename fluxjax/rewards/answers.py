@@ -21,7 +21,7 @@ from ..config.data import JUDGED
 log = logging.getLogger("fluxjax.rewards")
 
 _LOGGED = 5  # failures of one reward that are logged one by one
-_WINDOW = 1000  # responses of which the share of failures is taken
+_WINDOW = 1000  # the share of failures is that of this many last responses
 _REASONS = 32  # different reasons that are told apart
 _LENGTH = 200  # characters of a reason
 

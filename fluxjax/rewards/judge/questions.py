@@ -18,7 +18,7 @@ _MATERIAL = ("prompt", "response", "answer")
 _FIELDS = (*_MATERIAL, "verdict", "nonce", "lowest", "highest")
 _FIELD = re.compile(r"\{\{([A-Za-z_]+)\}\}|\{([A-Za-z_]+)\}")  # {{word}} stands for the text {word}
 _SCALE = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s+to\s+(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*")
-# What chat templates end a turn with: a server that reads the whole question as one text would take it for that.
+# Chat templates end a turn with these texts. A server that reads a question as one text would end the turn there, too.
 _TURNS = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _MARKS = re.compile(r"<(image|video)>")
 
