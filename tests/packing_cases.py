@@ -9,6 +9,7 @@ import numpy as np
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
+from fluxjax.batch.rows import Budget
 from fluxjax.config import Config
 from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
@@ -143,3 +144,11 @@ def owners(composition: Composition) -> tuple[Any, ...]:
 def works(composition: Composition) -> tuple[Any, ...]:
     """The predicted work of each microbatch, None where nothing predicts it."""
     return tuple(microbatch.work for microbatch in composition.microbatches)
+
+
+def shapes_of(budget: Budget) -> set[tuple[int, int, int]]:
+    """All (rows, tokens a row, patches) that a microbatch may have: the bound on compiled shapes."""
+    shards = budget.num_shards
+    return {
+        (rows * shards, budget.tokens_per_row, patches * shards) for rows in budget.rows for patches in budget.patches
+    }
