@@ -47,6 +47,15 @@ def test_a_prompt_goes_on_with_its_own_responses_only() -> None:
         ledger.generate(Request(prompt(0), n=2, attempt=1, begun=(response(0, 0), None)), served=0)
 
 
+def test_nothing_is_awaited_when_the_last_reward_has_come() -> None:
+    ledger = running(n=1, need=1)
+    ledger.finish(response(0, 0), newest_version=0)
+    ledger.score(response(0, 0))
+    assert ledger.awaits_something
+    ledger.reward(response(0, 0).rid, Reward(1.0, True))
+    assert not ledger.awaits_something
+
+
 def test_only_the_newest_attempt_is_parked() -> None:
     with pytest.raises(CoordinatorError, match=r"00000000\.03 is parked, but attempt 0 is the newest one"):
         running().park(Park(prompt(0), attempt=3))

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -214,6 +215,34 @@ class TestRules:
         for _ in range(10_000):
             level.learn(np.ones(FEATURES), 5.0, 1.0, assumed / 4, 0.0)
         assert level.within == pytest.approx(assumed / 4, rel=0.02)
+
+    def test_the_first_responses_are_learnt_from_at_once(self) -> None:
+        level = Level()
+        before = level.version
+        for _ in range(8):
+            level.learn(np.ones(FEATURES), 5.0, 1.0, None, 0.1)
+        assert level.version == before + 8
+
+    def test_prompts_are_never_taken_to_be_all_alike(self) -> None:
+        """Their variance is at least a fiftieth of all, however much the responses of one prompt differ."""
+        level = Level()
+        total = level.within + level.between
+        level.learn(np.ones(FEATURES), 5.0, 1.0, None, total)  # a residual as large as is assumed
+        for _ in range(1000):
+            level.learn(np.ones(FEATURES), 5.0, 1.0, 9.0, 0.0)
+        assert level.between == pytest.approx(0.02 * total)
+
+    @pytest.mark.parametrize("tokens", [40, 4000])
+    def test_the_residual_of_an_unfinished_response(self, tokens: int) -> None:
+        """It is the expected square: what the censored observation leaves open counts as well."""
+        predictor, level = LengthPredictor(), Level(Level())
+        _, fixed, variance = predictor._regression(self.PROMPT, level)
+        assumed = level.within + level.between
+        tail = censored(fixed, math.sqrt(assumed + variance), tokens)
+        predictor.observe(self.PROMPT, tokens, finished=False)
+        predictor.predict(self.PROMPT)
+        expected = ((tail.mean - fixed) ** 2 + tail.variance) * assumed / (assumed + variance)
+        assert predictor._sources["math"].sums[2] == pytest.approx(expected, rel=0.01)
 
     def test_a_limit_of_one_token_is_certain(self) -> None:
         assert expected_tokens(6.0, 1.0, limit=1) == pytest.approx(1.0, abs=1e-6)

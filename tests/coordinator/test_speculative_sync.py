@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+import types
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from policy_cases import PolicyWorld, prompt
 
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
-from fluxjax.coordinator import Coordinator, PromptStage, Synchronous
+from fluxjax.coordinator import Coordinator, Ledger, PromptStage, Synchronous
 from fluxjax.coordinator.engine_states import Pace, trained_tokens
 from fluxjax.coordinator.lengths import LengthPredictor, ends_by
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
@@ -149,6 +150,24 @@ def test_probability_is_that_of_the_likeliest_choice() -> None:
                 assert probability(run.coordinator, seconds) == pytest.approx(expected)
                 between += 0.01 < expected < 0.99
     assert between > 20
+
+
+def test_the_likeliest_responses_of_a_group_count() -> None:
+    """Of two responses, one of which has far more tokens, the group needs one."""
+    pace, ledger = Pace(), Ledger()
+    pace.begin(Request(prompt(1), 1), 0.0)
+    pace.end("00000001.00/0", 50, 5.0)
+    ledger.draw([prompt(0)], [])
+    ledger.generate(Request(prompt(0), n=2, need=1), served=0)
+    long = Response("00000000.00/0", 0, 0, (7,) * 400, (0.0,) * 400, (0,) * 400, "abort")
+    pace.begin(Request(prompt(0), n=2, need=1, begun=(long, None)), 5.0)
+    settings = types.SimpleNamespace(prompts_per_step=1)
+    coordinator: Any = types.SimpleNamespace(
+        ledger=ledger, pace=pace, lengths=LengthPredictor(), now=6.0, settings=settings, exhausted=False
+    )
+    chances = [coordinator.lengths.ends_by(prompt(0), tokens + 100, tokens) for tokens in (410, 10)]
+    assert abs(chances[0] - chances[1]) > 0.05
+    assert probability(coordinator, 10.0) == pytest.approx(likeliest(coordinator, 10.0)) == pytest.approx(max(chances))
 
 
 class TestPace:
