@@ -1,7 +1,7 @@
 """Decodes media for the processes of a run, and hands out slices of them over Arrow Flight.
 
     python -m fluxjax.preprocess
-    python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64 --spill /nvme/fluxjax
+    python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
 A run starts its own (`data.preprocessors`). When it is ready, it prints one line of JSON, {"address": "HOST:PORT",
 "protocol": 1}. It must see the media files under the names that the run knows them by. SIGTERM and SIGINT end it.

@@ -40,7 +40,7 @@ LOOKED_AT, HELD, LOST, JOINED = MediumStage.LOOKED_AT, MediumStage.HELD, MediumS
 
 
 def place(number: int = 0, **own) -> PreprocessorStatus:
-    status = PreprocessorStatus(f"preprocessor-{number}", True, 12, 3_400_000, 2, 0, 9, 5_000_000, 1_000_000, 30, 10)
+    status = PreprocessorStatus(f"preprocessor-{number}", True, 12, 3_400_000, 2, 0, 9, 5_000_000, 30, 10)
     return dataclasses.replace(status, **own)
 
 
@@ -52,7 +52,7 @@ def test_a_step_has_what_is_new_since_the_last_one():
     now = time.perf_counter()
     stats = StoreStats(hits=3, misses=1, decoded_media=5, decoded_frames=40, queue_depth=2, memory_bytes=3_000_000)
     metrics.since_last(Materialized(1_000_000, 1.0, 0.5), stats, now + 1.0, [])
-    more = dataclasses.replace(stats, hits=12, decoded_media=9, decoded_frames=100, spilled_bytes=7_000_000)
+    more = dataclasses.replace(stats, hits=12, decoded_media=9, decoded_frames=100)
     told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
     assert told == {
         "data/waited": 0.25,
@@ -62,7 +62,6 @@ def test_a_step_has_what_is_new_since_the_last_one():
         "data/decoded_frames_per_second": pytest.approx(15.0),
         "data/queue": 2.0,
         "data/memory_mb": 3.0,
-        "data/spilled_mb": 7.0,
         "data/cache_hits": 1.0,
     }
     told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
@@ -157,7 +156,7 @@ def test_display_shows_preprocessors_as_they_are_now(terminal):
     assert "waits 0.50 s, fetches 3.0 MB" in text
     if terminal:
         lines = [Text.from_ansi(line).plain.split() for line in text[text.rindex("restarts") :].splitlines()]
-        assert lines[1] == ["preprocessor-0", "2", "9", "3.4", "MB", "6.0", "MB", "0", "up"]
+        assert lines[1] == ["preprocessor-0", "2", "9", "3.4", "MB", "5.0", "MB", "0", "up"]
         assert lines[2][-5:] == ["1", "lost:", "it", "has", "moved"]
     else:
         assert " | preprocessors 1/2 up | " in text
@@ -171,7 +170,7 @@ def test_prometheus_reads_preprocessors_when_it_asks():
     places.append(place(0, lost=3))
     text = prometheus_client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    expected = {"up": 1, "queued": 2, "memory_bytes": 5e6, "spilled_bytes": 1e6}
+    expected = {"up": 1, "queued": 2, "memory_bytes": 5e6}
     totals = {"looks": 12, "decoded": 9, "bytes": 3.4e6, "hits": 30, "misses": 10, "lost": 3}
     expected |= {f"{name}_total": value for name, value in totals.items()}
     assert {key: float(value) for key, value in values.items()} == {
@@ -294,7 +293,7 @@ def test_a_run_shows_where_its_pixels_come_from(tmp_path):
         assert step["data/fetch_mb_per_second"] > 0 and step["data/decoded_frames_per_second"] >= 0
         assert (step["data/preprocessors_up"], step["data/preprocessors_lost"]) == (1.0, 0.0)
         assert step["data/mb_from/preprocessor-0"] > 0 and step["data/queue"] == 0
-        assert 0 < step.get("data/cache_hits", 1.0) <= 1.0 and step["data/spilled_mb"] == 0
+        assert 0 < step.get("data/cache_hits", 1.0) <= 1.0
     assert steps[-1]["data/memory_mb"] > 0
     stages = trainer.timeline.spans()
     assert "materializer" in {span.lane for span in stages if span.name == "materialize"}

@@ -19,7 +19,7 @@ from fluxjax.preprocess import parse
 from fluxjax.runtime.flight_store import FlightStore
 from fluxjax.runtime.preprocessors import Preprocessors
 
-SMALL = DataConfig(workers=1, cache_gib=0.25, spill_gib=0.0)
+SMALL = DataConfig(workers=1, cache_gib=0.25)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_they_end_with_the_run(tmp_path):
 import os, pathlib, signal
 from fluxjax.config.data import DataConfig
 from fluxjax.runtime.preprocessors import Preprocessors
-started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1, spill_gib=0.0))
+started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1))
 print(started.pids['preprocessor-0'], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -93,5 +93,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_settings_of_a_run_are_those_of_its_preprocessors():
-    config = DataConfig(workers=3, cache_gib=0.5, spill_gib=0.0)
+    config = DataConfig(workers=3, cache_gib=0.5)
     assert parse(flags_of(config)).config == config

@@ -5,7 +5,6 @@ from ..config.data import DataConfig
 FIELDS = {
     "workers": "processes that decode (0: one a core)",
     "cache_gib": "decoded media kept in memory",
-    "spill_gib": "decoded media kept on disk, in the folder for temporary files (TMPDIR)",
 }
 
 

@@ -29,7 +29,7 @@ from .flight_store import FlightStore
 
 _POLL_SECONDS = 2.0  # between two rounds
 _MOST_SECONDS = 2.0  # that a preprocessor may take to say it
-_LEVELS = {"memory_bytes", "spilled_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
+_LEVELS = {"memory_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
 _LOOK_SECONDS = 0.1
 _LONGEST_PAUSE = 5.0  # seconds before a preprocessor that dies again and again is started once more
 
@@ -321,7 +321,6 @@ def _status(place: str, seen: Mapping[str, Any], said: StoreStats) -> Preprocess
         lost=seen["lost"],
         decoded=said.decoded_media,
         memory_bytes=said.memory_bytes,
-        spilled_bytes=said.spilled_bytes,
         hits=said.hits,
         misses=said.misses,
         reason=seen["reason"],

@@ -86,10 +86,10 @@ def pool():
         yield threads
 
 
-def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
+def test_processes_decode_what_threads_do_and_leave_nothing(folder):
     refs = [*refs_of(folder), ref_of(folder / "e.png")]
     before = open_files()
-    with opened(small(cache=PAIR, folder=tmp_path), workers=2, **SLICED) as store, opened() as other:
+    with opened(small(cache=PAIR), workers=2, **SLICED) as store, opened() as other:
         found, expected = store.look(refs * 2), other.look(refs * 2)
         assert found[:4] == expected[:4] == found[5:9]
         assert str(found[4]) == str(expected[4]) == str(found[9])
@@ -264,7 +264,7 @@ def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch, p
         return attempt(self, job, keep)
 
     monkeypatch.setattr(DecoderPool, "_attempt", attempted)
-    with opened(small(cache=0, spill=0), workers=1) as store:
+    with opened(small(cache=0), workers=1) as store:
         refs = refs_of(folder)
         (ticket,) = seen(store, refs[:1])
         (pid,) = children()
@@ -310,7 +310,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import store_cases, pathlib, threading, os, signal
-store = store_cases.LocalStore(store_cases.SETTINGS, store_cases.small(cache=0, folder={spill!r}), workers=2)
+store = store_cases.LocalStore(store_cases.SETTINGS, store_cases.small(cache=0), workers=2)
 refs = store_cases.refs_of(pathlib.Path({folder!r}))
 store.look(refs)
 signal.signal(signal.SIGINT, lambda *_: print(len([t for t in store.look(refs) if hasattr(t, "ref")]), flush=True))
@@ -323,8 +323,7 @@ while True:
 @pytest.mark.slow
 def test_ctrl_c_is_the_runs_and_a_run_that_is_killed_leaves_nothing(folder, tmp_path):
     """A script without `if __name__ == "__main__":`, too."""
-    spill = tmp_path / "spill"
-    with running(RUN.format(tests=TESTS, folder=str(folder), spill=str(spill)), tmp_path) as run:
+    with running(RUN.format(tests=TESTS, folder=str(folder)), tmp_path) as run:
         assert run.stdout.readline() == "ready\n"
         pids = until(lambda: children(run.pid))
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does
@@ -332,7 +331,6 @@ def test_ctrl_c_is_the_runs_and_a_run_that_is_killed_leaves_nothing(folder, tmp_
             os.kill(pid, signal.SIGTERM)  # as Slurm does
         assert run.stdout.readline() == "4\n" and children(run.pid) == pids
     until(lambda: not alive(pids))
-    assert not os.listdir(spill)
 
 
 def test_a_process_ends_with_its_run_though_it_is_busy():

@@ -38,7 +38,7 @@ def run(count: int, seed: int) -> list[str]:
 class _Fuzzer:
     def __init__(self, folder: pathlib.Path) -> None:
         self._server = FlightServer(
-            lambda settings: LocalStore(settings, DataConfig(cache_gib=0.01, spill_gib=0.0), workers=0), "127.0.0.1", 0
+            lambda settings: LocalStore(settings, DataConfig(cache_gib=0.01), workers=0), "127.0.0.1", 0
         )
         self._client = flight.FlightClient(f"grpc://{self._server.address}")
         self._place = FlightPlace(self._server.address, SETTINGS)
