@@ -39,14 +39,14 @@ def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
             check(store, refs)
             until(lambda: preprocessors.pids.get("host/preprocessor-0", 0) not in (0, pids["host/preprocessor-0"]))
             until(lambda: preprocessors.addresses == first)  # other processes know them there
-            until(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: all(place.up for place in store.statuses()))
             pids = preprocessors.pids
             os.kill(pids["host/preprocessor-1"], signal.SIGSTOP)
             check(store, pictures(tmp_path / "more", 8))
             until(lambda: gone(pids["host/preprocessor-1"]))
-            until(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: all(place.up for place in store.statuses()))
             check(store, refs)
-            assert all(place["looks"] for place in store.stats().values())
+            assert all(place.looks for place in store.statuses())
         pids = preprocessors.pids
     assert len(pids) == 2 and all(map(gone, pids.values()))
 

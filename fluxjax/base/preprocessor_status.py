@@ -1,8 +1,11 @@
-"""The state of one preprocessor, as process 0 sees it and as users see it."""
+"""The state of preprocessors and of their media, as process 0 sees it and as users see it."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Hashable
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,3 +24,17 @@ class PreprocessorStatus:
     hits: int = 0  # requested slices that it held
     misses: int = 0  # slices that had to be decoded again
     reason: str = ""  # why it is down
+
+
+class MediumStage(enum.Enum):
+    LOOKED_AT = "looked at"
+    HELD = "held"
+    UNUSABLE = "unusable"
+    LOST = "lost"  # a preprocessor; no medium
+
+
+class Transition(NamedTuple):
+    key: Hashable  # a medium; empty: the transition of a preprocessor
+    place: str  # the preprocessor
+    stage: MediumStage
+    time: float

@@ -24,7 +24,7 @@ from ..config.data import DataConfig
 from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
 from .media_cache import SLICE_BYTES, Recent, Slices
-from .tickets import MediaRef, StaleTicket, Ticket, check_ref, parsed, read_ref
+from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parsed, read_ref
 
 GIB = 1 << 30
 DECODE_SECONDS = 60.0  # that a process may take for a file
@@ -93,8 +93,7 @@ class LocalStore:
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """Fetches normalised patches, as `MediaStore.fetch` says."""
-        fetched = zip(rows, self.fetch_bytes(rows), strict=True)
-        return [self.settings.normalised(self._ticket(wanted).medium.kind, patches) for wanted, patches in fetched]
+        return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only

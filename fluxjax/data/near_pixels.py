@@ -16,7 +16,7 @@ import numpy as np
 
 from models.shadow import Rows
 
-from .tickets import ByteStore, parsed
+from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
 QUESTION_BYTES = 8 << 20  # that are fetched ahead at once: who waits for the first of them waits for all
@@ -76,11 +76,8 @@ class NearPixels:
                     self._keep(_KeptPatches(gap, patches.nbytes, False, patches))
         came = iter(fetched)
         pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
-        settings = self._store.settings
-        return [
-            settings.normalised(parsed(asked.ticket).ref.kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
-            for asked, parts in zip(rows, pieces, strict=True)
-        ]
+        patches = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in pieces]
+        return normalised(self._store.settings, rows, patches)
 
     def close(self) -> None:
         """Forgets everything, and fetches nothing more ahead."""
