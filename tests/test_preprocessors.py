@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -14,8 +15,6 @@ from process_cases import gone, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
-from fluxjax.data.preprocessor_flags import flags_of
-from fluxjax.preprocess import parse
 from fluxjax.runtime.flight_store import FlightStore
 from fluxjax.runtime.preprocessors import Preprocessors
 
@@ -29,6 +28,8 @@ def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
         first = preprocessors.addresses
         assert list(first) == ["host/preprocessor-0", "host/preprocessor-1"]
         assert sorted(path.name for path in folder.iterdir()) == ["preprocessor-0.log", "preprocessor-1.log"]
+        command = pathlib.Path(f"/proc/{preprocessors.pids['host/preprocessor-0']}/cmdline").read_text().split("\0")
+        assert {"--workers=1", "--cache-gib=0.25"} < set(command)
         waits: dict[str, Any] = {"lease_seconds": 2.0, "patience": 60.0, "silent": preprocessors.restart}
         store = FlightStore(first, SETTINGS, preprocessors.token, **waits)
         preprocessors.tell(store)
@@ -90,8 +91,3 @@ os.kill(os.getpid(), signal.SIGKILL)
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
     until(lambda: gone(int(run.stdout)))
-
-
-def test_settings_of_a_run_are_those_of_its_preprocessors():
-    config = DataConfig(workers=3, cache_gib=0.5)
-    assert parse(flags_of(config)).config == config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +17,6 @@ from rollout.local_server import LocalProcess
 
 from ..base.errors import DataError
 from ..config.data import DataConfig
-from ..data.preprocessor_flags import flags_of
 from .places import Places
 
 _LOOK_SECONDS = 0.1
@@ -85,8 +83,8 @@ class Preprocessors:
         self.token = token or secrets.token_urlsafe(32)
         self._start_seconds, self._restarts, self._steady = start_seconds, restarts, steady_seconds
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        settings = dataclasses.replace(data, workers=data.workers or max(1, cores // max(1, count)))
-        words = [sys.executable, "-m", "fluxjax.preprocess", *flags_of(settings)]
+        workers = data.workers or max(1, cores // max(1, count))
+        words = [sys.executable, "-m", "fluxjax.preprocess", f"--workers={workers}", f"--cache-gib={data.cache_gib}"]
         root = pathlib.Path(__file__).resolve().parents[2]
         paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         variables = {**os.environ, TOKEN: self.token, "PYTHONPATH": paths}
