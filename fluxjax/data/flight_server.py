@@ -85,7 +85,6 @@ class FlightServer(flight.FlightServerBase):
         self._make_store = make_store
         self._served: _Served | None = None
         self._lock = threading.Lock()  # held while the store is made
-        self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
         self.address = f"[{host}]" if ":" in host else host
         guard = {"token": _Token(token)} if token else None

@@ -65,13 +65,11 @@ class LocalStore:
         # By content, digest of the settings, medium, and number of the slice.
         self._kept = Recent[np.ndarray](int(config.cache_gib * GIB), lambda patches: patches.nbytes)
         self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
-        self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
+        self._fetching: concurrent.futures.ThreadPoolExecutor | None = None  # threads that wait while processes decode
         if workers:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
             self._decoders = DecoderPool(settings, workers, **bounds)
-            self._looking = concurrent.futures.ThreadPoolExecutor(2 * workers, "look")
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
-        self._queued = 0  # media that are looked at as soon as there is a thread
         self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
         self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or what is wrong
         self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of what is being decoded
@@ -85,11 +83,7 @@ class LocalStore:
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
         """Decodes media, as `MediaStore.look` says. Raises DataError for a URL where fsspec or its driver is not
         installed."""
-        if self._looking is None:
-            return [self._judged(ref) for ref in refs]
-        with self._lock:
-            self._queued += len(refs)
-        return list(self._looking.map(self._next, refs))
+        return [self._judged(ref) for ref in refs]
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """Fetches normalised patches, as `MediaStore.fetch` says."""
@@ -115,7 +109,7 @@ class LocalStore:
             return dataclasses.replace(
                 self._stats,
                 memory_bytes=self._kept.used,
-                queue_depth=self._queued + load.waiting,
+                queue_depth=load.waiting,
                 busy_workers=load.busy,
                 killed_workers=load.killed,
                 decode_seconds=load.seconds,
@@ -124,15 +118,9 @@ class LocalStore:
     def close(self) -> None:
         """Ends the processes, forgets what was decoded."""
         self._decoders.close()
-        for threads in (self._looking, self._fetching):
-            if threads:
-                threads.shutdown(cancel_futures=True)
+        if self._fetching:
+            self._fetching.shutdown(cancel_futures=True)
         self._kept.clear()
-
-    def _next(self, ref: MediaRef) -> Ticket | MediaError:
-        with self._lock:
-            self._queued -= 1
-        return self._judged(ref)
 
     def _judged(self, ref: MediaRef) -> Ticket | MediaError:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,10 +46,6 @@ class _Question(NamedTuple):
 
 class FlightStore(Places):
     """A `MediaStore` over preprocessors. Its parameters are those of `Places`."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # under way
 
     @property
     def concurrency(self) -> int:

@@ -113,6 +113,7 @@ class Places:
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was asked for its statistics, last
         self._settled = threading.Condition(self.lock)  # there is a place, or none that will do
+        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # under way
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # a lost connection shows that nothing is held
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
         self._alone_since = time.monotonic()  # there was no place since then, if there is none
