@@ -1,7 +1,7 @@
 """Decodes media for the processes of a run, and hands out slices of them over Arrow Flight.
 
     python -m fluxjax.preprocess
-    python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64 --spill /nvme/fluxjax
+    python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
 A run starts its own (`data.preprocessors`). When it is ready, it prints one line of JSON, {"address": "HOST:PORT",
 "protocol": 1}. It must see the media files under the names that the run knows them by. SIGTERM and SIGINT end it.
@@ -12,7 +12,6 @@ line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import signal
@@ -26,7 +25,6 @@ from rollout.listening import TOKEN, Parser, is_loopback
 from .base.errors import ConfigError
 from .config.bounds import check_fields
 from .config.data import DataConfig
-from .data.preprocessor_flags import FIELDS, flag
 
 if TYPE_CHECKING:
     from models.processing.media import MediaSettings
@@ -46,18 +44,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT",
                         help="where to listen; port 0: any free one (default 127.0.0.1:0)")  # fmt: skip
-    for field in dataclasses.fields(DataConfig):
-        if field.name in FIELDS:
-            shown = f"{FIELDS[field.name]} (default {field.default})" if field.default else FIELDS[field.name]
-            parser.add_argument(f"--{flag(field.name)}", dest=field.name, type=type(field.default),
-                                default=field.default, help=shown)  # fmt: skip
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode (0: one a core)")
+    parser.add_argument("--cache-gib", type=float, default=DataConfig().cache_gib,
+                        help="decoded media kept in memory (default %(default)s)")  # fmt: skip
     options = parser.parse_args(arguments)
-    options.config = DataConfig(**{name: getattr(options, name) for name in FIELDS})
+    options.config = DataConfig(workers=options.workers, cache_gib=options.cache_gib)
     try:
         check_fields(options.config)
     except ConfigError as error:
-        name, _, why = str(error).partition(" ")
-        parser.error(f"--{flag(name)} {why}")
+        parser.error(f"--{str(error).replace('cache_gib', 'cache-gib')}")
     host, colon, port = options.listen.rpartition(":")
     options.host = host.removeprefix("[").removesuffix("]")
     if not colon or not options.host or not port.isdecimal() or int(port) > 65535:

@@ -19,11 +19,10 @@ from rich.text import Text
 from run_cases import colours, flags
 from test_flight_store import until_up
 
-from fluxjax.base.preprocessor_status import PreprocessorStatus
+from fluxjax.base.preprocessor_status import MediumStage, PreprocessorStatus, Transition
 from fluxjax.base.timeline import Span
 from fluxjax.config.cli import load
 from fluxjax.config.data import DataConfig
-from fluxjax.coordinator.places import Look, MediumStage, Places, Transition
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.local_store import LocalStore, StoreStats
 from fluxjax.data.materializer import Materialized
@@ -34,13 +33,13 @@ from fluxjax.report.prometheus import PreprocessorCollector
 from fluxjax.report.shown import DataMetrics, data_words
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.flight_store import FlightStore
-from fluxjax.runtime.preprocessors import PlaceCounts, PreprocessorWatch
+from fluxjax.runtime.places import PlaceCounts
 
-LOOKED_AT, HELD, LOST, JOINED = MediumStage.LOOKED_AT, MediumStage.HELD, MediumStage.LOST, MediumStage.JOINED
+LOOKED_AT, HELD, LOST = MediumStage.LOOKED_AT, MediumStage.HELD, MediumStage.LOST
 
 
 def place(number: int = 0, **own) -> PreprocessorStatus:
-    status = PreprocessorStatus(f"preprocessor-{number}", True, 12, 3_400_000, 2, 0, 9, 5_000_000, 1_000_000, 30, 10)
+    status = PreprocessorStatus(f"preprocessor-{number}", True, 12, 3_400_000, 2, 0, 9, 5_000_000, 30, 10)
     return dataclasses.replace(status, **own)
 
 
@@ -52,7 +51,7 @@ def test_a_step_has_what_is_new_since_the_last_one():
     now = time.perf_counter()
     stats = StoreStats(hits=3, misses=1, decoded_media=5, decoded_frames=40, queue_depth=2, memory_bytes=3_000_000)
     metrics.since_last(Materialized(1_000_000, 1.0, 0.5), stats, now + 1.0, [])
-    more = dataclasses.replace(stats, hits=12, decoded_media=9, decoded_frames=100, spilled_bytes=7_000_000)
+    more = dataclasses.replace(stats, hits=12, decoded_media=9, decoded_frames=100)
     told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
     assert told == {
         "data/waited": 0.25,
@@ -62,7 +61,6 @@ def test_a_step_has_what_is_new_since_the_last_one():
         "data/decoded_frames_per_second": pytest.approx(15.0),
         "data/queue": 2.0,
         "data/memory_mb": 3.0,
-        "data/spilled_mb": 7.0,
         "data/cache_hits": 1.0,
     }
     told = metrics.since_last(Materialized(5_000_000, 3.0, 0.75), more, now + 5.0, [])
@@ -84,11 +82,11 @@ def test_counts_go_on_when_a_place_begins_anew():
     counts = PlaceCounts()
     counts.hear(StoreStats(hits=5, decoded_media=3, memory_bytes=100))
     counts.hear(StoreStats(hits=7, decoded_media=3, memory_bytes=80))
-    assert counts.stats == StoreStats(hits=7, decoded_media=3, memory_bytes=80)
+    assert StoreStats(**counts.total) == StoreStats(hits=7, decoded_media=3, memory_bytes=80)
     counts.silent()
-    assert counts.stats == StoreStats(hits=7, decoded_media=3), "it keeps nothing for us now"
+    assert StoreStats(**counts.total) == StoreStats(hits=7, decoded_media=3), "it keeps nothing for us now"
     counts.hear(StoreStats(hits=1, decoded_media=3, memory_bytes=20))
-    assert counts.stats == StoreStats(hits=8, decoded_media=6, memory_bytes=20)
+    assert StoreStats(**counts.total) == StoreStats(hits=8, decoded_media=6, memory_bytes=20)
 
 
 class SilentStore(PlainStore):
@@ -107,29 +105,25 @@ def test_one_that_does_not_answer_delays_nobody(tmp_path):
         FlightServer(lambda s: SilentStore(s), "127.0.0.1", 0),
         FlightServer(lambda s: LocalStore(s, config, workers=0), "127.0.0.1", 0),
     ]
-    store = FlightStore([server.address for server in servers], SETTINGS)
-    watch = PreprocessorWatch(store, seconds=0.05)
+    store = FlightStore([server.address for server in servers], SETTINGS, stats_seconds=0.05)
     try:
         until_up(store)
         refs = pictures(tmp_path, 6)
         store.look(refs)
-        assert [status.up for status in watch.statuses()] == [True, True], "before anybody was asked"
-        watch.start()
         deadline = time.monotonic() + 60
-        while not watch.stats()[0].decoded_media and time.monotonic() < deadline:
+        while store.stats().decoded_media < 3 and time.monotonic() < deadline:
             began = time.perf_counter()
-            watch.statuses()
+            store.statuses()
             assert time.perf_counter() - began < 1.0
             time.sleep(0.01)
-        stats, known = watch.stats()
-        assert stats.decoded_media == stats.decoded_frames == 3 and known <= time.perf_counter()
-        by_name = {status.name: status for status in watch.statuses()}
+        stats = store.stats()
+        assert stats.decoded_media == stats.decoded_frames == 3 and store.known <= time.perf_counter()
+        by_name = {status.name: status for status in store.statuses()}
         assert [by_name[server.address].looks for server in servers] == [3, 3]
         assert [by_name[server.address].decoded for server in servers] == [0, 3]
         assert by_name[servers[1].address].memory_bytes == stats.memory_bytes > 0
     finally:
         SilentStore.may.set()
-        watch.close()
         store.close()
         for server in servers:
             server.close(0.1)
@@ -157,7 +151,7 @@ def test_display_shows_preprocessors_as_they_are_now(terminal):
     assert "waits 0.50 s, fetches 3.0 MB" in text
     if terminal:
         lines = [Text.from_ansi(line).plain.split() for line in text[text.rindex("restarts") :].splitlines()]
-        assert lines[1] == ["preprocessor-0", "2", "9", "3.4", "MB", "6.0", "MB", "0", "up"]
+        assert lines[1] == ["preprocessor-0", "2", "9", "3.4", "MB", "5.0", "MB", "0", "up"]
         assert lines[2][-5:] == ["1", "lost:", "it", "has", "moved"]
     else:
         assert " | preprocessors 1/2 up | " in text
@@ -171,7 +165,7 @@ def test_prometheus_reads_preprocessors_when_it_asks():
     places.append(place(0, lost=3))
     text = prometheus_client.generate_latest(registry).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    expected = {"up": 1, "queued": 2, "memory_bytes": 5e6, "spilled_bytes": 1e6}
+    expected = {"up": 1, "queued": 2, "memory_bytes": 5e6}
     totals = {"looks": 12, "decoded": 9, "bytes": 3.4e6, "hits": 30, "misses": 10, "lost": 3}
     expected |= {f"{name}_total": value for name, value in totals.items()}
     assert {key: float(value) for key, value in values.items()} == {
@@ -182,8 +176,6 @@ def test_prometheus_reads_preprocessors_when_it_asks():
 # --- who held what when -------------------------------------------------------------------------
 
 HISTORY = [
-    Transition("", "a", JOINED, 0.0),
-    Transition("", "b", JOINED, 0.0),
     Transition("x", "a", LOOKED_AT, 1.0),
     Transition("y", "b", LOOKED_AT, 1.5),
     Transition("x", "a", HELD, 2.0),
@@ -216,55 +208,48 @@ def test_lanes_are_on_the_clock_of_the_picture():
     assert look_lanes(HISTORY, [], 10.0, 100.0) == look_lanes([], spans, 10.0, 100.0) == []
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from("wwwaaajlfr"), st.integers(0, 5), st.integers(0, 2)), max_size=60)
+EVENTS = st.lists(st.tuples(st.sampled_from("lllhhhux"), st.integers(0, 5), st.integers(0, 2)), max_size=60)
 
 
 @given(EVENTS)
-def test_bars_are_those_of_the_books(events):
-    """At each moment, a row has one look at most, which is that of the books, and who has looked at it holds it."""
-    books, now = Places(1e9), 0.0
+def test_bars_are_those_of_the_history(events):
+    """At each moment, a row has one look at most, which is the last one, and who has looked at it holds it."""
+    looks: dict[str, str] = {}
+    holds: dict[str, str] = {}
+    history, now = [], 0.0
     for kind, key, number in events:
         now += 1.0
         medium, name = f"m{key}", f"p{number}"
-        match kind:
-            case "w":
-                books.wanted(medium, now)
-            case "a" if medium in books.looks(name):
-                books.answered(medium, name, now)
-            case "f" if medium in books.looks(name):
-                books.failed(medium, name, now, "no reason")
-            case "r":
-                books.released(medium, now)
-            case "j":
-                books.place_joined(name, now)
-            case "l":
-                books.place_lost(name, now)
-    history = books.history()
+        if kind == "x":
+            looks, holds = ({k: at for k, at in books.items() if at != name} for books in (looks, holds))
+            history.append(Transition("", name, LOST, now))
+        elif kind == "l":
+            looks[medium] = name
+            history.append(Transition(medium, name, LOOKED_AT, now))
+        elif looks.get(medium) == name:
+            del looks[medium]
+            holds.pop(medium, None)
+            if kind == "h":
+                holds[medium] = name
+            history.append(Transition(medium, name, HELD if kind == "h" else MediumStage.UNUSABLE, now))
     bars = bars_of(history, now + 1.0)
-    keys = list(dict.fromkeys(transition.key for transition in history if transition.key))
     assert all(bar.start <= bar.end for bar in bars)
-    for row, key in enumerate(keys):
-        for held in (False, True):
+    for row, key in enumerate(dict.fromkeys(transition.key for transition in history if transition.key)):
+        for held, books in ((False, looks), (True, holds)):
             times = [(bar.start, bar.end) for bar in bars if (bar.row, bar.held) == (row, held)]
             assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(times))
-        open_bars = {bar.held: bar.place for bar in bars if bar.row == row and bar.end > now}
-        looking = [name for name in books.living if key in books.looks(name)]
-        assert [open_bars[False]] == looking if False in open_bars else not looking
-        assert open_bars.get(True, "") == books.holder(key)
+            now_open = [bar.place for bar in bars if (bar.row, bar.held) == (row, held) and bar.end > now]
+            assert now_open == ([books[key]] if key in books else [])
 
 
 @pytest.mark.medium
 def test_the_picture_is_one_of_thousands_of_media(tmp_path):
-    books, now, count = Places(1e9), 0.0, 3000
-    for number in range(MOST_NAMED + 3):
-        books.place_joined(f"place {number}", now)
-    for number in range(count):
-        now += 0.1
-        for instruction in books.wanted(f"m{number}", now):
-            assert isinstance(instruction, Look)
-            books.answered(instruction.key, instruction.place, now + 0.5)
-    books.place_lost("place 3", now)
-    for name, history in (("many", books.history()), ("one", HISTORY), ("none", HISTORY[:2])):
+    many = []
+    for number in range(3000):
+        key, name, now = f"m{number}", f"place {number % (MOST_NAMED + 3)}", 0.1 * number
+        many += [Transition(key, name, LOOKED_AT, now), Transition(key, name, HELD, now + 0.5)]
+    many.append(Transition("", "place 3", LOST, 301.0))
+    for name, history in (("many", many), ("one", HISTORY), ("none", [Transition("", "a", LOST, 0.0)])):
         media_picture(history, history[-1].time + 1.0, tmp_path / f"{name}.png")
     with Image.open(tmp_path / "many.png") as image:
         pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
@@ -294,7 +279,7 @@ def test_a_run_shows_where_its_pixels_come_from(tmp_path):
         assert step["data/fetch_mb_per_second"] > 0 and step["data/decoded_frames_per_second"] >= 0
         assert (step["data/preprocessors_up"], step["data/preprocessors_lost"]) == (1.0, 0.0)
         assert step["data/mb_from/preprocessor-0"] > 0 and step["data/queue"] == 0
-        assert 0 < step.get("data/cache_hits", 1.0) <= 1.0 and step["data/spilled_mb"] == 0
+        assert 0 < step.get("data/cache_hits", 1.0) <= 1.0
     assert steps[-1]["data/memory_mb"] > 0
     stages = trainer.timeline.spans()
     assert "materializer" in {span.lane for span in stages if span.name == "materialize"}

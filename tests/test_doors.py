@@ -32,6 +32,7 @@ ROOMS = (  # by the beginning of their files' names
     "fluxjax/runtime/engine_servers",
     "fluxjax/runtime/fleet_pool",
     "fluxjax/runtime/flight_store",
+    "fluxjax/runtime/places",
     "fluxjax/runtime/preprocessors",
     "fluxjax/simulation/",
     "fluxjax/sizing/check",

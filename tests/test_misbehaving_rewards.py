@@ -61,7 +61,7 @@ def workers() -> list[str]:
     """The processes that score for this one."""
     children = [pid for file in pathlib.Path("/proc/self/task").glob("*/children") for pid in read_alive(file).split()]
     lines = [read_alive(pathlib.Path(f"/proc/{pid}/cmdline")) for pid in children]
-    return [line for line in lines if "fluxjax.base.worker_pool" in line]
+    return [line for line in lines if "fluxjax.base.worker_process" in line]
 
 
 def read_alive(file: pathlib.Path) -> str:

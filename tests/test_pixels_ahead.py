@@ -165,7 +165,7 @@ def test_other_processes_lay_out_what_comes_before_they_learn_from_it(run):
     assert told.state_dict() == here.prompts.state_dict()
     (order,) = gang.said
     assert isinstance(order, Coming) and [draw for draw, _ in order.media] == list(range(STEP))
-    assert {place for _, media in order.media for _, place in media} == set(here.store.stats())
+    assert {place for _, media in order.media for _, place in media} == set(here.store.seats)
     words = {each.prompt.draw: tickets_of(each.inputs) for each in prepared}
     coming = ComingPrompts(there.prompts, most=3)
     coming.hear(order)

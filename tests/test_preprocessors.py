@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -14,12 +15,10 @@ from process_cases import gone, until
 
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
-from fluxjax.data.preprocessor_flags import flags_of
-from fluxjax.preprocess import parse
 from fluxjax.runtime.flight_store import FlightStore
 from fluxjax.runtime.preprocessors import Preprocessors
 
-SMALL = DataConfig(workers=1, cache_gib=0.25, spill_gib=0.0)
+SMALL = DataConfig(workers=1, cache_gib=0.25)
 
 
 @pytest.mark.slow
@@ -29,6 +28,8 @@ def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
         first = preprocessors.addresses
         assert list(first) == ["host/preprocessor-0", "host/preprocessor-1"]
         assert sorted(path.name for path in folder.iterdir()) == ["preprocessor-0.log", "preprocessor-1.log"]
+        command = pathlib.Path(f"/proc/{preprocessors.pids['host/preprocessor-0']}/cmdline").read_text().split("\0")
+        assert {"--workers=1", "--cache-gib=0.25"} < set(command)
         waits: dict[str, Any] = {"lease_seconds": 2.0, "patience": 60.0, "silent": preprocessors.restart}
         store = FlightStore(first, SETTINGS, preprocessors.token, **waits)
         preprocessors.tell(store)
@@ -39,14 +40,14 @@ def test_a_preprocessor_that_dies_or_hangs_is_started_again(tmp_path):
             check(store, refs)
             until(lambda: preprocessors.pids.get("host/preprocessor-0", 0) not in (0, pids["host/preprocessor-0"]))
             until(lambda: preprocessors.addresses == first)  # other processes know them there
-            until(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: all(place.up for place in store.statuses()))
             pids = preprocessors.pids
             os.kill(pids["host/preprocessor-1"], signal.SIGSTOP)
             check(store, pictures(tmp_path / "more", 8))
             until(lambda: gone(pids["host/preprocessor-1"]))
-            until(lambda: all(place["up"] for place in store.stats().values()))
+            until(lambda: all(place.up for place in store.statuses()))
             check(store, refs)
-            assert all(place["looks"] for place in store.stats().values())
+            assert all(place.looks for place in store.statuses())
         pids = preprocessors.pids
     assert len(pids) == 2 and all(map(gone, pids.values()))
 
@@ -83,15 +84,10 @@ def test_they_end_with_the_run(tmp_path):
 import os, pathlib, signal
 from fluxjax.config.data import DataConfig
 from fluxjax.runtime.preprocessors import Preprocessors
-started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1, spill_gib=0.0))
+started = Preprocessors(1, pathlib.Path({str(tmp_path)!r}), DataConfig(workers=1))
 print(started.pids['preprocessor-0'], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL, run.stderr
     until(lambda: gone(int(run.stdout)))
-
-
-def test_settings_of_a_run_are_those_of_its_preprocessors():
-    config = DataConfig(workers=3, cache_gib=0.5, spill_gib=0.0)
-    assert parse(flags_of(config)).config == config

@@ -81,8 +81,7 @@ def settings_of(strategy: str, together: bool = True):
     config = make_config(tokens_per_row=128, rows=1 if strategy == "odc" else 2, patches=512, share=together)
     config.sharding.strategy = STRATEGIES[strategy]()
     config.sharding.devices = DEVICES
-    config.data.cache_gib = 1e-5  # ten kilobytes: much is spilled, and much decoded again
-    config.data.spill_gib = 1e-4
+    config.data.cache_gib = 1e-5  # ten kilobytes: much is decoded again
     config.rollout.max_sequence_tokens, config.rollout.max_new_tokens = 160, 16
     return config
 

@@ -141,7 +141,7 @@ def test_closing_ends_what_is_under_way():
         subject.close()
         for thread in threads:
             thread.join(60)
-        assert sorted(type(error).__name__ for error in raised) == ["RuntimeError", "RuntimeError", "WorkerDied"]
+        assert sorted(type(error).__name__ for error in raised) == ["RuntimeError", "RuntimeError", "WorkerEnded"]
         with pytest.raises(RuntimeError, match="the workers of test are closed"):
             subject.call(0)
 
@@ -150,7 +150,7 @@ def test_a_process_that_dies_idle_is_replaced():
     with pool("sleeps") as subject:
         first = subject.call(0)
         os.kill(first, 9)
-        while subject._pool._idle[0].lives:  # its threads end one after the other
+        while subject._idle[0].lives:  # its threads end one after the other
             time.sleep(0.001)
         assert subject.call(0) != first
 

@@ -14,14 +14,21 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 HEADER = struct.Struct(">QQ")  # bytes of the message, and of the pixels that follow it on the socket
 MAPPED_FROM = 4 << 20  # bytes of an array; smaller arrays are copied, because a process may have only 65,530 mappings
+
+
+class WithArrays(NamedTuple):
+    """A result of msgpack's types, and arrays (uint8) that travel behind it, one message each."""
+
+    result: Any
+    arrays: Sequence[np.ndarray]
 
 
 class Channel:

@@ -1,8 +1,8 @@
 """Calls a function in processes that can be killed: the time and the memory of each call are bounded.
 
-A thread that hangs, or takes memory without end, ends the run; a process loses only its one call. Such a process is
-`python -m fluxjax.base.worker_pool DESCRIPTOR`: the run sends it over a socket the name of the function to call, then
-one argument at a time. Only the function's module may import JAX, not this file.
+A thread that hangs, or takes memory without end, ends the run; a process loses only its one call. Processes are started
+when there is work, by `subprocess`: no process with threads is forked, and the main module is not imported again. Their
+side is `worker_process.py`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import importlib
 import os
+import pathlib
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from .errors import said
+import numpy as np
+
 from .process_channel import Channel
-from .process_pool import PoolLoad, ProcessEnded, ProcessPool, WorkerProcess
-from .worker_bounds import GRACE, bound_memory, end_with_run, lacked_memory, leave_signals_to_the_run
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+CLOSING_SECONDS = 5.0  # seconds that a process may take to end
+# One thread of OpenBLAS, and one heap of glibc for all threads: more would use up address space, which is bounded.
+ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class WorkerTimeout(Exception):
@@ -37,6 +44,22 @@ class WorkerDied(Exception):
         self.reason = reason
 
 
+class WorkerEnded(WorkerDied):
+    """The process of a call ended by itself, or something outside the run ended it; `how` says how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"ended its process ({how})")
+        self.how = how
+
+
+class WorkerAbsent(WorkerDied):
+    """No process could be started for a call; `why` says why."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"a process for {name} can't be started: {why}")
+        self.why = why
+
+
 class WorkerMemory(WorkerDied):
     """The process of a call needed too much memory."""
 
@@ -45,13 +68,69 @@ class WorkerError(Exception):
     """The function raised, or returned what can't be sent; the text names the type of its error."""
 
 
+class _Process:
+    """A process that does one job at a time."""
+
+    def __init__(self, begin: Mapping[str, Any]) -> None:
+        """Starts the process, sends it `begin`, and waits for its answer. Raises WorkerEnded or OSError if that
+        fails."""
+        here, there = socket.socketpair()
+        self.channel = Channel(here)
+        self.jobs = 0  # jobs given to this process so far
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fluxjax.base.worker_process", str(there.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[there.fileno()],
+                process_group=0,  # Ctrl-C reaches only the run; and the run can kill the process's children with it
+            )
+        try:
+            self.channel.send(begin)
+            self.ready, _ = self.channel.receive(START_SECONDS)
+        except (EOFError, TimeoutError):
+            raise WorkerEnded(self.end()) from None
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kills the process, and its children that are still in its process group."""
+        if self._process.poll() is None:  # else its number may belong to another process by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+
+    def end(self) -> str:
+        """Kills the process if it lives, and returns how it ended."""
+        self.channel.close()
+        try:
+            code = self._process.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class PoolLoad(NamedTuple):
+    """`waiting` and `busy` count calls at this moment; `killed` processes and `seconds` of work are totals."""
+
+    waiting: int = 0
+    busy: int = 0
+    killed: int = 0
+    seconds: float = 0.0
+
+
 class WorkerPool:
     """Up to `workers` processes that call the function at `function_path` (`module:function`), one call at a time each.
 
     Argument and result are types of msgpack: None, numbers, text, bytes, lists, dictionaries (a tuple arrives as a
-    list). Processes start when calls have to wait, import the module by this process's `sys.path`, and stay; they do
-    not import JAX. The function runs in a process's main thread, so that it may use `signal.alarm`. Its standard output
-    is dropped, its standard error is shown. Thread-safe.
+    list); a function may also return `WithArrays`. Processes start when calls have to wait, import the module by this
+    process's `sys.path`, and stay; they do not import JAX. The function runs in a process's main thread, so that it may
+    use `signal.alarm`. Its standard output is dropped, its standard error is shown. Thread-safe.
     """
 
     def __init__(
@@ -63,24 +142,63 @@ class WorkerPool:
         memory_gib: float,
         name: str,
         made_with: Any = None,
+        patient: bool = True,
     ) -> None:
         """`seconds` bounds a call without a bound of its own; `memory_gib` is the memory that the function may take
         beside its imports; `name` is for messages. With `made_with`, each process calls the object at `function_path`
-        with it once, before memory is bounded; that call returns the function."""
+        with it once, before memory is bounded; that call returns the function. In a `patient` pool, a call first waits
+        for a process as long as a start takes: for few and quick calls another process is not worth its start."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
-        self._pool = ProcessPool(self._start, workers, f"the workers of {name} are closed", patient=True)
+        self._patient = patient
+        self._starting = 0
+        self._start_seconds = 0.0  # seconds that the last start took
+        self._changed = threading.Condition()
+        self._processes: set[_Process] = set()
+        self._idle: list[_Process] = []
+        self._load = PoolLoad()
+        self._urgent = 0  # waiting calls that go before all others
+        self._closed = False
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
-    def call(self, argument: Any, seconds: float | None = None) -> Any:
-        """Returns the function's result, within `seconds` from when a process has the argument. Raises WorkerTimeout,
-        WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
-        with self._pool.turn():
+    def call(
+        self,
+        argument: Any,
+        seconds: float | None = None,
+        *,
+        urgent: bool = False,
+        received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
+    ) -> Any:
+        """Returns the function's result, within `seconds` from when a process has the argument. `received` gets the
+        result, and the number and content of each array behind it; each may take as long again. Urgent calls go before
+        others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
+        seconds = self.seconds if seconds is None else seconds
+        with self._turn(urgent):
+            process = self._take()
+            answered, begin = False, time.monotonic()
+            process.jobs += 1
             try:
-                process = self._pool.take()
-            except (ProcessEnded, OSError) as error:
-                raise WorkerDied(f"a process for {self.name} can't be started: {error}") from error
-            return self._called(process, argument, self.seconds if seconds is None else seconds)
+                job = {"number": process.jobs, "argument": argument, "seconds": seconds}
+                process.channel.send(job, seconds=seconds)
+                reply, _ = process.channel.receive(seconds)
+                if reply.get("number") != process.jobs:  # such a process cannot be trusted any more
+                    raise WorkerDied("it answered what it was not asked")
+                if "memory" in reply:
+                    raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
+                for number in range(reply.get("arrays", 0)):
+                    _, array = process.channel.receive(seconds)
+                    assert array is not None
+                    received(reply["result"], number, array)
+                answered = True
+            except TimeoutError:
+                raise WorkerTimeout(f"timed out after {seconds:g} s") from None
+            except EOFError:
+                raise WorkerEnded(process.end()) from None
+            finally:
+                self._give_back(process, answered, time.monotonic() - begin)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["result"]
 
     async def acall(self, argument: Any, seconds: float | None = None) -> Any:
         """Does the same as `call`, for an event loop. A cancellation ends the wait, but not a call that has begun."""
@@ -89,94 +207,113 @@ class WorkerPool:
         return await asyncio.wrap_future(self._threads.submit(self.call, argument, seconds))
 
     def load(self) -> PoolLoad:
-        return self._pool.load()
+        return self._load
 
     def close(self) -> None:
-        """Kills the processes, at work or not."""
-        self._pool.close()
+        """Kills the processes, at work or not. Threads that wait for a process get a RuntimeError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for process in self._processes:
+                process.kill()
+            self._changed.wait_for(lambda: not self._load.busy, CLOSING_SECONDS)  # a start ends once it is ready
+            ended, self._processes = self._processes, set()
+        for process in ended:
+            process.end()
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _start(self) -> WorkerProcess:
+    @contextlib.contextmanager
+    def _turn(self, urgent: bool) -> Iterator[None]:
+        """Waits until one more call may have a process."""
+        with self._changed:
+            self._count(waiting=1)
+            self._urgent += urgent
+            try:
+                self._changed.wait_for(
+                    lambda: self._closed or (self._load.busy < self.workers and (urgent or not self._urgent))
+                )
+            finally:
+                self._count(waiting=-1)
+                self._urgent -= urgent
+            self._check_open()
+            self._count(busy=1)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count(busy=-1)
+                self._changed.notify_all()
+
+    def _take(self) -> _Process:
+        """Returns a living process, starting it if need be. Raises RuntimeError once the pool is closed, and
+        WorkerAbsent."""
+        while (process := self._idle_one()) is not None:
+            if process.lives:
+                return process
+            self._give_back(process, answered=False)  # something killed the process while it was idle
+        begin = time.monotonic()
+        try:
+            process = self._start()
+        except (WorkerEnded, OSError) as error:
+            raise WorkerAbsent(self.name, error.how if isinstance(error, WorkerEnded) else str(error)) from error
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._start_seconds = time.monotonic() - begin
+                self._changed.notify_all()
+        with self._changed:
+            if not self._closed:
+                self._processes.add(process)
+                return process
+        process.kill()
+        process.end()
+        raise RuntimeError(self._closed_text)
+
+    def _idle_one(self) -> _Process | None:
+        """Returns an idle process; None if another process is to be started. Waits for the former in a patient pool."""
+        with self._changed:
+            if self._patient:
+                self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)
+                if self._processes:
+                    self._changed.wait_for(lambda: self._idle or self._closed, self._start_seconds)
+            self._check_open()
+            if self._idle:
+                return self._idle.pop()
+            self._starting += 1
+            return None
+
+    def _start(self) -> _Process:
         memory = int(self.memory_gib * (1 << 30))
         path = [os.path.abspath(folder) for folder in sys.path]  # "" means the current folder
         function = {"function": self.function_path, "made_with": self._made_with}
-        process = WorkerProcess("fluxjax.base.worker_pool", {**function, "path": path, "memory": memory})
+        process = _Process({**function, "path": path, "memory": memory})
         if "failed" in process.ready:
             process.end()
-            raise ProcessEnded(f"importing {self.function_path!r} raised {process.ready['failed']}")
+            raise WorkerEnded(f"importing {self.function_path!r} raised {process.ready['failed']}")
         return process
 
-    def _called(self, process: WorkerProcess, argument: Any, seconds: float) -> Any:
-        answered, begin = False, time.monotonic()
-        process.jobs += 1
-        try:
-            job = {"number": process.jobs, "argument": argument, "seconds": seconds}
-            process.channel.send(job, seconds=seconds)
-            reply, _ = process.channel.receive(seconds)
-            if reply.get("number") != process.jobs:  # a process that answers another request cannot be trusted any more
-                raise WorkerDied("it answered what it was not asked")
-            if "memory" in reply:
-                raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
-            answered = True
-        except TimeoutError:
-            raise WorkerTimeout(f"timed out after {seconds:g} s") from None
-        except EOFError:
-            raise WorkerDied(f"ended its process ({process.end()})") from None
-        finally:
-            self._pool.give_back(process, answered, time.monotonic() - begin)
-        if "error" in reply:
-            raise WorkerError(reply["error"])
-        return reply["result"]
+    def _give_back(self, process: _Process, answered: bool, seconds: float = 0.0) -> None:
+        """Makes the process available to the next call, or ends a process that has not answered fully."""
+        if not answered:
+            process.kill()
+            process.end()
+        with self._changed:
+            self._count(seconds=seconds)
+            self._changed.notify_all()
+            if answered:
+                self._idle.append(process)
+            elif not self._closed:
+                self._processes.discard(process)
+                self._count(killed=1)
 
+    def _count(self, **more: float) -> None:
+        self._load = self._load._replace(**{name: getattr(self._load, name) + count for name, count in more.items()})
 
-# --- the process of calls -------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(self._closed_text)
 
-
-def main(descriptor: int) -> None:
-    channel = Channel(socket.socket(fileno=descriptor))
-    leave_signals_to_the_run()
-    end_with_run(descriptor)
-    begin, _ = channel.receive()
-    sys.path.extend(path for path in begin["path"] if path not in sys.path)
-    try:
-        function = found(begin["function"])
-        if begin["made_with"] is not None:
-            function = function(begin["made_with"])
-    except Exception as error:  # whatever the module raises as it is imported
-        channel.send({"failed": f"{type(error).__name__}: {error}"})
-        return
-    bound_memory(begin["memory"])
-    channel.send({"ready": os.getpid()})
-    with contextlib.suppress(EOFError):
-        while True:
-            job, _ = channel.receive()
-            _answer(channel, function, job)
-
-
-def found(path: str) -> Callable[[Any], Any]:
-    """Returns the function at `module:function`. Raises the errors of importing it."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, Any]) -> None:
-    number, process = job["number"], os.getpid()
-    reply: dict[str, Any]
-    try:
-        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE)
-        reply = {"result": function(job["argument"])}
-    except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
-        reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
-    finally:
-        if os.getpid() != process:  # a child that the function forked: only its parent answers
-            os._exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        channel.send({"number": number, **reply})
-    except (TypeError, ValueError, OverflowError) as error:
-        channel.send({"number": number, "error": f"returned what can't be sent: {error}"})
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    @property
+    def _closed_text(self) -> str:
+        return f"the workers of {self.name} are closed"

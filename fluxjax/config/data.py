@@ -115,7 +115,6 @@ class DataConfig:
     # `if __name__ == "__main__":`, since each process imports it.
     workers: int = not_negative(0)
     cache_gib: float = positive(4.0)  # decoded media that a preprocessor, or a run without any, keeps in memory
-    spill_gib: float = not_negative(32.0)  # and on its disk, in the system's folder for temporary files (TMPDIR)
     # Decoded media that each process of a run with preprocessors keeps, so that what it needs next is there: half of it
     # for prompts of the next two steps, the rest for those that were generated for and will be trained on. 0: none.
     near_gib: float = not_negative(0.0)

@@ -1,7 +1,6 @@
 """Decodes media: what there is to decode, and who does, the thread that asks or a process of a pool.
 
-A process of the pool (`python -m fluxjax.data.decoders DESCRIPTOR`) is told over a socket what to decode, one file at a
-time, and ends with the run that has started it. JAX is not imported here.
+JAX is not imported here.
 """
 
 from __future__ import annotations
@@ -9,10 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +20,20 @@ from models.processing.media import MediaSettings
 from models.processing.media_file import MediaUnavailable, Medium, Source
 
 from ..base.errors import DataError
-from ..base.process_channel import Channel
-from ..base.process_pool import PoolLoad, ProcessEnded, ProcessPool, WorkerProcess
-from ..base.worker_bounds import GRACE, bound_memory, end_with_run, lacked_memory, leave_signals_to_the_run
+from ..base.process_channel import WithArrays
+from ..base.worker_pool import (
+    PoolLoad,
+    WorkerAbsent,
+    WorkerEnded,
+    WorkerError,
+    WorkerMemory,
+    WorkerPool,
+    WorkerTimeout,
+)
+from ..base.worker_process import lacked_memory
 from .media_cache import SLICE_BYTES, Slices
 
 log = logging.getLogger("fluxjax.data")
-CLOSED = "the store of media is closed"
 # Is given the medium and each of its slices: its number, and its patches `[P, 3, n]` (uint8). What it raises ends the
 # decoding.
 Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
@@ -89,7 +91,7 @@ class ThreadDecoders:
     def __init__(self, settings: MediaSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._load = PoolLoad(waiting=0, busy=0, killed=0, seconds=0.0)
+        self._load = PoolLoad()
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """Decodes a job in blocking. Raises MediaError, and whatever `keep` raises."""
@@ -120,101 +122,64 @@ class DecoderPool:
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
         """`seconds` and `memory_gib` bound each file."""
-        self.settings = settings
-        self.seconds = seconds
-        self.memory_gib = memory_gib
-        self._pool = ProcessPool(self._start, count, CLOSED)
+        bounds = {"seconds": seconds, "memory_gib": memory_gib}
+        self._workers = WorkerPool(
+            f"{__name__}:decoding_function",
+            count,
+            name="the store of media",
+            made_with=settings.to_json(),
+            patient=False,
+            **bounds,
+        )
+        self.load, self.close = self._workers.load, self._workers.close
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """Decodes a job in one of the processes, urgent jobs before others. Raises DataError where no process can be
         started."""
-        with self._pool.turn(urgent):
+        with contextlib.suppress(WorkerAbsent):  # memory was short for a moment, perhaps
             try:
-                return self._attempt(job, keep)
-            except ProcessEnded as error:  # perhaps by what has nothing to do with the file
-                log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error)
-            try:
-                return self._attempt(job, keep)
-            except ProcessEnded as error:
-                raise MediaUnavailable(job.name, f"decoding it ended the process ({error})") from None
-
-    def load(self) -> PoolLoad:
-        return self._pool.load()
-
-    def close(self) -> None:
-        """Ends the processes. Threads that wait for a process get a RuntimeError."""
-        self._pool.close()
-
-    def _attempt(self, job: DecodeJob, keep: Keep) -> Medium:
-        """Decodes the job in a process. Raises ProcessEnded where the process ends meanwhile."""
-        process, answered = self._pool.take(), False
-        begin = time.monotonic()
+                return self._attempt(job, keep, urgent)
+            except WorkerEnded as error:  # perhaps by what has nothing to do with the file
+                log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error.how)
         try:
-            process.channel.send(job.to_message(), seconds=self.seconds)
-            reply, _ = process.channel.receive(self.seconds)
-            if "memory" in reply:
-                reason = f"decoding needs more than {self.memory_gib:g} GiB of memory"
-                raise MediaUnavailable(job.name, reason)
-            if "reason" in reply:
-                answered = True
-                raise MediaError(job.name, reply["reason"])
-            medium = _medium_of(reply["medium"])
-            last = job.last or len(job.slices(medium, self.settings))
-            for number in range(job.first, last):
-                _, patches = process.channel.receive(self.seconds)
-                assert patches is not None
-                keep(medium, number, patches)
-            answered = True
-            return medium
-        except TimeoutError:
-            process.kill()
-            raise MediaUnavailable(job.name, f"decoding took more than {self.seconds:g} s") from None
-        except EOFError:
-            raise ProcessEnded(process.end()) from None
-        finally:
-            self._pool.give_back(process, answered, time.monotonic() - begin)
-
-    def _start(self) -> WorkerProcess:
-        memory = int(self.memory_gib * (1 << 30))
-        begin = {"settings": self.settings.to_json(), "seconds": self.seconds, "memory": memory}
-        with contextlib.suppress(ProcessEnded):  # memory was short for a moment, perhaps
-            return WorkerProcess("fluxjax.data.decoders", begin)
-        try:
-            return WorkerProcess("fluxjax.data.decoders", begin)
-        except (ProcessEnded, OSError) as error:
-            reason = f"a process that decodes can't be started: {error}; what it said stands above"
+            return self._attempt(job, keep, urgent)
+        except WorkerEnded as error:
+            raise MediaUnavailable(job.name, f"decoding it ended the process ({error.how})") from None
+        except WorkerAbsent as error:
+            reason = f"a process that decodes can't be started: {error.why}; what it said stands above"
             raise DataError(f"data.workers: {reason}") from error
 
+    def _attempt(self, job: DecodeJob, keep: Keep, urgent: bool) -> Medium:
+        def received(values: Sequence[Any], number: int, patches: np.ndarray) -> None:
+            keep(_medium_of(values), job.first + number, patches)
 
-def main(descriptor: int) -> None:
-    channel = Channel(socket.socket(fileno=descriptor))
-    leave_signals_to_the_run()
-    end_with_run(descriptor)
-    begin, _ = channel.receive()
-    settings, seconds = MediaSettings.from_json(begin["settings"]), begin["seconds"]
-    bound_memory(begin["memory"])
-    channel.send({"ready": os.getpid()})
-    with contextlib.suppress(EOFError):
-        while True:
-            _answer(channel, settings, DecodeJob.of_message(channel.receive()[0]), seconds)
-
-
-def _answer(channel: Channel, settings: MediaSettings, job: DecodeJob, seconds: float) -> None:
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds + GRACE)
-        medium, patches = decoded(settings, job)
-    except MemoryError:
-        channel.send({"memory": True})
-        return
-    except MediaError as error:
-        channel.send({"memory": True} if lacked_memory(error) else {"reason": error.reason})
-        return
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    channel.send({"medium": dataclasses.astuple(medium)})
-    for part in job.slices(medium, settings).cut(patches):
-        channel.send({}, part)
+        try:
+            reply = self._workers.call(job.to_message(), urgent=urgent, received=received)
+        except WorkerTimeout:
+            reason = f"decoding took more than {self._workers.seconds:g} s"
+            raise MediaUnavailable(job.name, reason) from None
+        except WorkerMemory as error:
+            raise MediaUnavailable(job.name, f"decoding {error.reason}") from None
+        except WorkerError as error:
+            raise MediaUnavailable(job.name, f"failed with {error}") from None
+        if "reason" in reply:
+            raise MediaError(job.name, reply["reason"])
+        return _medium_of(reply)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def decoding_function(settings_fields: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Returns the function by which a process decodes jobs: it returns a medium and its slices, or why there are
+    none."""
+    settings = MediaSettings.from_json(dict(settings_fields))
+
+    def decoding(message: Mapping[str, Any]) -> Any:
+        job = DecodeJob.of_message(message)
+        try:
+            medium, patches = decoded(settings, job)
+        except MediaError as error:
+            if lacked_memory(error):
+                raise
+            return {"reason": error.reason}
+        return WithArrays(dataclasses.astuple(medium), list(job.slices(medium, settings).cut(patches)))
+
+    return decoding

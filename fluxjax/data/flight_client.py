@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,20 +16,9 @@ from models.processing.media import MediaSettings
 from models.shadow import Rows
 
 from ..base.errors import DataError
-from .flight_wire import (
-    MOST_ANSWER,
-    PROTOCOL,
-    BadQuestion,
-    UnknownSettings,
-    error_of,
-    patches_of,
-    range_words,
-    ref_words,
-    told_error,
-)
+from .flight_wire import MOST_ANSWER, PROTOCOL, BadQuestion, patches_of, range_words, ref_words, told_error
 from .tickets import MediaRef, Ticket
 
-Answer = TypeVar("Answer")
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
     # Connections of a process share how long they wait before they try an address again: one that has come back would
@@ -41,6 +30,10 @@ _OPTIONS = [
 
 class PlaceLost(Exception):
     """The preprocessor gives no answer, or none that can be used. The message says why."""
+
+
+class PlaceSilent(PlaceLost):
+    """The preprocessor has not answered within the bound."""
 
 
 class PlaceRefuses(DataError):
@@ -56,82 +49,57 @@ class FlightPlace:
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings
-        self.threads = 1  # in which it works, as it says when it is greeted
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:
             self._client = flight.FlightClient(f"grpc://{address}", generic_options=_OPTIONS)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise PlaceRefuses(f"{address!r} is no address of a preprocessor, HOST:PORT: {error}") from None
 
-    def register(self, seconds: float) -> None:
-        """Greets the preprocessor, and registers the media settings with it."""
-        answer = self._ask("settings", {"protocol": PROTOCOL, "settings": self._settings.to_json()}, seconds)
+    def greet(self, seconds: float) -> None:
+        """Tells the preprocessor the protocol and the media settings of this client."""
+        answer = self._ask("settings", seconds, protocol=PROTOCOL)
         said = answer.get("protocol"), answer.get("digest")
         if said != (PROTOCOL, self._settings.digest):
             raise PlaceRefuses(
                 f"the preprocessor at {self.address} speaks protocol {said[0]} and takes the settings for {said[1]}, "
                 f"not {PROTOCOL} and {self._settings.digest}: start both from one release"
             )
-        self.threads = max(1, int(answer.get("threads", 1)))
 
-    def look(self, refs: Sequence[MediaRef], seconds: float) -> Iterator[tuple[int, Ticket | MediaError | DataError]]:
-        """Yields (index of a medium, its ticket or the error) as the answers come, in any order, for as many as come.
-        The error is a DataError where the preprocessor failed, whatever the medium is."""
-        question = {"settings": self._settings.digest, "refs": [ref_words(ref) for ref in refs]}
+    def look(self, ref: MediaRef, seconds: float) -> Ticket:
+        """Asks what a medium is. Raises MediaError for one that can't be used."""
         with self._translated():
-            for result in self._registered(lambda: self._results("look", question, seconds), seconds):
-                index, kind, word, reason = json.loads(result)
-                if kind == "ticket":
-                    yield index, Ticket.parse(word)
-                    continue
-                error = error_of(kind, word, reason)
-                known = isinstance(error, MediaError | DataError)
-                yield index, error if known else DataError(f"the preprocessor at {self.address}: {error}")
+            return Ticket.parse(self._ask("look", seconds, ref=ref_words(ref))["ticket"])
 
     def fetch(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
         """The patches `[P, 3, n]` (uint8) of each of these rows, which are as few and as short as a question may have.
         Raises MediaError: StaleTicket for a file that has changed."""
+        question = flight.Ticket(self._question(ranges=range_words(rows)))
         with self._translated():
-            slices = list(self._registered(lambda: self._slices(rows, seconds), seconds))
+            chunks = self._client.do_get(question, self._bounds(seconds))
+            slices = [patches_of(chunk.data, self._settings.patch_bytes) for chunk in chunks]
             if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
                 raise ValueError(f"came as {[len(patches) for patches in slices]} rows, not {[len(r) for r in rows]}")
             return slices
 
     def stats(self, seconds: float) -> Mapping[str, Any]:
-        """The counts of each store, by the digest of its settings."""
-        return self._ask("stats", {}, seconds)
+        """The counts of the preprocessor's store."""
+        return self._ask("stats", seconds)
 
     def close(self) -> None:
         """Questions under way raise PlaceLost at their bound, if not before."""
         with contextlib.suppress(pa.ArrowException, OSError):
             self._client.close()
 
-    def _ask(self, action: str, question: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+    def _question(self, **fields: object) -> bytes:
+        return json.dumps({"settings": self._settings.to_json(), **fields}).encode()
+
+    def _ask(self, action: str, seconds: float, **fields: object) -> Mapping[str, Any]:
         with self._translated():
-            answer = json.loads(next(self._results(action, question, seconds)))
+            body = flight.Action(action, self._question(**fields))
+            answer = json.loads(next(self._client.do_action(body, self._bounds(seconds))).body.to_pybytes())
             if not isinstance(answer, dict):
                 raise ValueError(f"answered {str(answer)[:100]}")
             return answer
-
-    def _registered(self, ask: Callable[[], Iterator[Answer]], seconds: float) -> Iterator[Answer]:
-        """Asks again where the preprocessor has forgotten the settings, which it says before it answers anything."""
-        try:
-            yield from ask()
-            return
-        except flight.FlightServerError as error:
-            if not isinstance(told_error(error.extra_info), UnknownSettings):
-                raise
-        self.register(seconds)
-        yield from ask()
-
-    def _results(self, action: str, question: Mapping[str, Any], seconds: float) -> Iterator[bytes]:
-        body = flight.Action(action, json.dumps(question).encode())
-        for result in self._client.do_action(body, self._bounds(seconds)):
-            yield result.body.to_pybytes()
-
-    def _slices(self, rows: Sequence[Rows], seconds: float) -> Iterator[np.ndarray]:
-        for chunk in self._client.do_get(flight.Ticket(range_words(rows)), self._bounds(seconds)):
-            yield patches_of(chunk.data, self._settings.patch_bytes)
 
     def _bounds(self, seconds: float) -> flight.FlightCallOptions:
         return flight.FlightCallOptions(timeout=seconds, headers=self._headers)
@@ -153,8 +121,9 @@ class FlightPlace:
                 raise PlaceRefuses(f"the preprocessor at {self.address} refuses: {told}") from None
             if isinstance(told, DataError):
                 raise DataError(f"the preprocessor at {self.address}: {told}") from None
+            lost = PlaceSilent if isinstance(error, flight.FlightTimedOutError) else PlaceLost
             line = (str(error).splitlines() or [""])[0][:300]
-            raise PlaceLost(f"{type(error).__name__}: {line}") from None
+            raise lost(f"{type(error).__name__}: {line}") from None
         except (ValueError, TypeError, KeyError) as error:
             if isinstance(error, MediaError | DataError):
                 raise

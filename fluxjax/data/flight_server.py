@@ -1,6 +1,6 @@
 """A preprocessor's side of Arrow Flight: it looks at media, and hands out the slices of them that it is asked for.
 
-FlexRL's Local Preprocessor (section 4). It serves the media settings of one run, which its first client registers.
+FlexRL's Local Preprocessor (section 4). It serves the media settings of one run, which its first client has.
 Clients know a token; without one, everybody who can connect may have every file of this machine decoded that is an
 image or a video. gRPC takes a question whole before it is refused here, up to protobuf's 2 GiB.
 """
@@ -27,13 +27,11 @@ from .flight_wire import (
     MOST_BATCH,
     PROTOCOL,
     BadQuestion,
-    UnknownSettings,
     batch_of,
-    outcome_words,
     patch_schema,
     read_object,
     read_ranges,
-    read_refs,
+    read_ref,
     refusal,
 )
 from .tickets import MediaRef, Ticket
@@ -60,7 +58,7 @@ MakeStore: TypeAlias = Callable[[MediaSettings], SliceStore]
 
 
 class _Served(NamedTuple):
-    """The settings that a client registered, and their store."""
+    """The settings of the first client, and their store."""
 
     settings: MediaSettings
     store: SliceStore
@@ -87,7 +85,6 @@ class FlightServer(flight.FlightServerBase):
         self._make_store = make_store
         self._served: _Served | None = None
         self._lock = threading.Lock()  # held while the store is made
-        self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
         self.address = f"[{host}]" if ":" in host else host
         guard = {"token": _Token(token)} if token else None
@@ -98,21 +95,22 @@ class FlightServer(flight.FlightServerBase):
         self.address += f":{self.port}"
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        actions = {"settings": self._register, "look": self._look, "stats": self._stats}
+        actions = {"settings": self._greet, "look": self._look, "stats": self._stats}
         try:
             if action.type not in actions:
                 raise BadQuestion(f"there is no action {action.type[:100]!r}")
-            yield from actions[action.type](read_object(memoryview(action.body)))
+            answer = actions[action.type](read_object(memoryview(action.body)))
+            yield flight.Result(pa.py_buffer(json.dumps(answer).encode()))
         except Exception as error:
             raise refusal(error) from error
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
         try:
-            ranges = read_ranges(ticket.ticket)
-            tickets = [_read_ticket(rows.ticket) for rows in ranges]
-            served = self._of(tickets[0].settings)
-            for rows, whole in zip(ranges, tickets, strict=True):
-                _check_range(rows, whole, served.settings)
+            question = read_object(ticket.ticket)
+            ranges = read_ranges(question.get("ranges"))
+            served = self._of(question)
+            for rows in ranges:
+                _check_range(rows, served.settings)
             return flight.GeneratorStream(patch_schema(served.settings.patch_bytes), self._slices(served.store, ranges))
         except Exception as error:
             raise refusal(error) from error
@@ -128,12 +126,16 @@ class FlightServer(flight.FlightServerBase):
         if served is not None:
             served.store.close()
 
-    def _register(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+    def _greet(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         if question.get("protocol") != PROTOCOL:
             raise BadQuestion(
                 f"the client speaks protocol {question.get('protocol')!r}, this preprocessor {PROTOCOL}: "
                 "start both from one release"
             )
+        return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest}
+
+    def _of(self, question: Mapping[str, Any]) -> _Served:
+        """The store of the question's settings."""
         try:
             settings = MediaSettings.from_json(question["settings"])
             settings.digest  # noqa: B018  (of values that have one)
@@ -144,28 +146,14 @@ class FlightServer(flight.FlightServerBase):
                 self._served = _Served(settings, self._make_store(settings))
             elif self._served.settings.digest != settings.digest:
                 raise BadQuestion("this preprocessor serves a run with other media settings")
-        yield _result({"protocol": PROTOCOL, "digest": settings.digest, "threads": self._threads})
+            return self._served
 
-    def _of(self, digest: str) -> _Served:
-        """The store of these settings. Raises UnknownSettings."""
-        served = self._served
-        if served is None or served.settings.digest != digest:
-            raise UnknownSettings(f"settings {digest[:64]} are not registered here")
-        return served
-
-    def _look(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
-        """Answers for each medium as soon as it was looked at."""
-        refs = read_refs(question.get("refs"))
-        store = self._of(str(question.get("settings"))).store
-        futures = {self._pool.submit(store.look, [ref]): index for index, ref in enumerate(refs)}
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                error = future.exception()
-                outcome = future.result()[0] if error is None else error
-                yield flight.Result(pa.py_buffer(outcome_words(futures[future], outcome)))
-        finally:  # the client may have gone away
-            for future in futures:
-                future.cancel()
+    def _look(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        ref = read_ref(question.get("ref"))
+        (outcome,) = self._pool.submit(self._of(question).store.look, [ref]).result()
+        if isinstance(outcome, MediaError):
+            raise outcome
+        return {"ticket": str(outcome)}
 
     def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
         """A batch for each range, in order, which shares the store's memory."""
@@ -180,29 +168,21 @@ class FlightServer(flight.FlightServerBase):
         except Exception as error:
             raise refusal(error) from error
 
-    def _stats(self, question: Mapping[str, Any]) -> Iterator[flight.Result]:
+    def _stats(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         served = self._served
-        yield _result({served.settings.digest: dataclasses.asdict(served.store.stats())} if served else {})
+        return dataclasses.asdict(served.store.stats()) if served else {}
 
 
-def _result(answer: Mapping[str, Any]) -> flight.Result:
-    return flight.Result(pa.py_buffer(json.dumps(answer).encode()))
-
-
-def _read_ticket(word: str) -> Ticket:
-    """Reads a ticket that a client sent. Raises BadQuestion for anything else."""
+def _check_range(rows: Rows, settings: MediaSettings) -> None:
+    """Raises BadQuestion unless the rows are of a ticket of these settings, and not too many."""
     try:
-        ticket = Ticket.parse(word)
+        ticket = Ticket.parse(rows.ticket)
     except (ValueError, TypeError) as error:
         raise BadQuestion(str(error)) from None
     if not all(type(size) is int and 0 < size < 2**31 for size in ticket.medium.grid):
-        raise BadQuestion(f"{word[:200]!r} is no ticket: its grid is {ticket.medium.grid}")
-    return ticket
-
-
-def _check_range(rows: Rows, ticket: Ticket, settings: MediaSettings) -> None:
+        raise BadQuestion(f"{rows.ticket[:200]!r} is no ticket: its grid is {ticket.medium.grid}")
     if ticket.settings != settings.digest:
-        raise BadQuestion("the tickets of one question are of one digest")
+        raise BadQuestion("the ticket is of other media settings than the question")
     if rows.stop > ticket.num_patches:
         raise BadQuestion(f"rows {rows.start} to {rows.stop} were asked for of {ticket.num_patches}")
     if len(rows) * settings.patch_bytes > MOST_BATCH:

@@ -1,6 +1,7 @@
 """The protocol of preprocessors and their clients over Arrow Flight: bounds, questions, answers, errors.
 
-Actions have JSON bodies; DoGet has a ticket, the JSON list of ranges `[ticket word, start, stop]`, and answers with a
+Each question is a JSON object, the body of an action or the ticket of DoGet, with the media settings of the client.
+`look` asks what the medium `ref` is. DoGet has `ranges`, a list of `[ticket word, start, stop]`, and answers with a
 record batch for each range, in order, whose rows are patches. An error travels with the name of its kind, so that the
 client raises an error of the same kind.
 """
@@ -22,11 +23,11 @@ from models.shadow import Rows
 from ..base.errors import DataError
 from .tickets import MediaRef, StaleTicket
 
-PROTOCOL = 1  # of what is said here; both sides must speak the same
+PROTOCOL = 2  # of what is said here; both sides must speak the same
 MOST_REQUEST = 4 << 20  # bytes of a question
 MOST_BATCH = 64 << 20  # bytes of the patches of a range
 MOST_ANSWER = MOST_BATCH + (1 << 20)  # bytes of a message that a client takes
-MOST_REFS = 64  # media, or ranges, of a question
+MOST_RANGES = 64  # of a question
 _MOST_WORDS = 1024  # bytes of a path or a reason in an error, which travels in a header
 
 
@@ -34,32 +35,23 @@ class BadQuestion(ValueError):
     """A client sent something else than a question of this protocol. The message says what."""
 
 
-class UnknownSettings(LookupError):
-    """The preprocessor does not have the settings that a ticket or a question names: it has started since."""
-
-
 # What an error is called on the way. An error is of the first kind that it is an instance of.
 _KINDS: dict[str, type[Exception]] = {
     "stale": StaleTicket,
     "unavailable": MediaUnavailable,
     "media": MediaError,
-    "settings": UnknownSettings,
     "question": BadQuestion,
 }
 
 
 def refusal(error: Exception) -> flight.FlightServerError:
     """Returns an error as a Flight error, which carries its kind, path and reason to the client."""
-    kind = _kind(error)
+    kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "failed")
     path, reason = (error.path, error.reason) if isinstance(error, MediaError) else ("", str(error))
     if kind == "failed":
         reason = f"{type(error).__name__}: {reason}"
     words = {"kind": kind, "path": _short(path), "reason": _short(reason)}
     return flight.FlightServerError(f"{kind}: {words['reason'][:200]}", json.dumps(words).encode())
-
-
-def _kind(error: Exception) -> str:
-    return next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "failed")
 
 
 def _short(text: str) -> str:
@@ -68,48 +60,31 @@ def _short(text: str) -> str:
 
 
 def told_error(info: bytes) -> Exception | None:
-    """Returns the error that `refusal` wrote into a Flight error's `info`; None where `refusal` did not write it."""
+    """Returns the error that `refusal` wrote into a Flight error's `info`, a DataError where the preprocessor itself is
+    to blame; None where `refusal` did not write it."""
     try:
         words = json.loads(info)
-        return error_of(words["kind"], words["path"], words["reason"])
+        known = _KINDS.get(words["kind"], DataError)
+        path, reason = words["path"], words["reason"]
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def error_of(kind: str, path: str, reason: str) -> Exception:
-    """Returns the error of a kind; a DataError where the preprocessor itself is to blame."""
-    known = _KINDS.get(kind, DataError)
     return known(path, reason) if issubclass(known, MediaError) else known(reason)
-
-
-def outcome_words(index: int, outcome: object) -> bytes:
-    """Returns, as JSON, the outcome of the look at medium `index`: a ticket, or an error."""
-    if not isinstance(outcome, Exception):
-        words = [index, "ticket", str(outcome), ""]
-    elif isinstance(outcome, MediaError):
-        words = [index, _kind(outcome), outcome.path, outcome.reason]
-    else:
-        words = [index, "failed", "", f"{type(outcome).__name__}: {outcome}"]
-    return json.dumps(words).encode()
 
 
 def ref_words(ref: MediaRef) -> list[str]:
     return [ref.kind, ref.path, ref.stamp, ref.cell]
 
 
-def read_refs(words: object) -> list[MediaRef]:
-    """Reads the references of the media that a question asks about. Raises BadQuestion for anything else."""
-    if not isinstance(words, list) or len(words) > MOST_REFS:
-        raise BadQuestion(f"at most {MOST_REFS} media are looked at in one question")
-    for ref in words:
-        whole = isinstance(ref, list) and len(ref) == 4 and all(isinstance(word, str) for word in ref)
-        if not whole or ref[0] not in ("image", "video"):
-            raise BadQuestion(f"{str(ref)[:200]} is no medium")
-    return [MediaRef(*ref) for ref in words]
+def read_ref(words: Any) -> MediaRef:
+    """Reads the reference of the medium that a question asks about. Raises BadQuestion for anything else."""
+    whole = isinstance(words, list) and len(words) == 4 and all(isinstance(word, str) for word in words)
+    if not whole or words[0] not in ("image", "video"):
+        raise BadQuestion(f"{str(words)[:200]} is no medium")
+    return MediaRef(*words)
 
 
 def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
-    """The JSON object of an action. Raises BadQuestion."""
+    """The JSON object of a question. Raises BadQuestion."""
     if len(body) > MOST_REQUEST:
         raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
     try:
@@ -121,25 +96,23 @@ def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
     return question
 
 
-def range_words(rows: Sequence[Rows]) -> bytes:
-    return json.dumps([[piece.ticket, piece.start, piece.stop] for piece in rows]).encode()
+def range_words(rows: Sequence[Rows]) -> list[list[Any]]:
+    return [[piece.ticket, piece.start, piece.stop] for piece in rows]
 
 
-def read_ranges(body: bytes) -> list[Rows]:
-    """Reads the ranges of rows that a DoGet ticket asks for. Raises BadQuestion for anything else. That a range lies
-    in its ticket is checked later, with the ticket's settings."""
-    if len(body) > MOST_REQUEST:
-        raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
+def read_ranges(words: Any) -> list[Rows]:
+    """Reads the ranges of rows that a question asks for. Raises BadQuestion for anything else. That a range lies in its
+    ticket is checked later."""
     try:
-        ranges = [Rows(word, start, stop) for word, start, stop in json.loads(body)]
+        ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:
         raise BadQuestion(f"is no list of ranges: {error}") from None
     for rows in ranges:
         whole = isinstance(rows.ticket, str) and type(rows.start) is int and type(rows.stop) is int
         if not whole or not 0 <= rows.start < rows.stop:
             raise BadQuestion(f"{rows.start!r} to {rows.stop!r} of {str(rows.ticket)[:100]} is no range")
-    if not 0 < len(ranges) <= MOST_REFS:
-        raise BadQuestion(f"one question has 1 to {MOST_REFS} ranges, not {len(ranges)}")
+    if not 0 < len(ranges) <= MOST_RANGES:
+        raise BadQuestion(f"one question has 1 to {MOST_RANGES} ranges, not {len(ranges)}")
     return ranges
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -21,11 +23,10 @@ from models.shadow import Rows
 from ..config.data import DataConfig
 from .decoders import DecodeJob, DecoderPool, ThreadDecoders
 from .locations import is_url
-from .media_cache import SLICE_BYTES, Key, KeyedLocks, MediaCache, Recent, Slices, SpillFile
-from .tickets import MediaRef, StaleTicket, Ticket, check_ref, parsed, read_ref
+from .media_cache import SLICE_BYTES, Recent, Slices
+from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parsed, read_ref
 
 GIB = 1 << 30
-SPILL = ""  # the folder of what leaves memory; empty: the system's for temporary files
 DECODE_SECONDS = 60.0  # that a process may take for a file
 DECODE_MEMORY_GIB = 8.0  # that a process may need for a file
 KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
@@ -35,15 +36,13 @@ KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembe
 class StoreStats:
     """Counts of a store since it began, and what it holds and does at the moment."""
 
-    hits: int = 0  # slices that were asked for and there, in memory or on disk
+    hits: int = 0  # slices that were asked for and there
     misses: int = 0  # slices that were asked for and had to be decoded again
     decoded_media: int = 0  # whole ones, or parts of them
     decoded_frames: int = 0
     decoded_patches: int = 0
     bad_media: int = 0
     memory_bytes: int = 0  # of decoded media, in memory
-    spilled_bytes: int = 0  # of decoded media, on disk
-    evictions: int = 0  # slices that had to leave memory
     queue_depth: int = 0  # media that wait to be decoded
     busy_workers: int = 0
     killed_workers: int = 0
@@ -51,31 +50,31 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` that decodes in this process. Each medium is decoded once, however many threads ask for it."""
+    """A `MediaStore` that decodes in this process. Each medium is decoded once, however many threads ask for it.
+
+    Slices are kept by the content of their file, not by its path: two files with the same content share them.
+    """
 
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """Decodes in so many processes, or in the threads of those who ask if there are none. Raises DataError where
-        there can be no file for what leaves memory."""
+        """Decodes in so many processes, or in the threads of those who ask if there are none."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        spill = SpillFile(SPILL, int(config.spill_gib * GIB)) if config.spill_gib else None
-        self.cache = MediaCache(int(config.cache_gib * GIB), spill)
+        # By content, digest of the settings, medium, and number of the slice.
+        self._kept = Recent[np.ndarray](int(config.cache_gib * GIB), lambda patches: patches.nbytes)
         self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
-        self._looking = self._fetching = None  # threads, some of which read and wait while processes decode
+        self._fetching: concurrent.futures.ThreadPoolExecutor | None = None  # threads that wait while processes decode
         if workers:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
             self._decoders = DecoderPool(settings, workers, **bounds)
-            self._looking = concurrent.futures.ThreadPoolExecutor(2 * workers, "look")
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
-        self._queued = 0  # media that are looked at as soon as there is a thread
         self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
         self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or what is wrong
-        self._locks = KeyedLocks()
+        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of what is being decoded
         self._stats = StoreStats()
-        self._lock = threading.Lock()  # of the statistics
+        self._lock = threading.Lock()  # of the statistics and of `_locks`
 
     @property
     def concurrency(self) -> int:
@@ -84,16 +83,11 @@ class LocalStore:
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
         """Decodes media, as `MediaStore.look` says. Raises DataError for a URL where fsspec or its driver is not
         installed."""
-        if self._looking is None:
-            return [self._judged(ref) for ref in refs]
-        with self._lock:
-            self._queued += len(refs)
-        return list(self._looking.map(self._next, refs))
+        return [self._judged(ref) for ref in refs]
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """Fetches normalised patches, as `MediaStore.fetch` says."""
-        fetched = zip(rows, self.fetch_bytes(rows), strict=True)
-        return [self.settings.normalised(self._ticket(wanted).medium.kind, patches) for wanted, patches in fetched]
+        return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only
@@ -111,31 +105,22 @@ class LocalStore:
 
     def stats(self) -> StoreStats:
         load = self._decoders.load()
-        spill = self.cache.spill
         with self._lock:
             return dataclasses.replace(
                 self._stats,
-                memory_bytes=self.cache.used,
-                spilled_bytes=spill.used if spill else 0,
-                evictions=self.cache.evictions,
-                queue_depth=self._queued + load.waiting,
+                memory_bytes=self._kept.used,
+                queue_depth=load.waiting,
                 busy_workers=load.busy,
                 killed_workers=load.killed,
                 decode_seconds=load.seconds,
             )
 
     def close(self) -> None:
-        """Ends the processes, forgets what was decoded, and removes it from the disk."""
+        """Ends the processes, forgets what was decoded."""
         self._decoders.close()
-        for threads in (self._looking, self._fetching):
-            if threads:
-                threads.shutdown(cancel_futures=True)
-        self.cache.close()
-
-    def _next(self, ref: MediaRef) -> Ticket | MediaError:
-        with self._lock:
-            self._queued -= 1
-        return self._judged(ref)
+        if self._fetching:
+            self._fetching.shutdown(cancel_futures=True)
+        self._kept.clear()
 
     def _judged(self, ref: MediaRef) -> Ticket | MediaError:
         try:
@@ -153,7 +138,7 @@ class LocalStore:
         if content and (verdict := self._verdicts.get((content, ref.kind))):
             return verdict
         content, source = self._read(ref)
-        with self._locks.holding((content, ref.kind)):
+        with self._holding((content, ref.kind)):
             verdict = self._verdicts.get((content, ref.kind))
             if verdict is None:
                 try:
@@ -176,9 +161,12 @@ class LocalStore:
         def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
             if number == run.start:  # all of the file has been read by then
                 _still(ref, source)
-            kept = self.cache.put((content, self.digest, medium, number), patches)
+            if isinstance(patches.base, np.ndarray) and patches.base.nbytes > patches.nbytes:
+                patches = patches.copy()  # a part of a larger array would keep all of that in memory
+            patches.setflags(write=False)
+            self._kept.put((content, self.digest, medium, number), patches)
             if known is not None:
-                found[number] = kept
+                found[number] = patches
             pairs = len(patches) // (medium.grid[1] * medium.grid[2])
             frames = pairs * self.settings.layout.temporal_patch_size if medium.kind == "video" else 1
             self._add(decoded_frames=frames, decoded_patches=len(patches))
@@ -193,6 +181,16 @@ class LocalStore:
             raise
         self._add(decoded_media=1)
         return medium, found
+
+    @contextlib.contextmanager
+    def _holding(self, *keys: Hashable) -> Iterator[None]:
+        """Holds the locks of all keys, taken in the order given, which must be the same for everybody."""
+        with self._lock:
+            locks = [self._locks.setdefault(key, threading.Lock()) for key in keys]
+        with contextlib.ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            yield
 
     def _add(self, **counts: int) -> None:
         """Adds to counts of the statistics."""
@@ -226,15 +224,15 @@ class LocalStore:
     def _slices(self, ticket: Ticket, first: int, last: int) -> list[np.ndarray]:
         """The slices `first .. last - 1`, kept or decoded again."""
         content = self._contents.get(_version(ticket.ref)) or self._read(ticket.ref)[0]
-        keys: dict[int, Key] = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
-        found = {number: self.cache.get(key) for number, key in keys.items()}
+        keys = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
+        found = {number: self._kept.get(key) for number, key in keys.items()}
         missing = [number for number, array in found.items() if array is None]
         self._add(hits=len(found) - len(missing), misses=len(missing))
         if missing:
-            with self._locks.holding((content, ticket.ref.kind)):
+            with self._holding((content, ticket.ref.kind)):
                 pass  # who decodes all of it will have kept these, too
-            with self._locks.holding(*(keys[number] for number in missing)):
-                found |= {number: self.cache.get(keys[number]) for number in missing}
+            with self._holding(*(keys[number] for number in missing)):
+                found |= {number: self._kept.get(keys[number]) for number in missing}
                 for run in _runs(number for number in missing if found[number] is None):
                     again, source = self._read(ticket.ref)
                     if again != content:

@@ -16,7 +16,7 @@ import numpy as np
 
 from models.shadow import Rows
 
-from .tickets import ByteStore, parsed
+from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
 QUESTION_BYTES = 8 << 20  # that are fetched ahead at once: who waits for the first of them waits for all
@@ -44,7 +44,7 @@ class NearPixels:
         self._changed = threading.Condition()
         self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not begun
         self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # the last one used, last
-        self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket, in order
+        self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket
         self.used = self._promised = 0  # bytes of all that is kept or on its way, and of what is promised
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
@@ -67,20 +67,15 @@ class NearPixels:
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
         """The patches `[P, X]` (float32) of these rows. Raises what the store raises."""
         with self._changed:
-            covers = [self._cover(ticket_rows) for ticket_rows in rows]
-            gaps = [piece for cover in covers for piece in cover if isinstance(piece, Rows)]
+            near = [self._here(asked) for asked in rows]
+        gaps = [asked for asked, patches in zip(rows, near, strict=True) if patches is None]
         fetched = self._store.fetch_bytes(gaps) if gaps else []
         with self._changed:
             for gap, patches in zip(gaps, fetched, strict=True):
                 if len(gap) and gap not in self._kept and self._make_room(patches.nbytes):
                     self._keep(_KeptPatches(gap, patches.nbytes, False, patches))
         came = iter(fetched)
-        pieces = [[next(came) if isinstance(piece, Rows) else piece for piece in cover] for cover in covers]
-        settings = self._store.settings
-        return [
-            settings.normalised(parsed(asked.ticket).ref.kind, parts[0] if len(parts) == 1 else np.concatenate(parts))
-            for asked, parts in zip(rows, pieces, strict=True)
-        ]
+        return normalised(self._store.settings, rows, [next(came) if patches is None else patches for patches in near])
 
     def close(self) -> None:
         """Forgets everything, and fetches nothing more ahead."""
@@ -94,36 +89,24 @@ class NearPixels:
 
     # With the lock:
 
-    def _cover(self, rows: Rows) -> list[np.ndarray | Rows]:
-        """Splits rows into pieces: patches where they are here, waiting for those on their way; else rows to fetch."""
+    def _here(self, rows: Rows) -> np.ndarray | None:
+        """Returns patches that are here, or on their way; None for rows that have to be fetched."""
         self._expected.pop(rows.ticket, None)
-        self._changed.wait_for(lambda: all(kept.patches is not None for kept in self._near(rows)))
-        cover: list[np.ndarray | Rows] = []
-        position = rows.start
-        for kept in self._near(rows):
-            start, stop = max(kept.rows.start, position), min(kept.rows.stop, rows.stop)
-            if start >= stop or kept.patches is None:
-                continue
-            if start > position:
-                cover.append(Rows(rows.ticket, position, start))
-            cover.append(kept.patches[start - kept.rows.start : stop - kept.rows.start])
-            position = stop
-            self._promise(kept, False)
-            self._kept.move_to_end(kept.rows)
-        if position < rows.stop or not cover:
-            cover.append(Rows(rows.ticket, position, rows.stop))
-        return cover
+        while (kept := self._containing(rows)) is not None:
+            if kept.patches is not None:
+                self._promise(kept, False)
+                self._kept.move_to_end(kept.rows)
+                return kept.patches[rows.start - kept.rows.start : rows.stop - kept.rows.start]
+            self._changed.wait()
+        return None
 
-    def _near(self, rows: Rows) -> list[_KeptPatches]:
-        """The kept patches that overlap these rows, in order."""
+    def _containing(self, rows: Rows) -> _KeptPatches | None:
         parts = self._parts.get(rows.ticket, ())
-        return [kept for kept in parts if kept.rows.start < rows.stop and rows.start < kept.rows.stop]
+        return next((k for k in parts if k.rows.start <= rows.start and rows.stop <= k.rows.stop), None)
 
     def _keep(self, kept: _KeptPatches) -> None:
         self._kept[kept.rows] = kept
-        parts = self._parts.setdefault(kept.rows.ticket, [])
-        parts.append(kept)
-        parts.sort(key=lambda part: part.rows.start)
+        self._parts.setdefault(kept.rows.ticket, []).append(kept)
         self.used += kept.size
         self._promised += kept.size if kept.promised else 0
 

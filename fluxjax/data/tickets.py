@@ -170,6 +170,14 @@ class Ticket:
 parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 
+def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The patches `[P, X]` (float32) of rows whose patches `[P, 3, n]` (uint8) were fetched."""
+    return [
+        settings.normalised(parsed(piece.ticket).ref.kind, patches)
+        for piece, patches in zip(rows, fetched, strict=True)
+    ]
+
+
 @runtime_checkable
 class MediaStore(Protocol):
     """Turns media into pixels: in this process, or wherever preprocessors are. Its methods block, and are called from

@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from ..base.preprocessor_status import MediumStage, Transition
 from ..base.timeline import Span
-from ..coordinator.places import MediumStage, Transition
 
 MOST_ROWS = 240  # media; of more, one in two, three, ... is drawn
 MOST_NAMED = 12  # places in the legend
@@ -134,15 +134,15 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
     """The bars of a history up to `end`, with those that are still open. A bar that began before the history is left
     out.
 
-    A place counts as holding a medium that it has looked at until the place is lost or nobody asks for the medium any
-    more. The books do not know when a place decodes a medium again for which it had no room.
+    A place counts as holding a medium that it has looked at until the place is lost. The books do not know when a place
+    decodes a medium again for which it had no room.
     """
-    rows: dict[str, int] = {}
-    looks: dict[str, tuple[str, float]] = {}  # by key: the place, and since when
-    holds: dict[str, tuple[str, float]] = {}
+    rows: dict[Hashable, int] = {}
+    looks: dict[Hashable, tuple[str, float]] = {}  # by key: the place, and since when
+    holds: dict[Hashable, tuple[str, float]] = {}
     bars: list[MediumBar] = []
 
-    def close(begun: dict[str, tuple[str, float]], key: str, now: float) -> None:
+    def close(begun: dict[Hashable, tuple[str, float]], key: Hashable, now: float) -> None:
         if (since := begun.pop(key, None)) is not None:
             bars.append(MediumBar(rows[key], since[0], begun is holds, since[1], now))
 
@@ -159,7 +159,7 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
         elif stage is MediumStage.HELD and holds.get(key, ("",))[0] != place:
             close(holds, key, now)
             holds[key] = place, now
-        elif stage in (MediumStage.RELEASED, MediumStage.UNUSABLE):
+        elif stage is MediumStage.UNUSABLE:
             close(holds, key, now)
     for begun in (looks, holds):
         for key in list(begun):

@@ -142,7 +142,6 @@ class PreprocessorCollector(StatusCollector):
         "up": (GAUGE, "up", "1: it answers, 0: it starts, or was lost"),
         "queued": (GAUGE, "queued", "media that wait to be decoded by it"),
         "memory_bytes": (GAUGE, "memory_bytes", "decoded media that it keeps in memory"),
-        "spilled_bytes": (GAUGE, "spilled_bytes", "decoded media that it keeps on its disk"),
         "looks": (COUNTER, "looks", "media that it looked at"),
         "decoded": (COUNTER, "decoded", "media that it decoded, whole or in part"),
         "bytes": (COUNTER, "bytes", "bytes of pixels that came from it to process 0"),

@@ -68,7 +68,6 @@ class DataMetrics:
             "data/decoded_frames_per_second": self._rate,
             "data/queue": float(stats.queue_depth),
             "data/memory_mb": stats.memory_bytes / 1e6,
-            "data/spilled_mb": stats.spilled_bytes / 1e6,
         }
         if hits + misses:  # else there is no share
             metrics["data/cache_hits"] = hits / (hits + misses)
@@ -141,7 +140,7 @@ class StatusTable(Generic[T]):
 
 def preprocessor_table(preprocessors: Callable[[], Sequence[PreprocessorStatus]]) -> StatusTable[PreprocessorStatus]:
     def row(place: PreprocessorStatus) -> list[str]:
-        sizes = _size(place.bytes), _size(place.memory_bytes + place.spilled_bytes)
+        sizes = _size(place.bytes), _size(place.memory_bytes)
         state = _state_words(place.up, place.lost, place.reason)
         return [place.name, f"{place.queued:,}", f"{place.decoded:,}", *sizes, str(place.lost), state]
 

@@ -13,7 +13,7 @@ from models.processing import Processor
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.timeline import Span
 from ..config import Config
-from ..data.local_store import GIB, LocalStore, StoreStats
+from ..data.local_store import GIB, LocalStore
 from ..data.materializer import Materializer, Tree
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
@@ -22,7 +22,7 @@ from ..hosts.orders import UNKNOWN_PLACE
 from ..report.pictures import look_lanes, media_picture
 from ..report.shown import DataMetrics
 from ..runtime.flight_store import FlightStore
-from ..runtime.preprocessors import Preprocessors, PreprocessorWatch
+from ..runtime.preprocessors import Preprocessors
 
 AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
 
@@ -45,7 +45,6 @@ class Pixels:
     ) -> None:
         """`token` is that of the run; `note` is told the start, the end and the bytes of each fetch. Raises DataError
         if the preprocessors can't be started."""
-        self._watch: PreprocessorWatch | None = None
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts
         self._first_batch: float | None = None  # seconds later its pixels were there, until somebody was told
@@ -89,7 +88,6 @@ class Pixels:
         store = FlightStore(addresses, processor.settings, token, silent=preprocessors.restart)
         self._open.callback(store.close)
         preprocessors.tell(store)
-        self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
 
     def expect(self, batches: Iterable[object]) -> None:
@@ -116,8 +114,6 @@ class Pixels:
     def begin(self) -> None:
         """Notes that the run begins to ask for prompts."""
         self._began = time.perf_counter()
-        if self._watch is not None:
-            self._watch.start()
 
     def begin_steps(self) -> None:
         """Begins to count for the steps: what was fetched before them, such as by a warm start, belongs to no step."""
@@ -131,19 +127,15 @@ class Pixels:
         Counts of preprocessors are summed over all processes, and a few seconds old. Counts of what is fetched, waited
         for, or decoded without preprocessors are of this process alone.
         """
-        stats, known = StoreStats(), time.perf_counter()
-        if isinstance(self.store, LocalStore):
-            stats = self.store.stats()
-        elif self._watch is not None:
-            stats, known = self._watch.stats()
-        metrics = self._metrics.since_last(self._materializer.totals, stats, known, self.preprocessors())
+        known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
+        metrics = self._metrics.since_last(self._materializer.totals, self.store.stats(), known, self.preprocessors())
         if self._first_batch is not None:
             metrics["data/first_batch"], self._first_batch = self._first_batch, None
         return metrics
 
     def preprocessors(self) -> list[PreprocessorStatus]:
         """Returns the last known status of every preprocessor."""
-        return [] if self._watch is None else self._watch.statuses()
+        return self.store.statuses() if isinstance(self.store, FlightStore) else []
 
     def lanes(self, spans: Sequence[Span]) -> list[Span]:
         """Returns a lane of the Gantt picture for each preprocessor, within the time that `spans` covers."""

@@ -1,9 +1,7 @@
-"""The preprocessors that a run starts on this host: their start, their end, another start when one has died. Then the
-statistics of all preprocessors that the run uses."""
+"""The preprocessors that a run starts on this host: their start, their end, another start when one has died."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -12,35 +10,17 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from rollout.listening import TOKEN
 from rollout.local_server import LocalProcess
 
 from ..base.errors import DataError
-from ..base.preprocessor_status import PreprocessorStatus
 from ..config.data import DataConfig
-from ..data.flight_client import FlightPlace, PlaceLost
-from ..data.local_store import StoreStats
-from ..data.preprocessor_flags import flags_of
-from .flight_store import FlightStore
+from .places import Places
 
-_POLL_SECONDS = 2.0  # between two rounds
-_MOST_SECONDS = 2.0  # that a preprocessor may take to say it
-_LEVELS = {"memory_bytes", "spilled_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
 _LOOK_SECONDS = 0.1
 _LONGEST_PAUSE = 5.0  # seconds before a preprocessor that dies again and again is started once more
-
-
-@runtime_checkable
-class Listener(Protocol):
-    """Is told what becomes of preprocessors, in a thread of `Preprocessors`; a `FlightStore` is one."""
-
-    def moved(self, place: str, address: str) -> None: ...
-
-    def fail(self, reason: str) -> None: ...
 
 
 class _Preprocessor(LocalProcess):
@@ -84,7 +64,7 @@ class Preprocessors:
 
     Blocks until all listen, on `host`. Raises DataError, with the end of the log, if one ends before, or does not
     listen after `start_seconds`. One that dies later is started again; one that dies more than `restarts` times in a
-    row, each time within `steady_seconds`, ends the run: the listener's `fail` is called.
+    row, each time within `steady_seconds`, ends the run: the `fail` of `places` is called.
     """
 
     def __init__(
@@ -103,8 +83,8 @@ class Preprocessors:
         self.token = token or secrets.token_urlsafe(32)
         self._start_seconds, self._restarts, self._steady = start_seconds, restarts, steady_seconds
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        settings = dataclasses.replace(data, workers=data.workers or max(1, cores // max(1, count)))
-        words = [sys.executable, "-m", "fluxjax.preprocess", *flags_of(settings)]
+        workers = data.workers or max(1, cores // max(1, count))
+        words = [sys.executable, "-m", "fluxjax.preprocess", f"--workers={workers}", f"--cache-gib={data.cache_gib}"]
         root = pathlib.Path(__file__).resolve().parents[2]
         paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         variables = {**os.environ, TOKEN: self.token, "PYTHONPATH": paths}
@@ -115,7 +95,7 @@ class Preprocessors:
             for number in range(count)
         ]
         self._changed = threading.Condition()  # the lock of what follows
-        self._listener: Listener | None = None
+        self._places: Places | None = None
         self._failure = ""
         self._complete = False  # all have listened
         self._closing = threading.Event()
@@ -139,15 +119,15 @@ class Preprocessors:
         running = ((process.name, process.running) for process in self._all)
         return {name: process.pid for name, process in running if process is not None}
 
-    def tell(self, listener: Listener) -> None:
-        """Tells this listener of the current addresses, and from now on of new addresses and of failure."""
+    def tell(self, places: Places) -> None:
+        """Tells these places of the current addresses, and from now on of new addresses and of failure."""
         with self._changed:
-            self._listener = listener
+            self._places = places
             for process in self._all:
                 if process.address:
-                    listener.moved(process.name, process.address)
+                    places.moved(process.name, process.address)
             if self._failure:
-                listener.fail(self._failure)
+                places.fail(self._failure)
 
     def restart(self, place: str) -> None:
         """Kills a preprocessor that hangs; it is started again."""
@@ -189,8 +169,8 @@ class Preprocessors:
                     process.address, process.since = address, now
                     self._complete = self._complete or all(peer.address for peer in self._all)
                     self._changed.notify_all()
-                    if self._listener is not None:
-                        self._listener.moved(process.name, address)
+                    if self._places is not None:
+                        self._places.moved(process.name, address)
             elif now - process.since > self._start_seconds:
                 self._bury(process, f"{process.name} does not listen after {self._start_seconds:g} s", now)
 
@@ -209,120 +189,5 @@ class Preprocessors:
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
-            if self._listener is not None:
-                self._listener.fail(reason)
-
-
-# --- statistics -----------------------------------------------------------------------------------
-
-
-class PlaceCounts:
-    """The statistics that a place has sent of its store. When the place is started anew, counts go on where they were;
-    levels, such as a queue's depth, are those of its present life only."""
-
-    def __init__(self) -> None:
-        self._ended: Counter[str] = Counter()  # counts of its earlier lives
-        self._newest: Counter[str] = Counter()
-
-    def hear(self, said: StoreStats) -> None:
-        """Takes in newly sent statistics. A count that has decreased shows that the place was started anew."""
-        newest = Counter(dataclasses.asdict(said))
-        if any(newest[name] < self._newest[name] for name in newest.keys() - _LEVELS):
-            self.silent()
-            self._ended += self._newest
-        self._newest = newest
-
-    def silent(self) -> None:
-        """Sets the levels to 0: the place is not there now. It may come back as it was, or anew."""
-        self._newest -= Counter({level: self._newest[level] for level in _LEVELS})
-
-    @property
-    def total(self) -> Counter[str]:
-        return self._ended + self._newest
-
-    @property
-    def stats(self) -> StoreStats:
-        return StoreStats(**self.total)
-
-
-class PreprocessorWatch:
-    """Asks all places of `store` for their statistics in turn from `start` to `close`, in one thread of its own: a slow
-    or lost preprocessor delays nobody."""
-
-    def __init__(self, store: FlightStore, seconds: float = _POLL_SECONDS) -> None:
-        """Asks each place every `seconds` seconds."""
-        self._store, self._seconds = store, seconds
-        self._lock = threading.Lock()
-        self._counts: dict[str, PlaceCounts] = {}  # by place
-        self._asked = time.perf_counter()  # when one of them was, last
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread; does nothing when called again."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="preprocessor-watch", daemon=True)
-            self._thread.start()
-
-    def statuses(self) -> list[PreprocessorStatus]:
-        """Returns the last known status of every preprocessor. May be called from any thread; never waits for a
-        preprocessor."""
-        with self._lock:
-            said = {place: counts.stats for place, counts in self._counts.items()}
-        return [
-            _status(place, seen, said.get(place, StoreStats())) for place, seen in sorted(self._store.stats().items())
-        ]
-
-    def stats(self) -> tuple[StoreStats, float]:
-        """Returns the sum of the statistics of all preprocessors, and when one was last asked, by
-        `time.perf_counter`."""
-        with self._lock:
-            total = sum((counts.total for counts in self._counts.values()), Counter[str]())
-            return StoreStats(**total), self._asked
-
-    def close(self) -> None:
-        """Ends the thread. Blocks for at most the time that one preprocessor may take to answer."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            for place, link in self._store.links().items():
-                if self._closing.is_set():
-                    return
-                said = None if link is None else _said(link, self._store.settings.digest)
-                with self._lock:
-                    counts = self._counts.setdefault(place, PlaceCounts())
-                    if said is None:
-                        counts.silent()
-                    else:
-                        counts.hear(said)
-                    self._asked = time.perf_counter()
-            self._closing.wait(self._seconds)
-
-
-def _said(link: FlightPlace, digest: str) -> StoreStats | None:
-    """Returns the statistics of a preprocessor's store for the settings of this digest; None if it does not answer."""
-    try:
-        said = link.stats(_MOST_SECONDS).get(digest, {})
-        return StoreStats(**{field.name: said.get(field.name, 0) for field in dataclasses.fields(StoreStats)})
-    except (PlaceLost, DataError, TypeError):  # it is asked again soon; whoever needs it finds out what is wrong
-        return None
-
-
-def _status(place: str, seen: Mapping[str, Any], said: StoreStats) -> PreprocessorStatus:
-    return PreprocessorStatus(
-        place,
-        up=seen["up"],
-        looks=seen["looks"],
-        bytes=seen["bytes"],
-        queued=seen["queued"] + said.queue_depth,
-        lost=seen["lost"],
-        decoded=said.decoded_media,
-        memory_bytes=said.memory_bytes,
-        spilled_bytes=said.spilled_bytes,
-        hits=said.hits,
-        misses=said.misses,
-        reason=seen["reason"],
-    )
+            if self._places is not None:
+                self._places.fail(reason)

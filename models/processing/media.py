@@ -20,11 +20,11 @@ from ..config import JsonObject, PatchLayout
 from ..qwen2_5_vl.positions import Grid
 from .containers import check_size
 from .images import image_facts, load_image, resized, target_size
-from .media_file import Facts, MediaError, Medium, Source, source_name
+from .media_file import Facts, MediaError, Medium, Source, opened, source_name
 from .patches import arrange, normalise, patchify
 from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
-from .video_slices import load_slice
-from .videos import Sampled, bounded, read_video, sample_indices, seconds_per_grid, too_many_frames, video_facts
+from .video_slices import VideoSlicer
+from .videos import VideoReader, bounded, sample_indices, seconds_per_grid, too_many_frames, video_facts
 
 PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
 
@@ -120,24 +120,27 @@ class MediaSettings:
         patch = self.layout.temporal_patch_size
         patches, grid = np.empty((0, 0, 0), np.uint8), (0, 0, 0)
         frames: list[np.ndarray] = []
-        for item in read_video(source, self.layout, self.video, self.frames, self.limits):
-            if isinstance(item, Sampled):
-                frames.append(item.pixels)
-                last = item.slot + 1
-                if last % (PAIRS_AT_ONCE * patch) and last < item.count:
-                    continue
-                first = (last - len(frames)) // patch
-                part, (_, rows, columns) = self._patches(frames)
-                grid, frames = (-(-item.count // patch), rows, columns), []
-                if first == 0:
-                    patches = np.empty((math.prod(grid), *part.shape[1:]), np.uint8)
-                patches[first * rows * columns :][: len(part)] = part
-            elif item is None:  # the header was wrong about the frames: they come again
-                frames = []
-            else:
-                seconds = seconds_per_grid(item.seconds, len(item.indices), patch)
-                return Medium(kind, grid, seconds, item.seekable), patches
-        raise AssertionError("a sampling ends a video")
+
+        def keep(slot: int, count: int, pixels: np.ndarray) -> None:
+            nonlocal patches, grid
+            if slot == 0:  # perhaps again: the header was wrong about the frames
+                frames.clear()
+            frames.append(pixels)
+            last = slot + 1
+            if last % (PAIRS_AT_ONCE * patch) and last < count:
+                return
+            first = (last - len(frames)) // patch
+            part, (_, rows, columns) = self._patches(frames)
+            frames.clear()
+            if first == 0:
+                grid = (-(-count // patch), rows, columns)
+                patches = np.empty((math.prod(grid), *part.shape[1:]), np.uint8)
+            patches[first * rows * columns :][: len(part)] = part
+
+        with opened(source) as file:
+            sampling = VideoReader(file, source_name(source), *self._of_videos).read(keep)
+        seconds = seconds_per_grid(sampling.seconds, len(sampling.indices), patch)
+        return Medium(kind, grid, seconds, sampling.seekable), patches
 
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
@@ -151,13 +154,18 @@ class MediaSettings:
         if first == last:
             return np.empty((0, 3, self.patch_bytes // 3), np.uint8)
         if medium.seekable and (first, last) != (0, pairs):
-            wanted, settings = range(first, last), (self.layout, self.video, self.frames, self.limits)
-            if (part := load_slice(source, medium, wanted, *settings)) is not None:
+            with opened(source) as file:
+                part = VideoSlicer(file, source_name(source), *self._of_videos, medium).slice(range(first, last))
+            if part is not None:
                 return self._patches(part.frames)[0]
         found, patches = self.load(medium.kind, source)
         if found != medium:
             raise MediaError(source_name(source), "is not what it was")
         return patches[first * rows * columns : last * rows * columns]
+
+    @property
+    def _of_videos(self) -> tuple[PatchLayout, PixelSettings, FrameSettings, DecodeLimits]:
+        return self.layout, self.video, self.frames, self.limits
 
     def _patches(self, frames: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, Grid]:
         """The patches of frames of one size, in window order, and their grid."""

@@ -26,9 +26,9 @@ from av.video.stream import VideoStream
 
 from .containers import EntryPoints, check_size, is_shown, open_container
 from .images import target_size
-from .media_file import Medium, Source, opened, source_name
+from .media_file import Medium
 from .patches import resize_frame
-from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
+from .settings import PixelSettings
 from .videos import VideoReader, bounded, duration_of, increasing, seconds_per_grid, too_many_frames, upright
 
 
@@ -70,40 +70,28 @@ class _Unexpected(Exception):
     """A stream differs from what was expected, so that the requested frames can't be identified in it."""
 
 
-def load_slice(
-    source: Source,
-    medium: Medium,
-    pairs: range,
-    layout: PatchLayout,
-    pixels: PixelSettings,
-    frames: FrameSettings,
-    limits: DecodeLimits,
-) -> Slice | None:
-    """The sampled frames of neighbouring frame pairs, at least one, of a video that became `medium` by these settings.
-
-    None where the frames can't be identified without a complete decoding, also where the file has changed. Raises
-    MediaError for a file that can't be used.
-    """
-    with opened(source) as file, contextlib.suppress(_Unexpected, FFmpegError, OSError):
-        return _Slicer(file, source_name(source), layout, pixels, frames, limits, medium).read(pairs)
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
-class _Slicer(VideoReader):
-    """Reads frame pairs of one video from an open file."""
+class VideoSlicer(VideoReader):
+    """Reads frame pairs from an open file of a video that became `medium` by these settings."""
 
     medium: Medium
 
-    def read(self, pairs: range) -> Slice:
-        container, stream = open_container(self.file, self.name, self.limits)
-        with container:
-            plan = self._plan(container, stream, pairs)
-            with contextlib.suppress(_Unexpected, FFmpegError):
-                return self._slice(_sought(container, stream, plan), stream, plan)
-        container, stream = open_container(self.file, self.name, self.limits)
-        with container:  # not every format supports seeking
-            return self._slice(_checked(container.demux(stream), stream, plan, 0), stream, plan)
+    def slice(self, pairs: range) -> Slice | None:
+        """The sampled frames of neighbouring frame pairs, at least one.
+
+        None where the frames can't be identified without a complete decoding, also where the file has changed. Raises
+        MediaError for a file that can't be used.
+        """
+        with contextlib.suppress(_Unexpected, FFmpegError, OSError):
+            container, stream = open_container(self.file, self.name, self.limits)
+            with container:
+                plan = self._plan(container, stream, pairs)
+                with contextlib.suppress(_Unexpected, FFmpegError):
+                    return self._slice(_sought(container, stream, plan), stream, plan)
+            container, stream = open_container(self.file, self.name, self.limits)
+            with container:  # not every format supports seeking
+                return self._slice(_checked(container.demux(stream), stream, plan, 0), stream, plan)
+        return None
 
     def _plan(self, container: InputContainer, stream: VideoStream, pairs: range) -> _Plan:
         notes = self._notes(container, stream)

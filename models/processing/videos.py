@@ -9,8 +9,8 @@ import dataclasses
 import fractions
 import itertools
 import os
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import av
 import numpy as np
@@ -28,6 +28,8 @@ from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 MAX_PASSES = 4
 SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
 MAX_THREADS = 4
+# Gets a sampled frame `[height, width, 3]` (uint8), upright and resized, behind its number among all and their number.
+Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 
 
 def sample_indices(total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int) -> np.ndarray:
@@ -59,36 +61,12 @@ def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
-    """One of the frames that a pass samples."""
-
-    slot: int  # its index among the sampled frames
-    count: int  # number of sampled frames
-    pixels: np.ndarray  # u8 [height, width, 3], upright and resized, all to one size
-
-
-@dataclasses.dataclass(frozen=True)
 class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # indices of the sampled frames in the file
     seconds: float | None  # duration of the video; None where nothing tells the duration of a single frame pair
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
-
-
-def read_video(
-    source: Source, layout: PatchLayout, pixels: PixelSettings, frames: FrameSettings, limits: DecodeLimits
-) -> Iterator[Sampled | Sampling | None]:
-    """Decodes, samples and resizes a video, frame by frame, keeping none.
-
-    Yields sampled frames in order, and their `Sampling` as the last item. An item None voids all frames before it: the
-    header was wrong about the frames, and sampling begins anew.
-
-    Raises MediaError where the frames would not be right, as in a file that was cut off, and where the video exceeds
-    `limits`. All frames yielded before are void then.
-    """
-    with opened(source) as file:
-        yield from VideoReader(file, source_name(source), layout, pixels, frames, limits).video()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +80,13 @@ class VideoReader:
     frames: FrameSettings
     limits: DecodeLimits
 
-    def video(self) -> Iterator[Sampled | Sampling | None]:
+    def read(self, keep: Keep) -> Sampling:
+        """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
+
+        A first frame that comes again voids all frames before it: the header was wrong about the frames, and sampling
+        begins anew. Raises MediaError where the frames would not be right, as in a file that was cut off, and where the
+        video exceeds `limits`. All frames are void then.
+        """
         total, seconds, decoded = 0, None, False
         for _ in range(MAX_PASSES):
             container, stream = open_container(self.file, self.name, self.limits)
@@ -115,17 +99,14 @@ class VideoReader:
                     if decoded:
                         raise MediaError(self.name, str(error)) from None
                     indices = np.zeros(0, np.int64)  # this pass only counts
-                count, duration, seekable = yield from self._decode(container, stream, indices, total)
+                count, duration, seekable = self._decode(container, stream, indices, total, keep)
             if count == 0:
                 raise MediaError(self.name, "no frame can be decoded")
             if len(indices) and count == total:
                 if duration is None and total > self.layout.temporal_patch_size:
                     raise MediaError(self.name, "has neither timestamps nor a frame rate")
                 if not self.frames.fps or np.array_equal(indices, self._sample(total, duration)):
-                    yield Sampling(indices, duration, seekable)
-                    return
-            if len(indices):
-                yield None
+                    return Sampling(indices, duration, seekable)
             total, seconds, decoded = count, duration, True
         raise MediaError(self.name, f"gives another number of frames each time it is decoded (last: {total})")
 
@@ -133,10 +114,10 @@ class VideoReader:
         return sample_indices(total, seconds, self.frames, self.layout.temporal_patch_size)
 
     def _decode(
-        self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int
-    ) -> Generator[Sampled, None, tuple[int, float | None, bool]]:
-        """Yields the frames of these indices; returns the number of all frames, their duration, and whether they can be
-        found again by their time."""
+        self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int, keep: Keep
+    ) -> tuple[int, float | None, bool]:
+        """Gives `keep` the frames of these indices; returns the number of all frames, their duration, and whether they
+        can be found again by their time."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
         times: list[int | None] = []  # one entry for every frame, as in the next two lists
@@ -161,7 +142,7 @@ class VideoReader:
                     if size is None:
                         bounds = bounded(self.settings, self.frames, len(indices), self.layout)
                         size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
-                    yield Sampled(slot, len(indices), resize_frame(image, *size))
+                    keep(slot, len(indices), resize_frame(image, *size))
                 times.append(frame.pts)
                 durations.append(frame.duration or 0)
                 base = frame.time_base

@@ -10,7 +10,6 @@ import time
 from PIL import Image
 
 from fluxjax.config.data import DataConfig
-from fluxjax.data import local_store
 from fluxjax.data.local_store import GIB, LocalStore
 from fluxjax.data.locations import stamp_of
 from fluxjax.data.tickets import MediaRef, Ticket, read_ref
@@ -47,10 +46,9 @@ def refs_of(folder):
     return [ref_of(path) for path in sorted(folder.glob("[a-d].*"))]
 
 
-def small(cache=1 << 20, spill=1 << 20, folder=""):
-    """Settings with bounds in bytes; stores that are made from now on spill to `folder`."""
-    local_store.SPILL = str(folder)
-    return DataConfig(cache_gib=cache / GIB, spill_gib=spill / GIB)
+def small(cache):
+    """Settings of a store that keeps so many bytes."""
+    return DataConfig(cache_gib=cache / GIB)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from store_cases import (
     write_video,
 )
 
-from fluxjax.base import process_channel, process_pool
+from fluxjax.base import process_channel, worker_pool
 from fluxjax.base.errors import DataError
 from fluxjax.config.data import DataConfig
 from fluxjax.data import local_store
@@ -65,7 +65,7 @@ def children(parent=None):
             if (
                 int(status[1]) == parent
                 and status[0] != "Z"
-                and b"fluxjax.data.decoders" in (path / "cmdline").read_bytes()
+                and b"fluxjax.base.worker_process" in (path / "cmdline").read_bytes()
             ):
                 found.append(int(path.name))
     return found
@@ -86,10 +86,10 @@ def pool():
         yield threads
 
 
-def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
+def test_processes_decode_what_threads_do_and_leave_nothing(folder):
     refs = [*refs_of(folder), ref_of(folder / "e.png")]
     before = open_files()
-    with opened(small(cache=PAIR, folder=tmp_path), workers=2, **SLICED) as store, opened() as other:
+    with opened(small(cache=PAIR), workers=2, **SLICED) as store, opened() as other:
         found, expected = store.look(refs * 2), other.look(refs * 2)
         assert found[:4] == expected[:4] == found[5:9]
         assert str(found[4]) == str(expected[4]) == str(found[9])
@@ -103,7 +103,7 @@ def test_processes_decode_what_threads_do_and_leave_nothing(folder, tmp_path):
         stats = store.stats()
         assert (stats.queue_depth, stats.busy_workers, stats.killed_workers) == (0, 0, 0) and stats.decode_seconds > 0
     assert not alive(pids) and not children() and open_files() == before
-    with pytest.raises(RuntimeError, match="the store of media is closed"):
+    with pytest.raises(RuntimeError, match="the workers of the store of media are closed"):
         store._decoders.decode(DecodeJob("a", "image", "a"), lambda *_: None)
 
 
@@ -144,7 +144,7 @@ def killed_while_decoding(monkeypatch):
     send, left = process_channel.Channel.send, []
 
     def sends(self, message, array=None, *, seconds=None):
-        victims = children() if "kind" in message and left and left.pop() else []
+        victims = children() if "argument" in message and left and left.pop() else []
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
         send(self, message, array, seconds=seconds)
@@ -214,8 +214,8 @@ def test_a_file_that_takes_too_long_costs_its_process(folder, monkeypatch):
 @pytest.mark.medium
 def test_a_process_hangs_no_longer_than_its_run_lives_and_the_time_it_has(folder):
     """The run may be gone by the time that a file takes too long: then the system ends the process."""
-    code = "import signal, sys; sys.argv = ['', '0']; from fluxjax.data import decoders as w; " + (
-        "w.GRACE = 0.2; w.decoded = lambda *job: [0 for _ in iter(int, 1)]; w._answer(None, None, None, 0.1)"
+    code = "from fluxjax.base import worker_process as w; w.GRACE = 0.2; " + (
+        "w._answer(None, lambda job: [0 for _ in iter(int, 1)], {'number': 1, 'argument': None, 'seconds': 0.1})"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == -signal.SIGALRM
 
@@ -257,14 +257,14 @@ def test_a_file_that_changes_while_a_process_decodes_it_is_stale(folder, tmp_pat
 
 
 def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch, pool):
-    attempt, order = DecoderPool._attempt, []
+    send, order = process_channel.Channel.send, []
 
-    def attempted(self, job, keep):
-        order.append(job)
-        return attempt(self, job, keep)
+    def sends(self, message, array=None, *, seconds=None):
+        order.extend([message["argument"]["name"]] if "argument" in message else [])
+        send(self, message, array, seconds=seconds)
 
-    monkeypatch.setattr(DecoderPool, "_attempt", attempted)
-    with opened(small(cache=0, spill=0), workers=1) as store:
+    monkeypatch.setattr(process_channel.Channel, "send", sends)
+    with opened(small(cache=0), workers=1) as store:
         refs = refs_of(folder)
         (ticket,) = seen(store, refs[:1])
         (pid,) = children()
@@ -278,7 +278,7 @@ def test_who_waits_for_pixels_goes_before_who_looks_ahead(folder, monkeypatch, p
         until(lambda: store.stats().queue_depth == 2)
         os.kill(pid, signal.SIGCONT)
         wait((first, second, third), 60)
-        assert [job.name for job in order] == [refs[number].name for number in (1, 0, 2)]
+        assert order == [refs[number].name for number in (1, 0, 2)]
 
 
 def test_closing_ends_what_is_being_decoded(folder, pool):
@@ -297,7 +297,7 @@ def test_closing_ends_what_is_being_decoded(folder, pool):
 def test_processes_that_cannot_be_started_are_an_error(folder, monkeypatch, tmp_path, capfd):
     (tmp_path / "fluxjax").mkdir()
     (tmp_path / "fluxjax" / "__init__.py").write_text("raise ImportError('it is broken')")
-    monkeypatch.setattr(process_pool, "ROOT", tmp_path)
+    monkeypatch.setattr(worker_pool, "ROOT", tmp_path)
     with (
         opened(workers=1) as store,
         pytest.raises(DataError, match=r"data\.workers: a process that decodes can't be started: exit code 1"),
@@ -310,7 +310,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import store_cases, pathlib, threading, os, signal
-store = store_cases.LocalStore(store_cases.SETTINGS, store_cases.small(cache=0, folder={spill!r}), workers=2)
+store = store_cases.LocalStore(store_cases.SETTINGS, store_cases.small(cache=0), workers=2)
 refs = store_cases.refs_of(pathlib.Path({folder!r}))
 store.look(refs)
 signal.signal(signal.SIGINT, lambda *_: print(len([t for t in store.look(refs) if hasattr(t, "ref")]), flush=True))
@@ -323,8 +323,7 @@ while True:
 @pytest.mark.slow
 def test_ctrl_c_is_the_runs_and_a_run_that_is_killed_leaves_nothing(folder, tmp_path):
     """A script without `if __name__ == "__main__":`, too."""
-    spill = tmp_path / "spill"
-    with running(RUN.format(tests=TESTS, folder=str(folder), spill=str(spill)), tmp_path) as run:
+    with running(RUN.format(tests=TESTS, folder=str(folder)), tmp_path) as run:
         assert run.stdout.readline() == "ready\n"
         pids = until(lambda: children(run.pid))
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does
@@ -332,11 +331,10 @@ def test_ctrl_c_is_the_runs_and_a_run_that_is_killed_leaves_nothing(folder, tmp_
             os.kill(pid, signal.SIGTERM)  # as Slurm does
         assert run.stdout.readline() == "4\n" and children(run.pid) == pids
     until(lambda: not alive(pids))
-    assert not os.listdir(spill)
 
 
 def test_a_process_ends_with_its_run_though_it_is_busy():
-    code = "import sys, threading, time; from fluxjax.base.worker_bounds import end_with_run; " + (
+    code = "import sys, threading, time; from fluxjax.base.worker_process import end_with_run; " + (
         "end_with_run(int(sys.argv[1])); print(flush=True); time.sleep(600)"
     )
     here, there = socket.socketpair()

@@ -1,11 +1,6 @@
 """The local store gives the pixels that its settings make of a file, wherever they lie and however little it holds."""
 
-import contextlib
-import logging
 import os
-import subprocess
-import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,13 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import PAIR, ROOT, SETTINGS, SLICED, make_media, opened, pixels, ref_of, refs_of, seen, small, whole
+from store_cases import PAIR, SETTINGS, SLICED, make_media, opened, pixels, ref_of, refs_of, seen, small, whole
 from turns import third_of
 
-from fluxjax.base.errors import DataError
-from fluxjax.config.data import DataConfig
-from fluxjax.data import local_store, media_cache
-from fluxjax.data.local_store import LocalStore
 from fluxjax.data.tickets import MediaRef, MediaStore, StaleTicket, Ticket
 from models.processing import MediaError
 from models.processing.media import MediaSettings
@@ -29,17 +20,6 @@ from models.shadow import Rows
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_media(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture
-def small_files(monkeypatch):
-    """Slices go to disk, however small they are."""
-    monkeypatch.setattr(media_cache, "SPILL_FROM", 1)
-
-
-def size_on_disk(store):
-    spill = store.cache.spill
-    return os.fstat(spill._file.fileno()).st_size if spill else 0
 
 
 def test_it_gives_what_the_settings_make_of_each_file(folder):
@@ -168,42 +148,25 @@ STEPS = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)) 
 
 
 @settings(max_examples=third_of(30))
-@given(cache=KEPT, spill=KEPT, steps=STEPS)
-def test_under_any_bounds_the_pixels_are_right_and_the_bounds_are_kept(folder, cache, spill, steps):
+@given(cache=KEPT, steps=STEPS)
+def test_under_any_bound_the_pixels_are_right_and_the_bound_is_kept(folder, cache, steps):
     refs = refs_of(folder)
     expected = [pixels(ref) for ref in refs]
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as disk:
-        patch.setattr(media_cache, "SPILL_FROM", 1)
-        with opened(small(cache, spill, disk), **SLICED) as store:
-            for step in steps:
-                if isinstance(step, int):
-                    assert store.look([refs[step]]) == [Ticket(refs[step], SETTINGS.digest, expected[step][0])]
-                else:
-                    medium, patches, _ = expected[step[0]]
-                    start, stop = sorted(round(bound * len(patches)) for bound in step[1:])
-                    ticket = str(Ticket(refs[step[0]], SETTINGS.digest, medium))
-                    found = store.fetch_bytes([Rows(ticket, start, stop)])[0]
-                    np.testing.assert_array_equal(found, patches[start:stop])
-                assert store.stats().spilled_bytes <= size_on_disk(store) <= spill
-                assert store.stats().memory_bytes <= cache
-        assert not os.listdir(disk), "nothing is left"
+    with opened(small(cache), **SLICED) as store:
+        for step in steps:
+            if isinstance(step, int):
+                assert store.look([refs[step]]) == [Ticket(refs[step], SETTINGS.digest, expected[step][0])]
+            else:
+                medium, patches, _ = expected[step[0]]
+                start, stop = sorted(round(bound * len(patches)) for bound in step[1:])
+                ticket = str(Ticket(refs[step[0]], SETTINGS.digest, medium))
+                found = store.fetch_bytes([Rows(ticket, start, stop)])[0]
+                np.testing.assert_array_equal(found, patches[start:stop])
+            assert store.stats().memory_bytes <= cache
 
 
-def test_what_leaves_memory_is_read_back_from_disk(folder, small_files, tmp_path):
-    with opened(small(cache=3 * PAIR, folder=tmp_path), **SLICED) as store:
-        tickets = seen(store, refs_of(folder))
-        for ticket in tickets * 2:
-            np.testing.assert_array_equal(store.fetch_bytes([whole(ticket)])[0], pixels(ticket.ref)[1])
-        stats = store.stats()
-        assert stats.misses == 0 and stats.decoded_media == 4 and stats.evictions > 4
-        os.ftruncate(store.cache.spill._file.fileno(), 0)  # it fails to keep what was written
-        for ticket in tickets:
-            np.testing.assert_array_equal(store.fetch_bytes([whole(ticket)])[0], pixels(ticket.ref)[1])
-        assert store.stats().misses > 0
-
-
-def test_what_was_handed_out_stays_though_it_is_evicted(folder, small_files):
-    with opened(small(cache=PAIR, spill=0), **SLICED) as store:
+def test_what_was_handed_out_stays_though_it_is_evicted(folder):
+    with opened(small(PAIR), **SLICED) as store:
         tickets = seen(store, refs_of(folder))
         held = store.fetch_bytes([whole(ticket) for ticket in tickets])
         for ticket, patches in zip(tickets, held, strict=True):
@@ -239,7 +202,7 @@ def test_threads_that_want_the_same_medium_wait_for_one_decoding(folder, monkeyp
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_many_threads_under_small_bounds_get_right_pixels(folder, small_files, tmp_path, workers):
+def test_many_threads_under_small_bounds_get_right_pixels(folder, workers):
     expected = [pixels(ref) for ref in refs_of(folder)]
 
     def work(seed):
@@ -254,85 +217,6 @@ def test_many_threads_under_small_bounds_get_right_pixels(folder, small_files, t
             for found, (low, high) in zip(store.fetch_bytes(rows), ((start, stop), (0, None)), strict=True):
                 np.testing.assert_array_equal(found, patches[low:high])
 
-    with opened(small(3 * PAIR, 5 * PAIR, tmp_path), workers, **SLICED) as store, ThreadPoolExecutor(6) as pool:
+    with opened(small(3 * PAIR), workers, **SLICED) as store, ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6), timeout=120))
-        stats = store.stats()
-        assert stats.memory_bytes <= 3 * PAIR and stats.spilled_bytes <= 5 * PAIR
-        assert stats.spilled_bytes <= size_on_disk(store) <= 5 * PAIR
-
-
-@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
-def test_a_full_disk_loses_nothing_and_is_said_once(folder, small_files, small_disk, caplog):
-    with (
-        opened(small(cache=PAIR, folder=small_disk), **SLICED) as store,
-        caplog.at_level(logging.WARNING, "fluxjax.data"),
-    ):
-        tickets = seen(store, refs_of(folder))
-        for ticket in tickets * 2:
-            np.testing.assert_array_equal(store.fetch_bytes([whole(ticket)])[0], pixels(ticket.ref)[1])
-        assert store.stats().spilled_bytes <= 64 << 10
-        assert [str(small_disk) in record.getMessage() for record in caplog.records] == [True]
-        assert "TMPDIR names another folder" in caplog.text and "No space left" in caplog.text
-
-
-def test_a_file_that_cannot_be_made_is_an_error_of_the_setting(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(local_store, "SPILL", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"no file for decoded media can be made in .*file"):
-        LocalStore(SETTINGS, DataConfig(), workers=0)
-
-
-OWNER = """
-import sys
-import numpy as np
-from fluxjax.data.media_cache import SpillFile
-spill = SpillFile(sys.argv[1], 1000)
-spill.write(1, np.ones(10, np.uint8))
-print(spill.read(1).sum(), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_process_that_is_killed_leaves_nothing_on_disk(tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], **pipes) as process:
-        assert process.stdout.readline() == "10\n"
-        process.kill()
-    assert not os.listdir(tmp_path)
-
-
-def test_what_was_written_first_makes_room_and_nobody_reads_another_ones_bytes(tmp_path):
-    spill = media_cache.SpillFile(str(tmp_path), 100)
-    with contextlib.closing(spill):
-        for number in range(7):
-            spill.write(number, np.full((6, 5), number, np.uint8))
-            expected = [[], [0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]][number + 1]
-            found = {key: array for key in range(8) if (array := spill.read(key)) is not None}
-            assert list(found) == expected and spill.used == 30 * len(expected)
-            assert all(array.shape == (6, 5) and (array == key).all() for key, array in found.items())
-        spill.write(8, np.zeros(101, np.uint8))
-        assert spill.read(8) is None and spill.read(6) is not None
-
-
-def test_nothing_is_written_where_another_array_is_being_written(tmp_path, monkeypatch):
-    spill, write = media_cache.SpillFile(str(tmp_path), 100), os.pwrite
-    begun, gate = threading.Event(), threading.Event()
-
-    def slow(*arguments):
-        begun.set()
-        assert gate.wait(60)
-        return write(*arguments)
-
-    with contextlib.closing(spill), ThreadPoolExecutor(1) as pool:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", slow)
-            writing = pool.submit(spill.write, 0, np.full(30, 0, np.uint8))
-            assert begun.wait(60)
-        for number in range(1, 5):
-            spill.write(number, np.full(30, number, np.uint8))
-        assert [spill.read(number) is not None for number in range(5)] == [False, True, True, False, False]
-        gate.set()
-        writing.result(60)
-        spill.write(5, np.full(30, 5, np.uint8))
-        assert [spill.read(number) is not None for number in range(6)] == [False, True, True, False, False, True]
-        assert (spill.read(1) == 1).all() and (spill.read(5) == 5).all() and spill.used == 90
+        assert store.stats().memory_bytes <= 3 * PAIR

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.processing.media_file import Source
+from models.processing.media_file import Source, opened, source_name
 from models.processing.patches import arrange
 from models.processing.settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
-from models.processing.videos import Sampling, read_video, seconds_per_grid
+from models.processing.videos import VideoReader, seconds_per_grid
 
 LAYOUT = PatchLayout(patch_size=8, window_size=32)
 PIXELS = PixelSettings(min_pixels=256, max_pixels=64 * 96)
@@ -128,16 +128,13 @@ def load_video(
     frames: FrameSettings,
     limits: DecodeLimits = DecodeLimits(),  # noqa: B008 (frozen)
 ) -> Video:
-    """Decodes, samples and resizes a video. Raises what `read_video` raises."""
-    whole = np.empty((0, 0, 0, 3), np.uint8)
-    for item in read_video(source, layout, pixels, frames, limits):
-        if isinstance(item, Sampling):
-            return Video(whole, item.seconds, item.indices)
-        if item is not None:
-            if item.slot == 0:
-                whole = np.empty((item.count, *item.pixels.shape), np.uint8)
-            whole[item.slot] = item.pixels
-    raise AssertionError("a video is read to its end")
+    """Decodes, samples and resizes a video. Raises what `VideoReader.read` raises."""
+    kept: dict[int, np.ndarray] = {}
+    with opened(source) as file:
+        reader = VideoReader(file, source_name(source), layout, pixels, frames, limits)
+        sampling = reader.read(lambda slot, count, frame: kept.update({slot: frame}))
+    whole = np.stack([kept[slot] for slot in range(len(sampling.indices))])
+    return Video(whole, sampling.seconds, sampling.indices)
 
 
 def decoded(path: pathlib.Path) -> np.ndarray:

@@ -13,11 +13,12 @@ from PIL import Image
 from wild_media import VIDEOS, frames, remux, x264
 
 from fluxjax.data.tickets import MediaRef, Ticket
-from models.processing import MediaError, video_slices
+from models.processing import MediaError
 from models.processing.containers import EntryPoints
 from models.processing.media import MediaSettings
-from models.processing.media_file import Medium
+from models.processing.media_file import Medium, opened
 from models.processing.settings import FrameSettings, PixelSettings
+from models.processing.video_slices import VideoSlicer
 
 SETTINGS = MediaSettings(LAYOUT, video=PIXELS, frames=ALL)
 CHOICES = [
@@ -37,8 +38,8 @@ MOST = {**dict.fromkeys(FROM_START, 48), "size changes": 32, "told once": 24}
 
 
 def slice_of(path, medium, first, last, using=SETTINGS):
-    asked = (using.layout, using.video, using.frames, using.limits)
-    return video_slices.load_slice(path, medium, range(first, last), *asked)
+    with opened(path) as file:
+        return VideoSlicer(file, path, *using._of_videos, medium).slice(range(first, last))
 
 
 @pytest.fixture(scope="module", params=VIDEOS)

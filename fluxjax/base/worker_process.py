@@ -1,0 +1,137 @@
+"""A process that works for a run: it calls a function for each argument that the run sends, within bounds.
+
+It is `python -m fluxjax.base.worker_process DESCRIPTOR`, the other end of the socket of a `WorkerPool`. Its memory is
+bounded, its signals are left to the run, and it lives no longer than the run. Only the function's module may import
+JAX, not this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import pathlib
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import said
+from .process_channel import Channel, WithArrays
+
+GRACE = 10.0  # seconds after which the system ends a job that the run did not end, because the run has ended itself
+FIRST_VICTIM = "500"  # of 1000: the system kills this process before the run when memory runs out
+
+
+def main(descriptor: int) -> None:
+    channel = Channel(socket.socket(fileno=descriptor))
+    leave_signals_to_the_run()
+    end_with_run(descriptor)
+    begin, _ = channel.receive()
+    sys.path.extend(path for path in begin["path"] if path not in sys.path)
+    try:
+        function = found(begin["function"])
+        if begin["made_with"] is not None:
+            function = function(begin["made_with"])
+    except Exception as error:  # whatever the module raises as it is imported
+        channel.send({"failed": f"{type(error).__name__}: {error}"})
+        return
+    bound_memory(begin["memory"])
+    channel.send({"ready": os.getpid()})
+    with contextlib.suppress(EOFError):
+        while True:
+            job, _ = channel.receive()
+            _answer(channel, function, job)
+
+
+def found(path: str) -> Callable[[Any], Any]:
+    """Returns the function at `module:function`. Raises the errors of importing it."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, Any]) -> None:
+    number, process = job["number"], os.getpid()
+    reply: dict[str, Any]
+    arrays: Sequence[np.ndarray] = ()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE)
+        result = function(job["argument"])
+        result, arrays = result if isinstance(result, WithArrays) else (result, ())
+        reply = {"result": result, "arrays": len(arrays)}
+    except BaseException as error:  # includes SystemExit: the run gets an error, not the end of the process
+        reply = {"memory": True} if lacked_memory(error) else {"error": said(error)}
+    finally:
+        if os.getpid() != process:  # a child that the function forked: only its parent answers
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        channel.send({"number": number, **reply})
+    except (TypeError, ValueError, OverflowError) as error:
+        channel.send({"number": number, "error": f"returned what can't be sent: {error}"})
+        return
+    for array in arrays:
+        channel.send({}, array)
+
+
+# --- bounds ----------------------------------------------------------------------------------------
+
+
+def leave_signals_to_the_run() -> None:
+    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_run(descriptor: int) -> None:
+    """Ends this process at once, in any state, when the other end of the socket `descriptor` is closed."""
+    threading.Thread(target=_end_when_closed, args=(descriptor,), daemon=True, name="end-with-run").start()
+
+
+def _end_when_closed(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # only the hang-up wakes the poll
+    poll.poll()
+    os._exit(1)
+
+
+def bound_memory(allowed: int) -> None:
+    """Bounds this process to its present memory plus `allowed` bytes, where the system can; a crash leaves no core
+    file."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + allowed
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
+
+
+def lacked_memory(error: BaseException) -> bool:
+    """Says whether an error is caused by a lack of memory, which libraries report in many ways."""
+    return any(
+        isinstance(cause, MemoryError)
+        or (
+            isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN)
+        )  # the latter for a thread's stack
+        or "out of memory" in str(cause).lower()
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
