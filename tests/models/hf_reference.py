@@ -4,17 +4,24 @@ Weights are drawn so that activations stay of order 1: a tolerance of 1e-4 then 
 """
 
 import dataclasses
+import functools
+import operator
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from media_files import parity
 
 import models
-from models.decoder import Decoder
+from models.config import NameLayout, Qwen25VLConfig
+from models.decoder import Decoder, logprobs
+from models.hf import tensor_names
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
+from sharding.walk import Walk
 
 torch, transformers = parity("torch", "transformers")
 
@@ -100,7 +107,12 @@ def build_text(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, s
     return _pair(transformers.Qwen2ForCausalLM(config), folder, dtype, seed)
 
 
-BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
+def build_qwen3(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any) -> Pair:
+    config = transformers.Qwen3Config(**text_settings(tie_word_embeddings=tied, **{"head_dim": 12, **text}))
+    return _pair(transformers.Qwen3ForCausalLM(config), folder, dtype, seed)
+
+
+BUILD = {"qwen2": build_text, "qwen3": build_qwen3, "qwen2_5_vl": build_vl}
 
 
 def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
@@ -185,6 +197,40 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
         vision=vision,
     )
     return Question(inputs, reference)
+
+
+def gradient_errors(pair: Pair, asked: Question) -> dict[str, tuple[float, float]]:
+    """(largest error, largest magnitude) of the gradient of each weight, of the mean log-loss of a prompt. Ours are
+    computed with rematerialisation."""
+    pair.reference.zero_grad()
+    output = pair.reference(**asked.reference).logits[:, :-1]
+    targets = asked.reference["input_ids"][:, 1:]
+    torch.nn.functional.cross_entropy(output[0], targets[0]).backward()
+    wanted = {name: parameter.grad for name, parameter in pair.reference.state_dict(keep_vars=True).items()}
+
+    graphdef, params = models.split(pair.model)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat="layer"))
+            return -jnp.mean(chosen[:, 1:])
+
+        return jax.grad(loss)(params)
+
+    found, errors = gradient(params), {}
+    config = pair.model.config
+    if isinstance(config, Qwen25VLConfig):  # in memory the reference always has the nested names
+        config = dataclasses.replace(config, names=NameLayout.NESTED)
+    for entry in tensor_names(config):
+        ours = functools.reduce(operator.getitem, entry.path, found)
+        for layer, name in enumerate(entry.full_names):
+            expected = wanted[name].numpy()
+            assert np.abs(expected).max() > 1e-6, f"{name} has no gradient: the comparison is empty"
+            actual = entry.to_disk(np.asarray(ours[layer] if entry.stacked else ours))
+            errors[name] = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
+    assert len(errors) == len(list(pair.reference.parameters()))
+    return errors
 
 
 QUESTIONS: dict[str, tuple[Any, ...]] = {

@@ -49,12 +49,20 @@ def vl(tmp_path_factory):
     return pair
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    pair = hf_reference.build_text(folder, seed=5, vocab_size=90)
+def text_checkpoint(kind, folder):
+    pair = hf_reference.BUILD[kind](folder, seed=5, vocab_size=90)
     tiny.build(TEXTS, ["left", "right"]).save(folder)
     return pair
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return text_checkpoint("qwen2", tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return text_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 def media_of(prompt, files):
@@ -103,7 +111,7 @@ def full_forward(model, prompt, token_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("vl", QUESTION), ("vl", MIXED)])
+@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED)])
 def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, asked):
     pair = request.getfixturevalue(kind)
     processor = Processor.load(pair.folder)
