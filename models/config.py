@@ -55,8 +55,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 and Qwen2.5 have biases on q, k, v; Qwen3 has
-    head norms in their place, or biases on q, k, v and o beside head norms."""
+    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms."""
 
     vocab_size: int
     hidden_size: int

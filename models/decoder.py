@@ -83,8 +83,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model that a strategy or an engine walks: `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, and the base of all
-    other architectures.
+    """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
     Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """

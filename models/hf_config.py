@@ -209,8 +209,8 @@ def read_text(
 ) -> TextConfig:
     """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
 
-    The defaults are those of transformers for the architecture, used where the file has no value. `head_norm` says
-    that the architecture is Qwen3's, in which `attention_bias` is a setting and the head size has a default.
+    The defaults are those of transformers for the architecture, used where the file has no value. Only Qwen3's
+    (`head_norm`) has `attention_bias` as a setting.
     """
     where = "config.json" if config is outer else "text_config of config.json"
     _refuse_quantised(outer, "config.json")
@@ -283,8 +283,7 @@ _READERS = {
     "Qwen3ForCausalLM": read_qwen3,
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
 }
-# for files without `architectures`
-_MODEL_TYPES = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen2_5_vl": read_qwen2_5_vl}
+_MODEL_TYPES = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen2_5_vl": read_qwen2_5_vl}  # without `architectures`
 
 
 @one_line(ModelConfigError)

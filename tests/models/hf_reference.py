@@ -15,16 +15,18 @@ import numpy as np
 from media_files import parity
 
 import models
-from models.config import NameLayout, Qwen25VLConfig
+from models.config import NameLayout, PatchLayout, Qwen25VLConfig
 from models.decoder import Decoder, logprobs
 from models.hf import tensor_names
 from models.inputs import PackedTokens
+from models.processing import tiny
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 from sharding.walk import Walk
 
 torch, transformers = parity("torch", "transformers")
 
+TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"]
 VOCAB = 160
 IMAGE, VIDEO, START, END = 150, 151, 152, 153
 TOLERANCE = 1e-4  # absolute, float32
@@ -120,6 +122,20 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
     reference = reference.to(dtype or torch.float32).eval()
     reference.save_pretrained(folder)
     return Pair(reference, models.load(folder), folder)
+
+
+def checkpoint(kind: str, folder: pathlib.Path) -> Pair:
+    """A checkpoint with both sides' files, tokenizer included, whose special ids are the tokenizer's."""
+    if kind != "qwen2_5_vl":
+        pair, media = BUILD[kind](folder, seed=5, vocab_size=90), {}
+    else:
+        config = vl_config(text_settings(vocab_size=90))
+        config.vision_start_token_id, config.vision_end_token_id = 3, 4
+        config.image_token_id, config.video_token_id = 6, 7
+        pair = _pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, None, 3)
+        media = {"layout": PatchLayout.of(pair.model.config.vision), "max_pixels": 32 * 32}  # type: ignore[union-attr]
+    tiny.build(TEXTS, ["left", "right"], **media).save(folder)
+    return pair
 
 
 def to_numpy(value: Any) -> np.ndarray:

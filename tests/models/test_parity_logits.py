@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hf_reference import (
+    BUILD,
     QUESTIONS,
     TOLERANCE,
     Pair,
@@ -129,12 +130,14 @@ ROPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("linear", "vl"), ("yarn", "vl"), ("yarn with scales", "text")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("linear", "vl"), ("yarn", "vl"), ("yarn", "qwen3"), ("yarn with scales", "qwen2")]
+)
 def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:
     """Long-context settings; each changes the logits by much more than the tolerance."""
     rope = {**ROPES[name], "rope_theta": 10000.0, **({"mrope_section": [2, 1, 1]} if kind == "vl" else {})}
-    build, parts = (build_text, (60,)) if kind == "text" else (build_vl, QUESTIONS["mixed"])
-    pair = build(tmp_path, rope_parameters=rope)
+    parts = QUESTIONS["mixed"] if kind == "vl" else (60,)
+    pair = {**BUILD, "vl": build_vl}[kind](tmp_path, rope_parameters=rope)
     assert error_of_logits(pair, *parts) < TOLERANCE
     plain = dataclasses.replace(
         pair.model.config.text, rope=RopeConfig(mrope_section=tuple(rope.get("mrope_section", ())))
