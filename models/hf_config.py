@@ -295,7 +295,7 @@ def read_config(config: JsonObject) -> AnyConfig:
         known = [_MODEL_TYPES[config["model_type"]]]
     if known:
         return known[0](config)
-    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    found = (", ".join(names) or f"model_type {config.get('model_type')!r}")[:100]
     raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(_READERS))}")
 
 
