@@ -55,7 +55,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder: grouped-query attention with biases on q, k, v, SwiGLU, RMS norms (Qwen2, Qwen2.5)."""
+    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms."""
 
     vocab_size: int
     hidden_size: int
@@ -64,6 +64,9 @@ class TextConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    qkv_bias: bool = True
+    o_bias: bool = False
+    head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     tie_word_embeddings: bool = False
@@ -156,7 +159,7 @@ class VisionConfig(PatchLayout):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2Config:
-    """Qwen2 and Qwen2.5 text models (`Qwen2ForCausalLM`)."""
+    """Text models: Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`), and with `text.head_norm` Qwen3 (`Qwen3ForCausalLM`)."""
 
     text: TextConfig
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read

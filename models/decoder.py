@@ -1,4 +1,4 @@
-"""The decoder of Qwen2 and Qwen2.5 as a stack of layers: embed -> layer[i] ... -> norm -> head.
+"""The decoder of Qwen2, Qwen2.5 and Qwen3 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
 The caller gives attention to each layer as a function (`attend`): training masks packed rows, decoding writes and reads
 a cache. The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the
@@ -32,7 +32,7 @@ Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Aux]]
 
 
 class SelfAttention(nnx.Module):
-    """Projections of grouped-query attention; biases on q, k and v only."""
+    """Projections of grouped-query attention, with the biases and head norms that the configuration asks for."""
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -41,18 +41,28 @@ class SelfAttention(nnx.Module):
         self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
         self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
         self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
-        self.q_bias = weight(rngs, WeightSpec((N, H), ("N", "H"), zeros), stack)
-        self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
-        self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+        self.config = config
+        if config.qkv_bias:
+            self.q_bias = weight(rngs, WeightSpec((N, H), ("N", "H"), zeros), stack)
+            self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+            self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
+        if config.o_bias:
+            self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
+        if config.head_norm:
+            self.q_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
+            self.k_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
 
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
     ) -> tuple[Float[Array, "B T D"], Aux]:
-        q = add_bias(project(x, self.q), self.q_bias[...])
-        k = add_bias(project(x, self.k), self.k_bias[...])
-        v = add_bias(project(x, self.v), self.v_bias[...])
+        q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
+        if self.config.qkv_bias:
+            q, k, v = add_bias(q, self.q_bias[...]), add_bias(k, self.k_bias[...]), add_bias(v, self.v_bias[...])
+        if self.config.head_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         out, aux = attend(rotate(q, rotary), rotate(k, rotary), v)
-        return project(out, self.o), aux
+        out = project(out, self.o)
+        return add_bias(out, self.o_bias[...]) if self.config.o_bias else out, aux
 
 
 class DecoderLayer(nnx.Module):
@@ -73,7 +83,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model that a strategy or an engine walks: `Qwen2ForCausalLM`, and the base of all other architectures.
+    """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
     Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """

@@ -46,14 +46,13 @@ def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
 
 # Settings that change what other programs compute, each with the one value under which they compute as this decoder.
 _SUPPORTED: dict[str, bool | int | None] = {
-    "attention_bias": True,  # on q, k and v, as in every published checkpoint of these architectures
-    "qkv_bias": True,
     "mlp_bias": False,
     "is_causal": True,
     "attention_dropout": 0,
     "partial_rotary_factor": 1,
     "dual_chunk_attention_config": None,
 }
+_QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # on q, k, v, in all published checkpoints
 
 
 def _refuse_quantised(config: JsonObject, where: str) -> None:
@@ -66,12 +65,12 @@ def _refuse_quantised(config: JsonObject, where: str) -> None:
             )
 
 
-def _refuse_unsupported(config: JsonObject, where: str) -> None:
+def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None:
     """Raises ModelConfigError, naming the field, where `config` asks the decoder for something that it can't do."""
     _refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
-    for name, value in _SUPPORTED.items():
+    for name, value in (_SUPPORTED | ({"qkv_bias": False} if head_norm else _QWEN2_BIASES)).items():
         if config.get(name, value) not in (None, value):
             raise ModelConfigError(f"{name}={config[name]!r} in {where} is not supported; supported is {value!r}")
 
@@ -206,17 +205,20 @@ def read_text(
     default_eps: float = 1e-6,
     default_section: tuple[int, ...] = (),
     default_full_layers: int = 28,
+    head_norm: bool = False,
 ) -> TextConfig:
     """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
 
-    The defaults are those of transformers for the architecture, used where the file has no value.
+    The defaults are those of transformers for the architecture, used where the file has no value. Only Qwen3's
+    (`head_norm`) has `attention_bias` as a setting.
     """
     where = "config.json" if config is outer else "text_config of config.json"
     _refuse_quantised(outer, "config.json")
-    _refuse_unsupported(config, where)
+    _refuse_unsupported(config, where, head_norm)
     layers, heads = _need(config, "num_hidden_layers", where), _need(config, "num_attention_heads", where)
     _refuse_sliding_windows(config, layers, default_full_layers, where)
     hidden = _need(config, "hidden_size", where)
+    qwen3_bias = head_norm and bool(config.get("attention_bias"))
     return TextConfig(
         vocab_size=_need(config, "vocab_size", where),
         hidden_size=hidden,
@@ -224,7 +226,10 @@ def read_text(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=config.get("head_dim") or (128 if head_norm else hidden // heads),
+        qkv_bias=qwen3_bias or not head_norm,
+        o_bias=qwen3_bias,
+        head_norm=head_norm,
         rms_norm_eps=float(config.get("rms_norm_eps", default_eps)),
         rope=read_rope(config, outer, default_theta=default_theta, default_section=default_section),
         tie_word_embeddings=bool(outer.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
@@ -255,6 +260,10 @@ def read_qwen2(config: JsonObject) -> Qwen2Config:
     return Qwen2Config(text=read_text(config, config), extra=json.dumps(config))
 
 
+def read_qwen3(config: JsonObject) -> Qwen2Config:
+    return Qwen2Config(text=read_text(config, config, head_norm=True), extra=json.dumps(config))
+
+
 def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
     text = config.get("text_config") or config
     return Qwen25VLConfig(
@@ -269,8 +278,12 @@ def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
 
 
 # Keys are names in `architectures` of config.json; MiMo-VL has Qwen2.5-VL's.
-_READERS = {"Qwen2ForCausalLM": read_qwen2, "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl}
-_MODEL_TYPES = {"qwen2": read_qwen2, "qwen2_5_vl": read_qwen2_5_vl}  # for files without `architectures`
+_READERS = {
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen3ForCausalLM": read_qwen3,
+    "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
+}
+_MODEL_TYPES = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen2_5_vl": read_qwen2_5_vl}  # without `architectures`
 
 
 @one_line(ModelConfigError)
@@ -282,7 +295,7 @@ def read_config(config: JsonObject) -> AnyConfig:
         known = [_MODEL_TYPES[config["model_type"]]]
     if known:
         return known[0](config)
-    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    found = (", ".join(names) or f"model_type {config.get('model_type')!r}")[:100]
     raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(_READERS))}")
 
 
@@ -314,7 +327,10 @@ def write_rope(rope: RopeConfig) -> dict[str, object]:
 
 
 def write_text(text: TextConfig) -> dict[str, object]:
-    fields = {_TEXT_NAMES.get(name, name): value for name, value in vars(text).items() if name != "rope"}
+    unnamed = {"rope", "qkv_bias", "o_bias", "head_norm"}
+    fields = {_TEXT_NAMES.get(name, name): value for name, value in vars(text).items() if name not in unnamed}
+    if text.head_norm:
+        fields["attention_bias"] = text.o_bias
     return {**fields, "hidden_act": "silu", "use_sliding_window": False, **write_rope(text.rope)}
 
 
@@ -335,13 +351,15 @@ def write_vision(vision: VisionConfig) -> dict[str, object]:
 def write_config(config: AnyConfig) -> dict[str, Any]:
     """The `config.json` dictionary of a configuration: the one that it was read from, if that still means the same."""
     source = json.loads(config.extra)
-    if isinstance(config, Qwen2Config):
-        if source and read_qwen2(source) == config:
-            return source
-        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **write_text(config.text)}
-    # The names of weights are a property of the weight files, not of config.json.
-    if source and dataclasses.replace(read_qwen2_5_vl(source), names=config.names) == config:
+    read = read_config(source) if source else None
+    if isinstance(read, Qwen25VLConfig) and isinstance(config, Qwen25VLConfig):
+        read = dataclasses.replace(read, names=config.names)  # a property of the weight files, not of config.json
+    if read == config:
         return source
+    if isinstance(config, Qwen2Config):
+        number = 3 if config.text.head_norm else 2
+        names = {"architectures": [f"Qwen{number}ForCausalLM"], "model_type": f"qwen{number}"}
+        return names | write_text(config.text)
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",

@@ -47,9 +47,9 @@ class Normal:
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None, axis: str = "D") -> None:
         self.eps = eps
-        self.scale = weight(rngs, WeightSpec((size,), ("D",), ones), stack)
+        self.scale = weight(rngs, WeightSpec((size,), (axis,), ones), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)

@@ -23,7 +23,7 @@ def abstract(config: AnyConfig) -> Decoder:
         from .qwen2_5_vl.modeling import Qwen25VL
 
         return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a Qwen2 text model is the plain decoder
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a text model is the plain decoder
 
 
 def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:

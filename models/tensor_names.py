@@ -86,6 +86,8 @@ DECODER = {
     "layers.{}.self_attn.k_proj": "layers.attention.k",
     "layers.{}.self_attn.v_proj": "layers.attention.v",
     "layers.{}.self_attn.o_proj": "layers.attention.o",
+    "layers.{}.self_attn.q_norm": "layers.attention.q_norm.scale",
+    "layers.{}.self_attn.k_norm": "layers.attention.k_norm.scale",
     "layers.{}.post_attention_layernorm": "layers.mlp_norm.scale",
     "layers.{}.mlp.gate_proj": "layers.mlp.gate",
     "layers.{}.mlp.up_proj": "layers.mlp.up",

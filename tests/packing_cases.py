@@ -47,6 +47,7 @@ MODEL = Qwen25VLConfig(
 )
 
 TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
+QWEN3 = Qwen2Config(text=dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=10))
 
 # What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).
 Content = list[int | tuple[int, int, int]]

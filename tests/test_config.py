@@ -23,7 +23,8 @@ from fluxjax.simulation.options import SimulateConfig as SimulatedConfig
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
-REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")]
+TEXTS = ("qwen2_5_7b", "qwen3_8b", "qwen3_32b")
+REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", *TEXTS)]
 ONE_GPU = ["configs/qwen2_5_vl_3b.py:one_gpu", "configs/qwen2_5_vl_3b.py:one_gpu_full"]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
 TINY = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug"]

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_cases import save
 from jax.sharding import PartitionSpec as P
 from learner_cases import assert_close
-from packing_cases import MODEL, TEXT, compose, make_config, make_groups
+from packing_cases import MODEL, QWEN3, TEXT, compose, make_config, make_groups
 from turns import by_turns
 
 import models
@@ -34,7 +34,7 @@ CONTENTS = {
     "vision": [[5], [3, (1, 4, 4), 2], [9], [2, (2, 4, 8), 3, (1, 4, 4), 1], [4], [1, (1, 8, 4), 1]],
     "text": [[5], [9], [4], [12], [3], [7]],
 }
-CONFIGS = {"vision": MODEL, "text": TEXT}
+CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3}
 LENGTHS = [[3, 1, 6], [4, 4], [2, 5, 7, 1], [6, 3], [8], [1, 2, 3]]
 
 

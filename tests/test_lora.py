@@ -68,8 +68,10 @@ def merged(base, own):
 
 
 @functools.cache
-def alone(seed):
-    learner = learner_of("text", adapted(make_config(tokens_per_row=128, rows=32)))
+def alone(seed, kind, rank):
+    config = adapted(make_config(tokens_per_row=128, rows=32))
+    config.lora.rank = rank
+    learner = learner_of(kind, config)
     composition = compose(*text_groups(seed), learner.config)
     return outcome(learner, composition)
 
@@ -116,13 +118,24 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", by_turns([FlexUlysses(), ODC()]))
-def test_every_strategy_equals_one_device(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "kind", "rank"),
+    by_turns(
+        [
+            (FlexUlysses(), "text", RANK),
+            (ODC(), "text", RANK),
+            (FlexUlysses(), "qwen3", 0),
+            (ODC(), "qwen3", RANK),
+            (ODC(), "qwen3", 0),
+        ]
+    ),
+)
+def test_every_strategy_equals_one_device(strategy, kind, rank):
     """`test_any_number_of_devices_equals_one` has FSDP, `test_spread_equivalence` fixed degrees."""
     config = adapted(make_config(tokens_per_row=64, rows=4))
-    config.sharding.strategy = strategy
+    config.sharding.strategy, config.lora.rank = strategy, rank
     composition = compose(*text_groups(7), config, DEVICES, text=TEXT.text)
-    assert_equal(outcome(learner_of("text", config, DEVICES), composition), alone(7))
+    assert_equal(outcome(learner_of(kind, config, DEVICES), composition), alone(7, kind, rank))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from sharding.mesh import make_mesh
 from sharding.target import Target, compiling_for
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
+REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b", "qwen3_8b", "qwen3_32b")
 
 SCHEDULE = """HloModule jit_step, is_scheduled=true
 

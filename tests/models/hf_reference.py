@@ -4,20 +4,29 @@ Weights are drawn so that activations stay of order 1: a tolerance of 1e-4 then 
 """
 
 import dataclasses
+import functools
+import operator
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from media_files import parity
 
 import models
-from models.decoder import Decoder
+from models.config import NameLayout, PatchLayout, Qwen25VLConfig
+from models.decoder import Decoder, logprobs
+from models.hf import tensor_names
 from models.inputs import PackedTokens
+from models.processing import tiny
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
+from sharding.walk import Walk
 
 torch, transformers = parity("torch", "transformers")
 
+TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"]
 VOCAB = 160
 IMAGE, VIDEO, START, END = 150, 151, 152, 153
 TOLERANCE = 1e-4  # absolute, float32
@@ -100,7 +109,12 @@ def build_text(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, s
     return _pair(transformers.Qwen2ForCausalLM(config), folder, dtype, seed)
 
 
-BUILD = {"qwen2": build_text, "qwen2_5_vl": build_vl}
+def build_qwen3(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any) -> Pair:
+    config = transformers.Qwen3Config(**text_settings(tie_word_embeddings=tied, **{"head_dim": 12, **text}))
+    return _pair(transformers.Qwen3ForCausalLM(config), folder, dtype, seed)
+
+
+BUILD = {"qwen2": build_text, "qwen3": build_qwen3, "qwen2_5_vl": build_vl}
 
 
 def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
@@ -108,6 +122,20 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
     reference = reference.to(dtype or torch.float32).eval()
     reference.save_pretrained(folder)
     return Pair(reference, models.load(folder), folder)
+
+
+def checkpoint(kind: str, folder: pathlib.Path) -> Pair:
+    """A checkpoint with both sides' files, tokenizer included, whose special ids are the tokenizer's."""
+    if kind != "qwen2_5_vl":
+        pair, media = BUILD[kind](folder, seed=5, vocab_size=90), {}
+    else:
+        config = vl_config(text_settings(vocab_size=90))
+        config.vision_start_token_id, config.vision_end_token_id = 3, 4
+        config.image_token_id, config.video_token_id = 6, 7
+        pair = _pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, None, 3)
+        media = {"layout": PatchLayout.of(pair.model.config.vision), "max_pixels": 32 * 32}  # type: ignore[union-attr]
+    tiny.build(TEXTS, ["left", "right"], **media).save(folder)
+    return pair
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -185,6 +213,40 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
         vision=vision,
     )
     return Question(inputs, reference)
+
+
+def gradient_errors(pair: Pair, asked: Question) -> dict[str, tuple[float, float]]:
+    """(largest error, largest magnitude) of the gradient of each weight, of the mean log-loss of a prompt. Ours are
+    computed with rematerialisation."""
+    pair.reference.zero_grad()
+    output = pair.reference(**asked.reference).logits[:, :-1]
+    targets = asked.reference["input_ids"][:, 1:]
+    torch.nn.functional.cross_entropy(output[0], targets[0]).backward()
+    wanted = {name: parameter.grad for name, parameter in pair.reference.state_dict(keep_vars=True).items()}
+
+    graphdef, params = models.split(pair.model)
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat="layer"))
+            return -jnp.mean(chosen[:, 1:])
+
+        return jax.grad(loss)(params)
+
+    found, errors = gradient(params), {}
+    config = pair.model.config
+    if isinstance(config, Qwen25VLConfig):  # in memory the reference always has the nested names
+        config = dataclasses.replace(config, names=NameLayout.NESTED)
+    for entry in tensor_names(config):
+        ours = functools.reduce(operator.getitem, entry.path, found)
+        for layer, name in enumerate(entry.full_names):
+            expected = wanted[name].numpy()
+            assert np.abs(expected).max() > 1e-6, f"{name} has no gradient: the comparison is empty"
+            actual = entry.to_disk(np.asarray(ours[layer] if entry.stacked else ours))
+            errors[name] = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
+    assert len(errors) == len(list(pair.reference.parameters()))
+    return errors
 
 
 QUESTIONS: dict[str, tuple[Any, ...]] = {

@@ -66,6 +66,11 @@ def vl_file(*size, **tower):
     return {**VL, **text, "vision_config": {**TOWER, "out_hidden_size": text["hidden_size"], **tower}}
 
 
+def qwen3_file(*size):
+    rest = {"head_dim": 128, "attention_bias": False, "use_sliding_window": False, "rope_theta": 1e6}
+    return {"architectures": ["Qwen3ForCausalLM"], **sized(*size), **rest}
+
+
 FILES = {
     "Qwen2.5-VL-3B": (vl_file(2048, 11008, 36, 16, 2, 151936, True), 3_754_622_976),
     "Qwen2.5-VL-7B": (vl_file(3584, 18944, 28, 28, 4, 152064, False), 8_292_166_656),
@@ -78,6 +83,8 @@ FILES = {
         {"architectures": ["Qwen2ForCausalLM"], **sized(3584, 18944, 28, 28, 4, 152064, False), "rope_theta": 1e6},
         7_615_616_512,
     ),
+    "Qwen3-0.6B": (qwen3_file(1024, 3072, 28, 16, 8, 151936, True), 596_049_920),
+    "Qwen3-8B": (qwen3_file(4096, 12288, 36, 32, 8, 151936, False), 8_190_735_360),
 }
 
 

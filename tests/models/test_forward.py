@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import qwen2_config, rows, run, sequence, text_config, vl_config
+from tiny import qwen2_config, qwen3_config, rows, run, sequence, text_config, vl_config
 
 import models
 from models.config import ModelConfigError
@@ -17,8 +17,11 @@ TOLERANCE = 1e-5  # float32, same arithmetic in another order
 
 
 @pytest.fixture(scope="module")
-def vl():
-    return models.create(vl_config(), seed=1)
+def vl(request):
+    return models.create(getattr(request, "param", vl_config)(), seed=1)
+
+
+every_kind = pytest.mark.parametrize("vl", [vl_config, qwen3_config], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,7 @@ def alone(model, part):
 
 
 @pytest.mark.slow
+@every_kind
 def test_packed_equals_unpacked(vl, sequences) -> None:
     """Two rows of two sequences with images and padding, against each sequence by itself."""
     a, b, c, d = sequences
@@ -42,6 +46,7 @@ def test_packed_equals_unpacked(vl, sequences) -> None:
 
 
 @pytest.mark.slow
+@every_kind
 def test_shared_prompt_equals_repeated_prompt(vl, sequences) -> None:
     """A prompt once with two responses as branches, against prompt and response twice."""
     prompt = sequences[0]

@@ -4,25 +4,22 @@ import json
 import subprocess
 import sys
 
-import hf_reference
 import numpy as np
 import pytest
 from conftest import ROOT
-from hf_reference import torch, transformers
+from hf_reference import checkpoint, torch
 from media_files import in_raster_order, moving_frames, write_video
 from PIL import Image
 from plain_decode import generate
 from tiny import run
 
-from models.config import PatchLayout
 from models.decoder import logprobs
 from models.generate import main
 from models.inputs import PackedTokens
-from models.processing import Processor, tiny
+from models.processing import Processor
 from rollout.generate_command import arrange
 from sharding.walk import Walk
 
-TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"]
 QUESTION, MIXED = "which way does it go?", "a<image>b<video><image>c<video>!"
 
 
@@ -38,23 +35,17 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vl(tmp_path_factory):
-    """A checkpoint with both sides' files, whose special ids are the tokenizer's."""
-    folder = tmp_path_factory.mktemp("vl")
-    config = hf_reference.vl_config(hf_reference.text_settings(vocab_size=90))
-    config.vision_start_token_id, config.vision_end_token_id = 3, 4
-    config.image_token_id, config.video_token_id = 6, 7
-    pair = hf_reference._pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, None, 3)
-    layout = PatchLayout.of(pair.model.config.vision)
-    tiny.build(TEXTS, ["left", "right"], layout=layout, max_pixels=32 * 32).save(folder)
-    return pair
+    return checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    pair = hf_reference.build_text(folder, seed=5, vocab_size=90)
-    tiny.build(TEXTS, ["left", "right"]).save(folder)
-    return pair
+    return checkpoint("qwen2", tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 def media_of(prompt, files):
@@ -103,7 +94,7 @@ def full_forward(model, prompt, token_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("vl", QUESTION), ("vl", MIXED)])
+@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED)])
 def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, asked):
     pair = request.getfixturevalue(kind)
     processor = Processor.load(pair.folder)

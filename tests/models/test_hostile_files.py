@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from junk import spoiled
-from tiny import qwen2_config, vl_config
+from tiny import qwen2_config, qwen3_config, vl_config
 from turns import third_of
 
 from models.config import ModelConfigError
@@ -16,7 +16,8 @@ from models.hf_config import read_config, write_config
 from models.processing import Processor, tokens
 from models.processing import tiny as tiny_processor
 
-CONFIGS = [write_config(dataclasses.replace(config, extra="{}")) for config in (qwen2_config(), vl_config())]
+TINY = qwen2_config(), qwen3_config(), vl_config()
+CONFIGS = [write_config(dataclasses.replace(config, extra="{}")) for config in TINY]
 
 
 @settings(max_examples=third_of(600), deadline=None)

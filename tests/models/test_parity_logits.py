@@ -4,21 +4,29 @@
 """
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import QUESTIONS, TOLERANCE, Pair, build_text, build_vl, question, torch, worst
+from hf_reference import (
+    BUILD,
+    QUESTIONS,
+    TOLERANCE,
+    Pair,
+    build_qwen3,
+    build_text,
+    build_vl,
+    gradient_errors,
+    question,
+    torch,
+    worst,
+)
 from tiny import run
 
 import models
-from models.config import NameLayout, RopeConfig
+from models.config import RopeConfig
 from models.decoder import logits, logprobs
-from models.hf import tensor_names
 from models.inputs import pad
 from models.processing.processor import pack_patches
 from sharding.walk import Walk
@@ -53,6 +61,38 @@ def test_logits_of_qwen2(tmp_path) -> None:
     assert error_of_logits(build_text(tmp_path, tied=True), 40) < TOLERANCE
 
 
+def drawn_shape(seed: int) -> dict[str, Any]:
+    """A Qwen3 of any numbers of heads, head sizes and layers. Every third shape has biases, every second is tied."""
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.integers(1, 4))
+    return {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * int(rng.integers(1, 6)),
+        "head_dim": 2 * int(rng.integers(2, 13)),
+        "hidden_size": int(rng.integers(20, 90)),
+        "intermediate_size": int(rng.integers(20, 90)),
+        "num_hidden_layers": int(rng.integers(1, 4)),
+        "attention_bias": seed % 3 == 0,
+        "tied": seed % 2 == 0,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(7))
+def test_qwen3_of_any_shape(tmp_path, seed: int) -> None:
+    """Logits, log-probabilities, and the gradients of every weight, these to a thousandth of the largest of each."""
+    pair = build_qwen3(tmp_path, seed=seed, **drawn_shape(seed))
+    assert error_of_logits(pair, 33) < TOLERANCE
+    asked = question(pair.model, 29, seed=seed)
+    with torch.no_grad():
+        logs = torch.log_softmax(pair.reference(**asked.reference).logits, -1)[:, :-1]
+    chosen, _ = run(pair.model, logprobs, asked.inputs, Walk())
+    assert worst(chosen[:, 1:], logs.gather(-1, asked.reference["input_ids"][:, 1:, None])[..., 0]) < TOLERANCE
+    errors = {name: error / largest for name, (error, largest) in gradient_errors(pair, asked).items()}
+    print("max relative error of gradients", max(errors.values()))
+    assert max(errors.values()) < 1e-3, errors
+
+
 @pytest.mark.slow
 @tied_or_not
 def test_logprobs_and_entropies(vl: Pair) -> None:
@@ -70,36 +110,9 @@ def test_logprobs_and_entropies(vl: Pair) -> None:
 @tied_or_not
 def test_gradients_of_every_weight(vl: Pair) -> None:
     """The gradients are those of the mean log-loss of a prompt with images and videos, remat included."""
-    asked = question(vl.model, *QUESTIONS["mixed"], seed=2)
-    vl.reference.zero_grad()
-    output = vl.reference(**asked.reference).logits[:, :-1]
-    targets = asked.reference["input_ids"][:, 1:]
-    torch.nn.functional.cross_entropy(output[0], targets[0]).backward()
-    wanted = {name: parameter.grad for name, parameter in vl.reference.state_dict(keep_vars=True).items()}
-
-    graphdef, params = models.split(vl.model)
-
-    @jax.jit
-    def gradient(params):
-        def loss(params):
-            chosen, _ = logprobs(models.merge(graphdef, params), asked.inputs, Walk(remat="layer"))
-            return -jnp.mean(chosen[:, 1:])
-
-        return jax.grad(loss)(params)
-
-    found, errors = gradient(params), {}
-    # in memory the reference always has the nested names
-    for entry in tensor_names(dataclasses.replace(vl.model.config, names=NameLayout.NESTED)):
-        ours = functools.reduce(operator.getitem, entry.path, found)
-        for layer in range(ours.shape[0] if entry.stacked else 1):
-            name = entry.name.format(layer)
-            expected = wanted[name].numpy()
-            assert np.abs(expected).max() > 1e-6, f"{name} has no gradient: the comparison is empty"
-            actual = entry.to_disk(np.asarray(ours[layer] if entry.stacked else ours))
-            errors[name] = float(np.abs(actual - expected).max())
-    print("max error", max(errors.values()))
-    assert not {name: error for name, error in errors.items() if error >= TOLERANCE}
-    assert len(errors) == len(list(vl.reference.parameters()))
+    errors = gradient_errors(vl, question(vl.model, *QUESTIONS["mixed"], seed=2))
+    print("max error", max(error for error, _ in errors.values()))
+    assert not {name: error for name, (error, _) in errors.items() if error >= TOLERANCE}
 
 
 ROPES = {
@@ -117,12 +130,14 @@ ROPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("linear", "vl"), ("yarn", "vl"), ("yarn with scales", "text")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("linear", "vl"), ("yarn", "vl"), ("yarn", "qwen3"), ("yarn with scales", "qwen2")]
+)
 def test_scaled_rotary_embeddings(tmp_path, name: str, kind: str) -> None:
     """Long-context settings; each changes the logits by much more than the tolerance."""
     rope = {**ROPES[name], "rope_theta": 10000.0, **({"mrope_section": [2, 1, 1]} if kind == "vl" else {})}
-    build, parts = (build_text, (60,)) if kind == "text" else (build_vl, QUESTIONS["mixed"])
-    pair = build(tmp_path, rope_parameters=rope)
+    parts = QUESTIONS["mixed"] if kind == "vl" else (60,)
+    pair = {**BUILD, "vl": build_vl}[kind](tmp_path, rope_parameters=rope)
     assert error_of_logits(pair, *parts) < TOLERANCE
     plain = dataclasses.replace(
         pair.model.config.text, rope=RopeConfig(mrope_section=tuple(rope.get("mrope_section", ())))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from flax.traverse_util import unflatten_dict
-from hf_reference import TOLERANCE, build_text, build_vl, question, torch, worst
+from hf_reference import BUILD, TOLERANCE, build_text, question, torch, worst
 from lora_cases import LORA, given_adapters
 from media_files import parity
 from tiny import run
@@ -43,14 +43,16 @@ def peft() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "targets"), [("vl", LORA.targets), ("text", ("o_proj", "up_proj"))])
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("qwen2_5_vl", LORA.targets), ("qwen2", ("o_proj", "up_proj")), ("qwen3", LORA.targets)]
+)
 def test_peft_computes_the_same(kind, targets, peft, tmp_path):
-    pair = build_text(tmp_path / "base") if kind == "text" else build_vl(tmp_path / "base")
+    pair, vision = BUILD[kind](tmp_path / "base"), kind == "qwen2_5_vl"
     lora = dataclasses.replace(LORA, targets=targets)
     adapters = given_adapters(pair.model, lora)
-    flat = pair.model.config if kind == "text" else dataclasses.replace(pair.model.config, names=NameLayout.FLAT)
+    flat = dataclasses.replace(pair.model.config, names=NameLayout.FLAT) if vision else pair.model.config
     save_adapters(flat, unflatten_dict(adapters), tmp_path / "adapter", lora, str(pair.folder))
-    asked = question(pair.model, *((20,) if kind == "text" else MEDIA))
+    asked = question(pair.model, *(MEDIA if vision else (20,)))
     with torch.no_grad():
         before = pair.reference(**asked.reference).logits
         with warnings.catch_warnings():

@@ -33,6 +33,8 @@ def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
     [
         ("qwen2", True, "float32"),
         ("qwen2", False, "bfloat16"),
+        ("qwen3", True, "bfloat16"),
+        ("qwen3", False, "float32"),
         ("qwen2_5_vl", False, "float32"),
         ("qwen2_5_vl", True, "bfloat16"),
     ],
@@ -92,7 +94,7 @@ def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     model = models.create(bare, seed=5)
     hf.save(model, tmp_path / "ours", shard_bytes=200_000)
-    auto = transformers.AutoModelForCausalLM if kind == "qwen2" else transformers.AutoModelForImageTextToText
+    auto = transformers.AutoModelForCausalLM if kind != "qwen2_5_vl" else transformers.AutoModelForImageTextToText
     theirs = auto.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert tensors(tmp_path / "theirs") == tensors(tmp_path / "ours")

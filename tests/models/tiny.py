@@ -50,6 +50,10 @@ def qwen2_config(**text: Any) -> Qwen2Config:
     return Qwen2Config(text_config(rope=RopeConfig(), **text))
 
 
+def qwen3_config(**text: Any) -> Qwen2Config:
+    return qwen2_config(**{"head_norm": True, "qkv_bias": False, "head_dim": 10, **text})
+
+
 def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:
     """`function(model, inputs, ...)` in one jit, the way everything here is called."""
     graphdef, params = models.split(model)

@@ -34,6 +34,7 @@ def _text(**changes: Any) -> TextConfig:
 
 
 TEXT = Qwen2Config(_text(tie_word_embeddings=True))
+QWEN3 = Qwen2Config(dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=12))
 VL = Qwen25VLConfig(
     _text(rope=RopeConfig(mrope_section=(2, 1, 1))),
     VisionConfig(

@@ -19,6 +19,7 @@ import pytest
 from rollout_cases import (
     END,
     IMAGE,
+    QWEN3,
     START,
     TEXT,
     TOLERANCE,
@@ -45,8 +46,9 @@ MEDIA = (IMAGE, VIDEO, START, END)
 
 
 @pytest.mark.slow
-def test_1_greedy_is_the_argmax_of_the_full_forward_pass_and_logprobs_are_its():
-    model, temperatures = build(TEXT), (0.6, 1.7)
+@pytest.mark.parametrize("config", [TEXT, QWEN3], ids=["qwen2", "qwen3"])
+def test_1_greedy_is_the_argmax_of_the_full_forward_pass_and_logprobs_are_its(config):
+    model, temperatures = build(config), (0.6, 1.7)
     prompts = [text_prompt(length, seed=length) for length in (1, 7, 16, 17, 40)]
     greedy = [request(f"r{i}", p, temperature=0.0, max_new_tokens=20) for i, p in enumerate(prompts)]
     how = {"n": 5, "top_p": 0.9, "top_k": 30, "max_new_tokens": 24}
