@@ -34,7 +34,7 @@ from common import ROOT
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import PLANNERS, balance_bound
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"

@@ -26,8 +26,9 @@ from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.dynamic_packing import repacked
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
-from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.vision_units import spread_vision
 
 MIXES = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 DEGREES = (2, 4, 8)

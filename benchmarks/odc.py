@@ -33,7 +33,7 @@ from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
 from benchmarks.packing_baselines import SCHEDULERS, MicrobatchSchedule, bubble_rate, makespan
-from sharding.planner import Limits
+from sharding.planner.plan import Limits
 
 # Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
 MODEL = {

@@ -19,13 +19,14 @@ and the two gradients are sums along different axes.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .target import launch, runs_triton, target, varying_zero
+from .mesh import launch, runs_triton, target, varying_zero
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
@@ -136,12 +137,8 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
 # Below are the kernels of NVIDIA GPUs.
 
 
-def chosen(hidden: Array, head: Array) -> bool:
-    """Says, while a program is traced, whether Triton kernels compute log-probabilities of these arrays.
-
-    They do where a Triton kernel can be launched (`runs_triton`) and the width of the model is a multiple of 16.
-    """
-    return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and runs_triton(hidden, head)
+# Says, while a program is traced, whether the kernels compute log-probabilities of (hidden states, head).
+chosen = functools.partial(runs_triton, multiple=16)
 
 
 @dataclasses.dataclass(frozen=True)

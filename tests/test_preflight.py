@@ -32,8 +32,7 @@ from rollout.lowered import EngineArrays, lowered_programs
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS
 from sharding.kernels.tiles import tile_size
-from sharding.mesh import make_mesh
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for, make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b")
@@ -269,7 +268,7 @@ def test_programs_are_traced_for_the_described_device():
 from fluxjax.sizing.topology import Topology, find_plugin
 find_plugin()
 import jax
-from sharding.target import Target, compiling_for, target
+from sharding.mesh import Target, compiling_for, target
 for kind in ("a100", "h100"):
     with compiling_for(Target.of(Topology.parse(f"1x1x{kind}").devices()[0])):
         print(target().platform, target().capability)

@@ -1,6 +1,6 @@
 """A microbatch whose sequences are spread over devices, before its arrays exist: its pieces, their plan, its frames.
 
-The vision tower's work has its own even plan (`sharding.planner.spread_vision`); its features then travel to their
+The vision tower's work has its own even plan (`sharding.planner.vision_units`); its features then travel to their
 tokens (`sharding.spread.route`).
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import ARRAYS, VisionInput, blank, concatenate, side_by_side
 from sharding.mesh import binary_axes, replica_size
-from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.vision_units import spread_vision
 from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from models.config import TextConfig, VisionConfig
 from models.inputs import common_bound
 from sharding.cost import CostError, CostModel
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up

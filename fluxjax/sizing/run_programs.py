@@ -21,9 +21,8 @@ from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS, pages_for
-from sharding import low_rank
-from sharding.mesh import make_mesh
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for, make_mesh
+from sharding.weights import adapted
 
 from ..algorithms import find_algorithm
 from ..base.types import TrainBatch
@@ -181,7 +180,7 @@ class RunShapes:
     @property
     def merged(self) -> float:
         """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
-        return bytes_on_device(low_rank.adapted(self.learner.params, self.learner.gradients.strategy.specs))
+        return bytes_on_device(adapted(self.learner.params, self.learner.gradients.strategy.specs))
 
     @property
     def cache_tokens(self) -> int:

@@ -15,18 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..target import launch, runs_triton, target, varying_zero
+from ..mesh import launch, runs_triton, target, varying_zero
 
-MOST_HEAD_SIZE = 128
-
-
-def chosen(*arrays: Array) -> bool:
-    """Says, while a program is traced, whether this file's kernels compute attention over these arrays.
-
-    They do where a Triton kernel can be launched (`runs_triton`) and heads have at most 128 numbers, a multiple of 8.
-    """
-    head = arrays[0].shape[-1]
-    return head % 8 == 0 and head <= MOST_HEAD_SIZE and runs_triton(*arrays)
+# Says, while a program is traced, whether the kernels compute attention over these arrays: by the sizes of their heads.
+chosen = functools.partial(runs_triton, multiple=8, most=128)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

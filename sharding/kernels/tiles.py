@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..target import target, varying_zero
+from ..mesh import target, varying_zero
 from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach

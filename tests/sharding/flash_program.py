@@ -21,7 +21,7 @@ from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding.kernels import flash, tiles
 from sharding.kernels.attention import Mask, attention, segment_attention
-from sharding.target import Target, compiling_for, runs_triton
+from sharding.mesh import Target, compiling_for, runs_triton
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
 CASES = {

@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding import vocab
-from sharding.target import Target, compiling_for, runs_triton
+from sharding.mesh import Target, compiling_for, runs_triton
 from sharding.vocab import token_logprobs
 
 # name: (dtype, rows, tokens, vocabulary, width, chunk)

@@ -15,7 +15,7 @@ from benchmarks.dynamic_packing import packed_rounds, repacked
 from benchmarks.plan_picture import draw, summary
 from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, bucketing, flexrl, greedy
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.packing import longest_first
 from sharding.planner.plan import PlanError, ShardPlan, least_load, row_tokens
 

@@ -9,7 +9,7 @@ from plan_cases import least_balance, least_traffic
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import flexrl
-from sharding.planner import Limits, flex_ulysses
+from sharding.planner.flex import Limits, flex_ulysses
 
 SYNTHETIC = plan_cases.synthetic_pools()
 NEAR = 1 + Limits.tolerance  # the planner's promise is within its tolerance of the smallest possible

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import third_of
 
-from sharding.planner import VisionPlan, spread_vision
 from sharding.planner.packing import longest_first
 from sharding.planner.plan import PlanError
+from sharding.planner.vision_units import VisionPlan, spread_vision
 
 RUN = st.tuples(st.integers(1, 40), st.sampled_from([16, 64, 100, 256, 999]), st.integers(0, 7), st.integers(0, 2))
 

@@ -57,7 +57,7 @@ class Tensor:
 
 
 def launch(module, kernel, arguments, outs, grid, *, warps, stages, **constants):
-    """Stands in for `sharding.target.launch`. Results that a kernel does not write stay NaN, or the least integer."""
+    """Stands in for `sharding.mesh.launch`. Results that a kernel does not write stay NaN, or the least integer."""
     kernels: Any = importlib.import_module(f"sharding.kernels.{module}")
 
     def run(*arguments):
