@@ -152,7 +152,7 @@ def _milliseconds(lengths: Sequence[int], devices: int, limits: Limits, repeats:
     seconds, work = [], None if cost is None else forward_seconds(cost, lengths)
     for _ in range(repeats):
         begin = time.perf_counter()
-        flex_ulysses(lengths, devices, limits, work=work, cost=cost)
+        flex_ulysses(lengths, devices, limits, work=work, cost=cost and cost.step_seconds)
         seconds.append(time.perf_counter() - begin)
     return round(1e3 * statistics.median(seconds), 2)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.dynamic_packing import repacked
+from benchmarks.plan_picture import sent
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
@@ -131,7 +132,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
             "simulated_update_seconds": cost.step_seconds(plan) + towers + (2 + cost.recompute) * route,
             "simulated_logprob_seconds": cost.step_seconds(plan, train=False) + tower + route,
             "simulated_balance": plan.balance,
-            "simulated_traffic_tokens": float(plan.traffic().sum()),
+            "simulated_traffic_tokens": float(sent(plan).sum()),
             "simulated_vision_forward_seconds": tower,
         }
 

@@ -67,14 +67,12 @@ class Task:
     batches: Sequence[PyTree]
     microbatches: Sequence[StagedMicrobatch]
 
-    def training(self, live: int) -> Itinerary:
+    def itinerary(self, live: int, train: bool) -> Itinerary:
+        """The way forward through all microbatches, each followed by the way back if `train`."""
         needs: list[tuple[Key, ...]] = []
         for microbatch in (self.microbatches[i] for i in self.indices):
-            needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back)]
+            needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back if train)]
         return Itinerary(tuple(needs), live)
-
-    def scoring(self, live: int) -> Itinerary:
-        return Itinerary(tuple(keys for i in self.indices for keys in self.microbatches[i].keys), live)
 
     def pushes(self) -> list[tuple[int, Key]]:
         """The pushes of training, in order, as (number of the device's microbatch, key)."""
@@ -113,7 +111,7 @@ class Worker:
             microbatch = self.task.microbatches[index]
             results, saved = self._forward(window, number, index, microbatch.forward, push_done)
             self.tally = results if self.tally is None else _joined(self.tally, results)
-            loss = microbatch.program.outputs[0]
+            loss = microbatch.outputs[0]
             assert isinstance(loss, int)  # a constant loss has no backward pass
             cotangents: dict[int, jax.Array | np.ndarray] = {loss: np.ones((), np.float32)}
             for k in microbatch.back:
@@ -159,7 +157,7 @@ class Worker:
         step saved, with the shapes of its outputs."""
         microbatch, saved = self.task.microbatches[index], {}
         leaves = jax.device_put(jax.tree.leaves(self._read(self.task.batches[index])), self.device)
-        values: dict[int, jax.Array] = dict(zip(microbatch.program.inputs, leaves, strict=True))
+        values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
         del leaves
         for k, step in enumerate(microbatch.steps):
             rows = self._next(window, number, step.name)
@@ -173,9 +171,8 @@ class Worker:
             values.update(zip(step.writes, outputs, strict=True))
             for slot in step.last:
                 values.pop(slot, None)
-        program_outputs = microbatch.program.outputs
-        results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in program_outputs]
-        return jax.tree.unflatten(microbatch.program.tree, results), saved
+        results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in microbatch.outputs]
+        return jax.tree.unflatten(microbatch.tree, results), saved
 
     def _next(self, window: Window, number: int, place: str) -> list[Row]:
         self.place = f"microbatch {number + 1} of {len(self.task.indices)}, {place}"
@@ -241,8 +238,7 @@ class Odc:
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
         gradients = PushedGradients(owners, orders, 2 * self._live_layers, failure.check)
-        trips = [task.training(self._live_layers) for task in tasks]
-        workers = self._run(params, tasks, trips, failure, gradients)
+        workers = self._run(params, tasks, failure, gradients)
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, tasks[0].microbatches[0])
         return loss, tally, grads
@@ -251,8 +247,7 @@ class Odc:
         """Returns the result of `forward` for each of `inputs`, on the device that computed it; None in another
         process."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
-        trips = [task.scoring(self._live_layers) for task in tasks]
-        workers = self._run(params, tasks, trips, _Failure(self._links))
+        workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
@@ -284,16 +279,12 @@ class Odc:
             return self._staged[name]
 
     def _run(
-        self,
-        params: Params,
-        tasks: Sequence[Task],
-        trips: Sequence[Itinerary],
-        failure: _Failure,
-        gradients: PushedGradients | None = None,
+        self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
         """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward only."""
         published, number = self._rows.publish(params), next(_numbers)
         bound = 2 * self._live_layers
+        trips = [task.itinerary(self._live_layers, gradients is not None) for task in tasks]
         traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
         with failure.noting(lambda: "offering weights to the other processes failed"):
             traffic.offer(trips)
@@ -358,7 +349,7 @@ class Odc:
         return rows
 
     def _tally(self, workers: Sequence[Worker], microbatch: StagedMicrobatch) -> tuple[jax.Array, Tally]:
-        tree = microbatch.program.tree
+        tree = microbatch.tree
         example = jax.tree.unflatten(tree, range(tree.num_leaves))
         maxima = len(example[1].maxima)
         none = np.array([0.0] * (tree.num_leaves - maxima) + [-np.inf] * maxima, np.float32)

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ..walk import Module, Params, Walk
 
 T = TypeVar("T")
-Slots = tuple[int, ...]  # numbers of values that stages pass to each other; each value is written once
+Slots = Sequence[int]  # numbers of values that stages pass to each other; each value is written once
 Arrays = Sequence[jax.Array]
 Layer = jax.Array | np.int32  # the index of a layer
 Run = Callable[..., Sequence[jax.Array]]
@@ -49,7 +49,7 @@ class Stage:
     active_out: tuple[bool, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Step:
     """One application of a stage: the values that it reads and writes, and the layer of its stack (or 0)."""
 
@@ -67,25 +67,6 @@ class Step:
     @property
     def name(self) -> str:
         return f"{self.stage.name}[{self.layer}]" if self.stage.stacked else self.stage.name
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """All steps in order. `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results
-    (or constants); `tree` is the results' structure."""
-
-    steps: tuple[Step, ...]
-    inputs: Slots
-    outputs: tuple[int | np.ndarray, ...]
-    tree: Any  # a PyTreeDef, for which type checkers know no type
-
-
-def cut(function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> Program:
-    """Makes the program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
-
-    Raises StageError for a stack whose first input is not computed, or whose layers all read one weight unsliced.
-    """
-    return _Cutter(Trace(function, params, batch), params).program()
 
 
 class StageError(ValueError):
@@ -187,9 +168,16 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}", tree)
 
 
-class _Cutter:
-    def __init__(self, trace: Trace, params: Params) -> None:
-        self._trace = trace
+class Program:
+    """All steps of `function(params, batch)` in order; both arguments may be abstract (`ShapeDtypeStruct`s).
+
+    `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results (or constants); `tree`
+    is the results' structure. Raises StageError for a stack whose first input is not computed, or whose layers all read
+    one weight unsliced.
+    """
+
+    def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
+        self._trace = trace = Trace(function, params, batch)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         self._paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self._leaf = {var: i for i, var in enumerate(trace.inputs[: len(leaves)])}
@@ -197,25 +185,23 @@ class _Cutter:
         self._slot: dict[Var, int] = {}
         self._fresh = functools.partial(next, itertools.count())
         self._active: set[Var] = set()
-        self._steps: list[Step] = []
-
-    def program(self) -> Program:
-        inputs = tuple(self._new(var) for var in self._trace.inputs[len(self._paths) :])
+        self.steps: list[Step] = []
+        self.inputs = [self._new(var) for var in trace.inputs[len(leaves) :]]
         begin = 0
-        for at, eqn in enumerate(self._trace.equations):
-            self._note_activity(eqn)
+        for at, eqn in enumerate(trace.equations):
+            if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
+                self._active.update(filter(is_float, eqn.outvars))
             if stack := stack_of(eqn):
                 self._segment(begin, at)
                 self._stack(stack, eqn)
                 begin = at + 1
-        self._segment(begin, len(self._trace.equations))
-        outputs = tuple(self._output(var) for var in self._trace.outputs)
-        last = _with_last(self._steps, {o for o in outputs if isinstance(o, int)})
-        return Program(last, inputs, outputs, jax.tree.structure(self._trace.results))
-
-    def _note_activity(self, eqn: JaxprEqn) -> None:
-        if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
-            self._active.update(filter(is_float, eqn.outvars))
+        self._segment(begin, len(trace.equations))
+        self.outputs = [self._output(var) for var in trace.outputs]
+        self.tree: Any = jax.tree.structure(trace.results)  # a PyTreeDef, for which type checkers know no type
+        seen = {output for output in self.outputs if isinstance(output, int)}  # results outlive all steps
+        for step in reversed(self.steps):
+            step.last = [slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen]
+            seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
         """Adds one step for the equations from `begin` to `end`; its outputs are those that later ones read."""
@@ -247,8 +233,8 @@ class _Cutter:
             active_in=tuple(var in self._active for var in values),
             active_out=tuple(var in self._active for var in results),
         )
-        reads = tuple(self._slot[var] for var in values)
-        self._steps.append(Step(stage, 0, reads, tuple(self._new(var) for var in results)))
+        reads = [self._slot[var] for var in values]
+        self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
@@ -295,11 +281,11 @@ class _Cutter:
         )
         reads = [self._slot[var] for var in values]
         for layer in range(stack.length):
-            writes = tuple(self._fresh() for _ in carries)
-            self._steps.append(Step(stage, layer, tuple(reads), writes))
+            writes = [self._fresh() for _ in carries]
+            self.steps.append(Step(stage, layer, list(reads), writes))
             for at, slot in zip(carried, writes, strict=True):
                 reads[at] = slot
-        for var, slot in zip(eqn.outvars, self._steps[-1].writes, strict=True):
+        for var, slot in zip(eqn.outvars, self.steps[-1].writes, strict=True):
             self._slot[var] = slot
 
     def _new(self, var: Var) -> int:
@@ -332,14 +318,3 @@ def _segment_name(paths: Sequence[str]) -> str:
     modules = _ordered(path.rpartition(".")[0] or path for path in paths)
     outer = [name for name in modules if not any(name.startswith(f"{module}.") for module in modules)]
     return ", ".join(outer) or "inputs"
-
-
-def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
-    """Fills in `Step.last`, the values that no later step reads. `kept` are the results, which outlive all steps."""
-    seen = set(kept)
-    marked: list[Step] = []
-    for step in reversed(steps):
-        last = tuple(slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen)
-        seen.update(last)
-        marked.append(dataclasses.replace(step, last=last))
-    return tuple(reversed(marked))

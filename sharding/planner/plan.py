@@ -52,39 +52,6 @@ class ShardPlan:
     firsts: tuple[int, ...]
     rounds: tuple[Round, ...]
 
-    def __post_init__(self) -> None:
-        """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, or
-        sequences that are in no round, in two, or in a round of another group."""
-        count = len(self.lengths)
-        if not len(self.work) == len(self.degrees) == len(self.firsts) == count:
-            raise PlanError("lengths, work, degrees and firsts must be of equal length")
-        if self.num_devices < 1:
-            raise PlanError(f"a plan needs at least one device, not {self.num_devices}")
-        for index, (degree, first) in enumerate(zip(self.degrees, self.firsts, strict=True)):
-            if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= self.num_devices - degree:
-                raise PlanError(
-                    f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
-                    f"{self.num_devices} devices"
-                )
-        degrees = [round.degree for round in self.rounds]
-        if degrees != sorted(degrees, reverse=True):
-            raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
-        for round in self.rounds:
-            if round.degree < 1 or round.degree & (round.degree - 1) or self.num_devices % round.degree:
-                raise PlanError(
-                    f"{self.num_devices} devices have no round of degree {round.degree}: a power of two divides them"
-                )
-            if len(round.groups) != self.num_devices // round.degree:
-                raise PlanError(f"a round of degree {round.degree} needs {self.num_devices // round.degree} groups")
-        placed = sorted(
-            (index, round.degree, group * round.degree)
-            for round in self.rounds
-            for group, members in enumerate(round.groups)
-            for index in members
-        )
-        if placed != list(zip(range(count), self.degrees, self.firsts, strict=True)):
-            raise PlanError("each sequence must stand in exactly one round, and there on its own group")
-
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
         return self.over_devices(np.array(self.work) / np.array(self.degrees))
@@ -92,11 +59,6 @@ class ShardPlan:
     def memory(self) -> np.ndarray:
         """`[devices]`: M_d, the tokens of each device."""
         return self.over_devices(np.array(self.lengths) / np.array(self.degrees))
-
-    def traffic(self) -> np.ndarray:
-        """`[devices]`: token vectors that leave each device in one all-to-all, the sum of `length * (p - 1) / p**2`."""
-        p = np.array(self.degrees, float)
-        return self.over_devices(np.array(self.lengths) * (p - 1) / p**2)
 
     @property
     def balance(self) -> float:

@@ -18,7 +18,7 @@ from sharding.mesh import MeshError
 from sharding.odc import OdcError
 from sharding.odc.executor import Odc, Worker
 from sharding.odc.flat import ParameterRows
-from sharding.odc.stages import MarkingWalk, StageError, cut
+from sharding.odc.stages import MarkingWalk, Program, StageError
 from sharding.odc.traffic import Itinerary, Window
 from sharding.walk import Tally, Walk
 
@@ -162,7 +162,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     rows, batch = odc._rows, batches()[3]
     one = odc._staged_for(odc._strategy.loss, batch)
     sizes = {u: unit.size for u, unit in enumerate(rows.units)}
-    values = dict(zip(one.program.inputs, jax.tree.leaves(batch), strict=True))
+    values = dict(zip(one.inputs, jax.tree.leaves(batch), strict=True))
     shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}
     for step, keys in zip(one.steps, one.keys, strict=True):
         given = [tuple(jax.ShapeDtypeStruct((sizes[u],), jnp.float32) for _ in range(2)) for u, _ in keys]
@@ -231,7 +231,7 @@ def test_the_loss_is_cut_at_its_stack():
     def traced(params, batch):
         return loss(nnx.merge(fsdp.graphdef, params), batch, MarkingWalk())
 
-    program = cut(traced, abstract, batches()[3])
+    program = Program(traced, abstract, batches()[3])
     assert [step.name for step in program.steps] == ["table", "layers[0]", "layers[1]", "layers[2]", "table"]
     assert len({id(step.stage) for step in program.steps}) == 3
 
@@ -271,7 +271,7 @@ def test_a_stack_that_can_not_be_cut_is_refused(step, says):
         return MarkingWalk().scan(model.layers, model.table.weight[...][inputs["tokens"]], step)
 
     with pytest.raises(StageError, match=says):
-        cut(traced, params, batches()[3]["inputs"])
+        Program(traced, params, batches()[3]["inputs"])
 
 
 @pytest.mark.slow
