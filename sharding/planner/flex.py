@@ -55,9 +55,9 @@ def flex_ulysses(
 ) -> ShardPlan:
     """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
-    `work` is the compute of each sequence in any unit, `length**2` unless given. With the `cost` of plans, such
-    as `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest is returned. The same arguments give the same plan.
-    Raises PlanError, naming sequence or field, if no plan exists.
+    `work` is the compute of each sequence in any unit, `length**2` unless given. With the `cost` of plans, such as
+    `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest one is returned. The
+    same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
