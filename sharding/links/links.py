@@ -19,7 +19,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from ..mesh import Device
-from .meeting import Card, connect, gather, listen, own_address, place, survives_coordinator
+from .meeting import Card, connect, gather, listen, own_address, place
 from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
@@ -64,7 +64,6 @@ class Links:
         self._announced = False  # a failure is about to be told, or has been
         self._closed = False
         self._peers_closed: dict[int, float] = {}  # when
-        self._peers_gone: set[int] = set()
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -252,13 +251,6 @@ class Links:
         host = self._cards[process].host if self._cards else socket.gethostname()
         return f"process {process} ({host})"
 
-    def _outlive_peers(self) -> None:
-        """Waits, in process 0, for the end of the others: it serves JAX's coordination, and when it goes, JAX aborts
-        those that `initialize` did not start."""
-        if self.process == 0:
-            with self._news:
-                self._news.wait_for(lambda: len(self._peers_gone) == len(self._peers), self._grace + _NEWS)
-
     def _count(self, topic: str) -> None:
         with self._news:
             self._counts[topic] += 1
@@ -305,22 +297,17 @@ class Links:
 
     def _gone(self, peer: int, why: str) -> None:
         with self._news:
-            self._peers_gone.add(peer)
-            self._news.notify_all()
             expected = peer in self._peers_closed or self._closed
         if not expected:
-            at_once = peer == 0 and not survives_coordinator()  # JAX is about to abort this process
-            self._announce(f"{self._name(peer)} is lost: {why}", at_once)
+            self._announce(f"{self._name(peer)} is lost: {why}")
 
-    def _announce(self, text: str, at_once: bool = False) -> None:
+    def _announce(self, text: str) -> None:
         with self._news:
             if self._announced or self._closed:  # whoever goes on must not end the process before all were told
                 self._news.wait_for(lambda: self._failure or self._closed, 2 * _NEWS)
                 return
             self._announced = True
         text = " ".join(text.split())[:_LINE].rstrip(".") + "."
-        if at_once:
-            _end(f"{text} {ADVICE}", 1)
         if self._wires is not None:
             self._wires.tell_all({"kind": "failed", "text": text})
         with self._news:
@@ -368,17 +355,12 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
     shutdown, which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a
     thread that waits within JAX for arrays which never come aborts an interpreter that is about to end.
     """
-    if links is not None:
-        error = links.explain(error)
+    error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:
         links.fail(line)
         if links._failure and not isinstance(error, LinkError):
             line = str(links._error())
-    _end(line, code, links)
-
-
-def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     if not _ending.acquire(blocking=False):  # another thread is at it
         threading.Event().wait()
     with contextlib.suppress(OSError):
@@ -388,8 +370,6 @@ def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     flush.join(_NEWS)  # a thread that never goes on may hold the lock of a stream
     for child in multiprocessing.active_children():
         child.terminate()
-    if links is not None:
-        links._outlive_peers()
     os._exit(code)
 
 

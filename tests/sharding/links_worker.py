@@ -231,7 +231,6 @@ SCENARIOS: dict[str, Callable[[Links], None]] = {
     "exchange": exchange,
     "victim0": victim,
     "victim1": victim,
-    "bare0": victim,
     "stopped": stopped,
     "failing": failing,
     "collective": collective,
@@ -240,8 +239,7 @@ SCENARIOS: dict[str, Callable[[Links], None]] = {
 
 
 def main() -> None:
-    start = jax.distributed.initialize if SCENARIO == "bare0" else initialize
-    start(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
+    initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
     short = SCENARIO in ("stopped", "collective", "closing")
     links = Links(timeout=10.0 if short else 60.0, grace=3.0 if SCENARIO == "collective" else 20.0)
     try:
