@@ -45,13 +45,11 @@ class Links:
     so does what is called afterwards; every peer is told; and this process has `grace` seconds to end itself. A thread
     inside a collective with a dead process can't be woken, so after that time the process is ended as by `leave`.
 
-    `host`: the IP address by which the others reach this process. Found unless given: loopback where all processes
-    share a host, else the address from which this host speaks to the others.
-
-    Raises LinkError when the processes do not reach each other within `timeout`.
+    The others reach this process by loopback where all share a host, else at the address from which this host speaks to
+    them. Raises LinkError when the processes do not reach each other within `timeout`.
     """
 
-    def __init__(self, *, timeout: float = 60.0, grace: float = 10.0, host: str = "") -> None:
+    def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
         self.rank_here = 0  # among the processes that share this one's loopback interface, and so its ports
@@ -68,14 +66,13 @@ class Links:
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
         if self._peers:
-            self._meet(host)
+            self._meet()
 
-    def _meet(self, host: str) -> None:
+    def _meet(self) -> None:
         names, places = zip(*gather([socket.gethostname(), place()]), strict=True)
         self.rank_here = places[: self.process].count(places[self.process])
-        if not host:
-            away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
-            host = own_address(away) if away else "127.0.0.1"
+        away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
+        host = own_address(away) if away else "127.0.0.1"
         self._cards = [Card(name, "", 0, "", "") for name in names]
         bound = f"[{host}]:0" if ":" in host else f"{host}:0"
         with listen(host, self.processes) as door:

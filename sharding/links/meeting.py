@@ -118,7 +118,7 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
             except OSError as error:
                 raise LinkError(
                     f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
-                    f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
+                    f"{card.address}:{card.port}: {error}. Open the ports between the hosts."
                 ) from error
         callers = opened.enter_context(contextlib.closing(_callers(door, _STRANGERS + len(cards), end)))
         while len(wires) < len(cards) - 1:

@@ -67,12 +67,12 @@ class Task:
     batches: Sequence[PyTree]
     microbatches: Sequence[StagedMicrobatch]
 
-    def itinerary(self, live: int, train: bool) -> Itinerary:
+    def itinerary(self, train: bool) -> Itinerary:
         """The way forward through all microbatches, each followed by the way back if `train`."""
         needs: list[tuple[Key, ...]] = []
         for microbatch in (self.microbatches[i] for i in self.indices):
             needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back if train)]
-        return Itinerary(tuple(needs), live)
+        return needs
 
     def pushes(self) -> list[tuple[int, Key]]:
         """The pushes of training, in order, as (number of the device's microbatch, key)."""
@@ -184,13 +184,12 @@ class Odc:
     """The weights of `strategy`, walked on demand.
 
     Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
-    holds the complete weights of at most `live_layers` steps at once (a step is a layer, or the part between two stacks
-    of layers): of the one that is computed, of those fetched ahead and of one not yet done. `deterministic` adds
-    gradients in an order that depends only on the minibatch and the predicted work. `group` neighbouring devices (0:
-    all) hold all parameters and gradients together (hybrid sharding). `links` connect this process with the others, if
-    there are any. While a minibatch runs, there is a copy of the parameters in the compute dtype, each device's part on
-    the device. `last_seconds` is the time of each local device for its part of the last minibatch, `idle` the seconds
-    that a device then waited for the others, on average.
+    holds the complete weights of at most three steps at once (a step is a layer, or the part between two stacks of
+    layers). `deterministic` adds gradients in an order that depends only on the minibatch and the predicted work.
+    `group` neighbouring devices (0: all) hold all parameters and gradients together (hybrid sharding). `links` connect
+    this process with the others, if there are any. While a minibatch runs, there is a copy of the parameters in the
+    compute dtype, each device's part on the device. `last_seconds` is the time of each local device for its part of the
+    last minibatch, `idle` the seconds that a device then waited for the others, on average.
     """
 
     last_seconds: dict[int, float]
@@ -200,17 +199,14 @@ class Odc:
         self,
         strategy: Fsdp,
         *,
-        live_layers: int = 3,
         deterministic: bool = False,
         group: int = 0,
         links: Links | None = None,
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
         """`read` returns the host arrays of a batch; workers' threads call it just before they need them."""
-        if live_layers < 2:
-            raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
         self.mesh, self._strategy = strategy.mesh, strategy
-        self._live_layers, self._deterministic = live_layers, deterministic
+        self._deterministic = deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
         self._rows = ParameterRows(strategy, group)
@@ -237,7 +233,7 @@ class Odc:
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
-        gradients = PushedGradients(owners, orders, 2 * self._live_layers, failure.check)
+        gradients = PushedGradients(owners, orders, failure.check)
         workers = self._run(params, tasks, failure, gradients)
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, tasks[0].microbatches[0])
@@ -283,9 +279,8 @@ class Odc:
     ) -> list[Worker]:
         """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward only."""
         published, number = self._rows.publish(params), next(_numbers)
-        bound = 2 * self._live_layers
-        trips = [task.itinerary(self._live_layers, gradients is not None) for task in tasks]
-        traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
+        trips = [task.itinerary(gradients is not None) for task in tasks]
+        traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)
         with failure.noting(lambda: "offering weights to the other processes failed"):
             traffic.offer(trips)
         failure.check()
