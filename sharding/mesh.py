@@ -169,33 +169,44 @@ def _capable(capability: int) -> bool:
     return capability >= LEAST_CAPABILITY
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The sizes of a kernel's tiles, and how the kernel is compiled."""
+
+    sizes: tuple[int, ...]
+    warps: int
+    stages: int  # stages of the software pipeline
+    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
+
+
 def launch(
     module: str,
     kernel: str,
-    arguments: tuple[Array | int | float, ...],
+    arguments: tuple[Array | int, ...],
     outs: Any,
     grid: tuple[int, int, int],
-    *,
-    warps: int,
-    stages: int,
-    **constants: int | bool | str,
+    tiling: Tiling,
+    **constants: int | bool | float,
 ) -> list[Array]:
     """Launches a kernel of a module of `sharding.kernels`. The program names its calls `module_kernel`."""
     jax_triton: Any = importlib.import_module("jax_triton")
     kernels: Any = importlib.import_module(f"{__package__}.kernels.{module}")
     name = f"{module}_{kernel}"
     with jax.named_scope(name):
-        return jax_triton.triton_call(
+        results = jax_triton.triton_call(
             *arguments,
             kernel=getattr(kernels, kernel),
             out_shape=tuple(outs),
             grid=grid,
             name=name,
-            num_warps=warps,
-            num_stages=stages,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
             compute_capability=target().capability,
+            PRECISION=tiling.precision,
             **constants,
         )
+    zero = varying_zero(*(x for x in arguments if isinstance(x, jax.Array)))
+    return [x + zero.astype(x.dtype) for x in results]
 
 
 def varying_zero(*arrays: Array) -> Array:

@@ -18,7 +18,6 @@ would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do 
 and the two gradients are sums along different axes.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .mesh import launch, runs_triton, target, varying_zero
+from .mesh import Tiling, launch, runs_triton, target, varying_zero
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
@@ -141,25 +140,14 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
 chosen = functools.partial(runs_triton, multiple=16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """The sizes of the kernels' tiles, and how the kernels are compiled."""
-
-    tokens: int
-    ids: int
-    depth: int  # numbers of the model's width that are multiplied at once
-    warps: int
-    stages: int  # stages of the software pipeline
-    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
-
-
-def tiling(dtype: Any, capability: int) -> Tiling:
-    """The settings of both kernels: the largest tiles that ptxas fits into registers. No GPU has timed them."""
+def tiling_of(dtype: Any, capability: int) -> Tiling:
+    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the largest
+    that ptxas fits into registers. No GPU has timed them."""
     if jnp.dtype(dtype).itemsize == 4:
-        return Tiling(64, 64, 32, 4, 2)
+        return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:
-        return Tiling(128, 256 if capability < 100 else 128, 64, 8, 4)
-    return Tiling(128, 128, 32, 8, 4)
+        return Tiling((128, 256 if capability < 100 else 128, 64), 8, 4)
+    return Tiling((128, 128, 32), 8, 4)
 
 
 def _fused_values(
@@ -182,12 +170,12 @@ def _fused_forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     del numbers
     T, V = len(hidden_TD), len(head_VD)
-    settings = tiling(hidden_TD.dtype, target().capability)
-    groups, tiles = _groups(T, settings), -(-V // settings.ids)
+    tiling = tiling_of(hidden_TD.dtype, target().capability)
+    groups, tiles = _groups(T, tiling), -(-V // tiling.sizes[1])
     parts = min(max(LEAST_PARTS, PROGRAMS // (groups * TOGETHER)), tiles)
     sums = [jax.ShapeDtypeStruct((parts, T), jnp.float32)] * 4
-    arrays = (hidden_TD, head_VD, targets_T, _filled(allowed_V, settings), LOG2E / temperatures_T)
-    peaks, totals, slopes, hits = _call("softmax_sums", arrays, sums, (TOGETHER, parts, groups), settings)
+    arrays = (hidden_TD, head_VD, targets_T, _filled(allowed_V, tiling), LOG2E / temperatures_T)
+    peaks, totals, slopes, hits = _call("softmax_sums", arrays, sums, (TOGETHER, parts, groups), tiling)
 
     peak_T = peaks.max(axis=0)
     below = peaks - peak_T[None, :]
@@ -206,8 +194,9 @@ def _fused_backward(
     hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, normaliser_T, entropies_T = residuals
     logprob_grads_T, entropy_grads_T = cotangents
     T, V, dtype = len(hidden_TD), len(head_VD), hidden_TD.dtype
-    settings = tiling(dtype, target().capability)
-    width = min(max(numbers // (T * settings.ids), 1) * settings.ids, V)
+    tiling = tiling_of(dtype, target().capability)
+    ids = tiling.sizes[1]
+    width = min(max(numbers // (T * ids), 1) * ids, V)
     # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
     of_tokens = (
         LOG2E / temperatures_T,
@@ -222,11 +211,11 @@ def _fused_backward(
         hidden_grad_TD, head_grad_VD = grads
         # Here V counts the ids of the chunk.
         chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))
-        arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, settings), *of_tokens)
+        arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, tiling), *of_tokens)
         filled = -(-width // 16) * 16
         outs = [jax.ShapeDtypeStruct((T, filled), dtype)]
-        grid = (TOGETHER, -(-width // settings.ids), _groups(T, settings))
-        grads_TV = _call("logit_gradients", arrays, outs, grid, settings, WIDTH=filled)[0][:, :width]
+        grid = (TOGETHER, -(-width // ids), _groups(T, tiling))
+        grads_TV = _call("logit_gradients", arrays, outs, grid, tiling, WIDTH=filled)[0][:, :width]
         hidden_grad_TD += _product("TV,VD->TD", grads_TV, chunk_VD)
         chunk_grad_VD = _product("TV,TD->VD", grads_TV, hidden_TD).astype(head_VD.dtype)
         return hidden_grad_TD, jax.lax.dynamic_update_slice_in_dim(head_grad_VD, chunk_grad_VD, start, 0)
@@ -246,12 +235,12 @@ fused_logprobs = jax.custom_vjp(_fused_values, nondiff_argnums=(5,))
 fused_logprobs.defvjp(_fused_forward, _fused_backward)
 
 
-def _groups(tokens: int, settings: Tiling) -> int:
-    return -(-tokens // (settings.tokens * TOGETHER))
+def _groups(tokens: int, tiling: Tiling) -> int:
+    return -(-tokens // (tiling.sizes[0] * TOGETHER))
 
 
-def _filled(allowed_V: Array, settings: Tiling) -> Array:
-    return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % settings.ids))
+def _filled(allowed_V: Array, tiling: Tiling) -> Array:
+    return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % tiling.sizes[1]))
 
 
 def _call(
@@ -259,28 +248,16 @@ def _call(
     arrays: tuple[Array, ...],
     outs: Any,
     grid: tuple[int, int, int],
-    settings: Tiling,
+    tiling: Tiling,
     **constants: int,
 ) -> list[Array]:
     """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and the kernel's further inputs."""
     (T, D), V = arrays[0].shape, len(arrays[1])
-    results = launch(
-        "head_kernels",
-        kernel,
-        (*arrays, T, V),
-        outs,
-        grid,
-        warps=settings.warps,
-        stages=settings.stages,
-        D=D,
-        TOKENS=settings.tokens,
-        IDS=settings.ids,
-        DEPTH=settings.depth,
-        PRECISION=settings.precision,
-        **constants,
+    tokens, ids, depth = tiling.sizes
+    arguments = (*arrays, T, V)
+    return launch(
+        "head_kernels", kernel, arguments, outs, grid, tiling, D=D, TOKENS=tokens, IDS=ids, DEPTH=depth, **constants
     )
-    zero = varying_zero(*arrays)
-    return [x + zero.astype(x.dtype) for x in results]
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

@@ -29,6 +29,7 @@ from .stage_programs import StagedMicrobatch
 from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
+Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
 _numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
 
 
@@ -82,7 +83,8 @@ class Task:
 class Worker:
     """Runs the task of device `number`; `read` returns the host arrays of a batch.
 
-    `place` describes the present step, `tally` is the sum of the results, `results` are those of `score` by index.
+    `place` describes the present step, `tally` is the sum of training's results, `results` are those of forward passes
+    alone, by index.
     """
 
     def __init__(
@@ -97,19 +99,17 @@ class Worker:
         self._steps = 0  # dispatched so far
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # step, and a push's arguments
 
-    def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
-        """Goes forward and backward through each microbatch. `push(key, microbatch's number, rows)` sends gradients.
+    def run(self, window: Window, push: Push) -> None:
+        """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
 
         Gradients are pushed only when they are computed: otherwise the owner, which works in order, would wait.
         """
-
-        def push_done(steps: int | None = None) -> None:
-            while self._computing and self._computing[0][0] < (window.done if steps is None else steps):
-                push(*self._computing.popleft()[1:])
-
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
-            results, saved = self._forward(window, number, index, microbatch.forward, push_done)
+            if push is None:
+                self.results[index], _ = self._forward(window, number, microbatch, microbatch.infer, push)
+                continue
+            results, saved = self._forward(window, number, microbatch, microbatch.forward, push)
             self.tally = results if self.tally is None else _joined(self.tally, results)
             loss = microbatch.outputs[0]
             assert isinstance(loss, int)  # a constant loss has no backward pass
@@ -129,34 +129,20 @@ class Worker:
                 active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
                 for slot, gradient in zip(active, back, strict=True):
                     cotangents[slot] = _plus(cotangents[slot], gradient) if slot in cotangents else gradient
-                keys = microbatch.keys[k]
-                self._computing.extend(
-                    (self._steps, key, number, row) for key, row in zip(keys, gradient_rows, strict=True)
-                )
+                pushes = zip(microbatch.keys[k], gradient_rows, strict=True)
+                self._computing.extend((self._steps, key, number, row) for key, row in pushes)
                 self._steps += 1
-                push_done()
+                self._push(push, window.done)
         window.finish()
-        push_done(self._steps)
-
-    def score(self, window: Window) -> None:
-        """Goes forward only."""
-        for number, index in enumerate(self.task.indices):
-            infer = self.task.microbatches[index].infer
-            self.results[index], _ = self._forward(window, number, index, infer, lambda: None)
-        window.finish()
+        self._push(push, self._steps)
 
     def _forward(
-        self,
-        window: Window,
-        number: int,
-        index: int,
-        program: Callable[[Step], Callable],
-        between: Callable[[], None],
+        self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
-        """Goes forward through a microbatch and calls `between` after each step. Returns the results, and what each
-        step saved, with the shapes of its outputs."""
-        microbatch, saved = self.task.microbatches[index], {}
-        leaves = jax.device_put(jax.tree.leaves(self._read(self.task.batches[index])), self.device)
+        """Goes forward through a microbatch. Returns the results, and what each step saved, with the shapes of its
+        outputs."""
+        batch, saved = self.task.batches[self.task.indices[number]], {}
+        leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
         values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
         del leaves
         for k, step in enumerate(microbatch.steps):
@@ -166,13 +152,18 @@ class Worker:
             del rows, inputs  # frees them before the next step fetches its own
             window.dispatched(outputs[0])
             self._steps += 1
-            between()
+            self._push(push, window.done)
             saved[k] = pull, [(out.shape, out.dtype) for out in outputs]
             values.update(zip(step.writes, outputs, strict=True))
             for slot in step.last:
                 values.pop(slot, None)
         results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in microbatch.outputs]
         return jax.tree.unflatten(microbatch.tree, results), saved
+
+    def _push(self, push: Push, done: int) -> None:
+        """Pushes the gradients of the first `done` steps; without `push` there are none."""
+        while push is not None and self._computing and self._computing[0][0] < done:
+            push(*self._computing.popleft()[1:])
 
     def _next(self, window: Window, number: int, place: str) -> list[Row]:
         self.place = f"microbatch {number + 1} of {len(self.task.indices)}, {place}"
@@ -290,10 +281,7 @@ class Odc:
         def work(worker: Worker) -> None:
             with failure.noting(lambda: f"{worker.device} failed in {worker.place}"):
                 window = traffic.window(worker.number, trips[worker.number])
-                if gradients is None:
-                    worker.score(window)
-                else:
-                    worker.train(window, traffic.pusher(worker.number, gradients))
+                worker.run(window, None if gradients is None else traffic.pusher(worker.number, gradients))
             worker.seconds = time.perf_counter() - began
 
         def serve(client: int, gradients: PushedGradients) -> None:
