@@ -79,13 +79,6 @@ def token_logprobs(
 # Below, C counts chunks and T the tokens of one chunk.
 
 
-@jax.custom_vjp
-def _chunked(
-    hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperatures_CT: Array
-) -> tuple[Array, Array]:
-    return _forward(hidden_CTD, head_VD, targets_CT, allowed_V, temperatures_CT)[0]
-
-
 def _forward(
     hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperatures_CT: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
@@ -124,6 +117,7 @@ def _backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array,
     return hidden_grad, head_grad.astype(head_VD.dtype), None, None, None
 
 
+_chunked = jax.custom_vjp(lambda *arrays: _forward(*arrays)[0])
 _chunked.defvjp(_forward, _backward)
 
 
@@ -141,8 +135,8 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
-    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the largest
-    that ptxas fits into registers. No GPU has timed them."""
+    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
+    largest that ptxas fits into registers. No GPU has timed them."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:
@@ -150,24 +144,16 @@ def tiling_of(dtype: Any, capability: int) -> Tiling:
     return Tiling((128, 128, 32), 8, 4)
 
 
-def _fused_values(
+def _fused_forward(
     hidden_TD: Float[Array, "T D"],
     head_VD: Float[Array, "V D"],
     targets_T: Int[Array, " T"],
     allowed_V: Bool[Array, " V"],
     temperatures_T: Float[Array, " T"],
     numbers: int,
-) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy).
-
-    `numbers` is about how many gradients of logits the backward pass has in memory at once.
-    """
-    return _fused_forward(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)[0]
-
-
-def _fused_forward(
-    hidden_TD: Array, head_VD: Array, targets_T: Array, allowed_V: Array, temperatures_T: Array, numbers: int
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+) -> tuple[tuple[Float[Array, " T"], Float[Array, " T"]], tuple[Array, ...]]:
+    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy), and what the backward pass needs.
+    That has about so many `numbers` of gradients of logits in memory at once."""
     del numbers
     T, V = len(hidden_TD), len(head_VD)
     tiling = tiling_of(hidden_TD.dtype, target().capability)
@@ -231,7 +217,7 @@ def _fused_backward(
     return hidden_grad_TD.astype(dtype), head_grad_VD, None, None, None
 
 
-fused_logprobs = jax.custom_vjp(_fused_values, nondiff_argnums=(5,))
+fused_logprobs = jax.custom_vjp(lambda *arguments: _fused_forward(*arguments)[0], nondiff_argnums=(5,))
 fused_logprobs.defvjp(_fused_forward, _fused_backward)
 
 

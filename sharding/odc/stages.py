@@ -239,32 +239,34 @@ class Program:
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # For each argument of the body: a function that makes it of weights and values, and whether it is sliced.
-        sources: list[tuple[Callable[[Arrays, Arrays], jax.Array], bool]] = []
+        consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
+        # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index among those of its
+        # kind, and whether a part of it is cut out for each layer. Weights come as those of one layer.
+        sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate(eqn.invars):
-            sliced, weight, value = at >= shared, len(weights), len(values)
             if isinstance(var, Constant) or var in self._consts:
-                const = np.asarray(var.val) if isinstance(var, Constant) else self._consts[var]
-                sources.append((lambda given, inputs, const=const: jnp.asarray(const), sliced))
+                sources.append((0, len(consts), at >= shared))
+                consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
             elif var in self._leaf:
-                sources.append((lambda given, inputs, k=weight: given[k], False))
+                sources.append((1, len(weights), False))
                 weights.append(self._leaf[var])
-                if not sliced:
+                if at < shared:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
                 if stack.captured <= at < shared:
-                    carried.append(value)
-                sources.append((lambda given, inputs, k=value: inputs[k], sliced))
+                    carried.append(len(values))
+                sources.append((2, len(values), at >= shared))
                 values.append(var)
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
-            arguments = []
-            for argument, sliced in sources:
-                value = argument(given, inputs)
-                arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
+            kinds = list(map(jnp.asarray, consts)), given, inputs
+            arguments = [
+                jax.lax.dynamic_index_in_dim(kinds[kind][k], layer, keepdims=False) if cut_out else kinds[kind][k]
+                for kind, k, cut_out in sources
+            ]
             return list(stack.layer(*arguments))
 
         carries = [var for var in _variables(eqn.invars[stack.captured : shared]) if var in self._slot]

@@ -124,17 +124,13 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     return View(start, valid, tiles.tile_list(segments, branches, tile), axes)
 
 
-def _value(
-    num_kv_heads: int,
-    q_TNH: Float[Array, "T N H"],
-    k_TKH: Float[Array, "T K H"],
-    v_TKH: Float[Array, "T K H"],
+def _forward(
+    K: int,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
     views: tuple[View, ...],
-) -> Float[Array, "T N H"]:
-    return _forward(num_kv_heads, q_TNH, k_TKH, v_TKH, views)[0]
-
-
-def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> tuple[Array, tuple]:
+) -> tuple[Float[Array, "T N H"], tuple]:
     deals = [deal_heads(q.shape[1], K, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
@@ -176,7 +172,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
     return dq, dk, dv, None
 
 
-_attend = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from turns import third_of
 
 from sharding.planner.packing import longest_first
-from sharding.planner.plan import PlanError
 from sharding.planner.vision_units import VisionPlan, spread_vision
 
 RUN = st.tuples(st.integers(1, 40), st.sampled_from([16, 64, 100, 256, 999]), st.integers(0, 7), st.integers(0, 2))
@@ -71,18 +70,3 @@ def test_nothing_to_spread() -> None:
     plan = spread_vision([], [], [], 4)
     assert plan.loads().tolist() == [0] * 4
     assert (plan.balance, home_patches(plan, [], [])) == (1.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "replica", "words"),
-    [
-        (([0], [0], [1]), 0, "vision unit 0: 0 patches"),
-        (([5, 5], [0, 7], [1, 2]), 0, "vision unit 1"),
-        (([5], [2], [4]), 4, "within one replica of 4"),
-        (([5], [2], [4]), 3, "no multiple"),
-        (([5], [2], []), 0, "of equal length"),
-    ],
-)
-def test_what_cannot_be_is_named(rows: tuple[list[int], list[int], list[int]], replica: int, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        spread_vision(*rows, 8, replica=replica)
