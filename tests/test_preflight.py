@@ -295,7 +295,7 @@ def test_an_unknown_topology_lists_those_that_are_known(text):
 
 def test_topologies():
     topology = Topology.parse("4x8xH100")
-    assert (topology.size, str(topology)) == (32, "4x8xh100")
+    assert (topology.hosts, topology.devices_per_host, str(topology)) == (4, 8, "4x8xh100")
     assert 79 * GIB < topology.memory < 80 * GIB
     assert all(Topology(1, 1, kind).memory > 39 * GIB for kind in kinds())
 

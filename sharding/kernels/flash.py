@@ -20,36 +20,6 @@ from ..mesh import Tiling, launch, runs_triton, target
 chosen = functools.partial(runs_triton, multiple=8, most=128)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def flash_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"],
-    branches: Int[Array, "B T"] | None,
-    causal: bool,
-) -> Float[Array, "B T N H"]:
-    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
-
-    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which is about as exact.
-    """
-    return forward(q, k, v, segments, branches, causal)[0]
-
-
-def _keep(q: Array, k: Array, v: Array, segments: Array, branches: Array | None, causal: bool) -> tuple[Array, tuple]:
-    out, lse = forward(q, k, v, segments, branches, causal)
-    return out, (q, k, v, out, lse, segments, branches)
-
-
-def _grads(causal: bool, kept: tuple, dout: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, out, lse, segments, branches = kept
-    return *backward(q, k, v, out, lse, dout, segments, branches, causal), None, None
-
-
-flash_attention.defvjp(_keep, _grads)
-
-
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
     """The tiles of queries and keys of a kernel: the largest tiles that ptxas fits into registers.
 
@@ -76,33 +46,38 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
 
 
 def forward(
-    q: Array, k: Array, v: Array, segments: Array, branches: Array | None, causal: bool
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key."""
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"],
+    branches: Int[Array, "B T"] | None,
+    causal: bool,
+) -> tuple[Float[Array, "B T N H"], tuple]:
+    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
+
+    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
+    bfloat16, which is about as exact. Returns the outputs, and what `backward` needs: among it the log of the sum of
+    exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
+    """
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
     out, lse = _call("forward", (q, k, v), (), segments, branches, causal, outs)
-    return out, lse
+    return out, (q, k, v, out, lse, segments, branches)
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Float[Array, "B N T"],
-    dout: Array,
-    segments: Array,
-    branches: Array | None,
-    causal: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+def backward(causal: bool, kept: tuple, dout: Array) -> tuple[Array, Array, Array, None, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    q, k, v, out, lse, segments, branches = kept
     # Not written as a matrix product, which a GPU might compute in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[:1])
     dk, dv = _call("key_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[1:])
-    return dq, dk, dv
+    return dq, dk, dv, None, None
+
+
+flash_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=(5,))
+flash_attention.defvjp(forward, backward)
 
 
 def _call(

@@ -81,39 +81,19 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
 
 
-@jax.custom_vjp
-def tile_attention(
-    q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
-) -> Float[Array, "S N H"]:
-    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
-
-    Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which `tiles` does.
-    """
-    return forward(q_SNH, k_SKH, v_SKH, tiles)[0]
-
-
-def _keep(q: Array, k: Array, v: Array, tiles: Tiles) -> tuple[Array, tuple]:
-    out, lse = forward(q, k, v, tiles)
-    return out, (q, k, v, out, lse, tiles)
-
-
-def _grads(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, tiles = kept
-    return *backward(q, k, v, out, lse, dout, tiles), None
-
-
-tile_attention.defvjp(_keep, _grads)
-
-
 def forward(
     q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
-) -> tuple[Float[Array, "S N H"], Array]:
-    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key. The
-    latter is for `backward`: `[tiles, K, M]` with `M = R * tile` queries; `[1, N, S]` on NVIDIA GPUs (`flash`)."""
+) -> tuple[Float[Array, "S N H"], tuple]:
+    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
+
+    Returns the outputs, and what `backward` needs: among it the log of the sum of exponentiated scores, `[tiles, K, M]`
+    float32 with `M = R * tile` queries, 0 where a query reaches no key. Under `shard_map`, `q`, `k` and `v` must vary
+    over at least the axes over which `tiles` does.
+    """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
-        segments, branches = _row(tiles, len(q_SNH))
-        out, lse = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
-        return out[0], lse
+        segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
+        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
+        return out[0], kept
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
     zero = varying_zero(q, k, v, tiles.count)
@@ -136,25 +116,16 @@ def forward(
     sums, total, peak = jax.lax.fori_loop(0, tiles.count, add, (sums, total, total + FLOOR))
     reached = total > 0
     total = jnp.where(reached, total, 1.0)
-    out = (sums / total[..., None]).astype(v.dtype)
-    return _join(out, N, tiles.size)[:S], jnp.where(reached, peak + jnp.log(total), 0.0)
+    out = _join((sums / total[..., None]).astype(v.dtype), N, tiles.size)[:S]
+    return out, (q_SNH, k_SKH, v_SKH, out, jnp.where(reached, peak + jnp.log(total), 0.0), tiles)
 
 
-def backward(
-    q_SNH: Float[Array, "S N H"],
-    k_SKH: Float[Array, "S K H"],
-    v_SKH: Float[Array, "S K H"],
-    out_SNH: Float[Array, "S N H"],
-    lse: Array,
-    dout_SNH: Float[Array, "S N H"],
-    tiles: Tiles,
-) -> tuple[Float[Array, "S N H"], Float[Array, "S K H"], Float[Array, "S K H"]]:
+def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array, Array, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
-    if flash.chosen(q_SNH, k_SKH, v_SKH):
-        segments, branches = _row(tiles, len(q_SNH))
-        q, k, v, out, dout = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
-        dq, dk, dv = flash.backward(q, k, v, out, lse, dout, segments, branches, True)
-        return dq[0], dk[0], dv[0]
+    if flash.chosen(*kept[:3]):
+        dq, dk, dv, _, _ = flash.backward(True, kept, dout_SNH[None])
+        return dq[0], dk[0], dv[0], None
+    q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
@@ -176,7 +147,11 @@ def backward(
     sums = jax.lax.fori_loop(0, tiles.count, add, start)
     like = ((q, N), (k, K), (v, K))
     dq, dk, dv = (_join(x.astype(y.dtype), heads, tiles.size)[:S] for x, (y, heads) in zip(sums, like, strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, None
+
+
+tile_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+tile_attention.defvjp(forward, backward)
 
 
 def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array:
@@ -189,12 +164,6 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     allowed &= (query - key) * tile + lane[:, None] >= lane[None, :]
     scores = _dot("KMH,KCH->KMC", q, k).reshape(K, -1, tile, tile) * q.shape[-1] ** -0.5
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
-
-
-def _row(tiles: Tiles, tokens: int) -> tuple[Array, Array]:
-    """The segments and branches of the stream as one row, `[1, S]`."""
-    segments, branches = (x.reshape(1, -1)[:, :tokens] for x in (tiles.segments, tiles.branches))
-    return segments, branches
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

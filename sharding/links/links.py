@@ -102,14 +102,14 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays`, each on one local device and computed or not, to be fetched once, by one peer, under `key`.
+        None is empty: the transfer engine would wait for it for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
         have been fetched; whoever donates or deletes one before breaks the fetch.
         """
         self.check()
-        full = [array for array in arrays if array.size]
-        if full and self._peers:
-            self._server.await_pull(key, full)
+        if self._peers:
+            self._server.await_pull(key, list(arrays))
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
         """Fetches to the local `device` what `process` offers, or will offer, under `key`. Does not wait.
@@ -122,10 +122,8 @@ class Links:
         if process not in self._peers:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
         where = SingleDeviceSharding(device)
-        # Nothing is sent for an empty array, and the transfer engine would wait for it for ever.
-        full = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where) for spec in like if spec.size]
-        came = iter(self._connections[process].pull(key, full) if full else ())
-        return [next(came) if spec.size else jax.device_put(np.zeros(spec.shape, spec.dtype), device) for spec in like]
+        specs = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where) for spec in like]
+        return list(self._connections[process].pull(key, specs))
 
     def ready(self, arrays: Sequence[jax.Array]) -> None:
         """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""

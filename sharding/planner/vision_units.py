@@ -13,25 +13,6 @@ TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may sta
 EPS = 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionPlan:
-    """Device `devices[u]` computes unit `u`, which has `units[u]` patches."""
-
-    num_devices: int
-    units: tuple[int, ...]
-    devices: tuple[int, ...]
-
-    def loads(self) -> np.ndarray:
-        """`[devices]` int64: patches of each device."""
-        return np.bincount(np.array(self.devices, int), self.units, self.num_devices).astype(np.int64)
-
-    @property
-    def balance(self) -> float:
-        """Largest over mean patches of a device."""
-        loads = self.loads()
-        return float(loads.max() / loads.mean()) if loads.any() else 1.0
-
-
 def spread_vision(
     units: Sequence[int] | np.ndarray,
     home_first: Sequence[int] | np.ndarray,
@@ -39,8 +20,9 @@ def spread_vision(
     num_devices: int,
     *,
     replica: int = 0,
-) -> VisionPlan:
-    """Spreads units of the vision tower over the devices of their replica (`replica` consecutive devices; 0: all).
+) -> np.ndarray:
+    """Returns the device of each unit, `[units]` int64: units of the vision tower are spread over the devices of their
+    replica (`replica` consecutive devices; 0: all).
 
     `units`: patches of each unit. Equal units in a row with one home (the frame pairs of a video) are placed together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
@@ -55,7 +37,7 @@ def spread_vision(
     runs.sort(key=lambda run: (-run.size, run.start))
     for base in range(0, num_devices, replica):
         _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
-    return VisionPlan(num_devices, tuple(rows[0].tolist()), tuple(devices.tolist()))
+    return devices
 
 
 @dataclasses.dataclass(frozen=True)

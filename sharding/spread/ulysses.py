@@ -138,9 +138,8 @@ def _forward(
         outgoing.append(_to_devices(jnp.concatenate(heads, axis=2), deal))
 
     def compute(j: int, stream: Array) -> tuple[Array, tuple]:
-        parts = _split(stream)
-        out, lse = tiles.forward(*parts, views[j].tiles)
-        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, out, lse)
+        out, kept = tiles.forward(*_split(stream), views[j].tiles)
+        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), kept
 
     back, kept = _execute("forward", outgoing, views, compute)
     out = jnp.zeros_like(q)
@@ -158,8 +157,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
         outgoing.append(_to_devices(_deal_out(view.read(dout), K, deal), deal))
 
     def compute(j: int, dstream: Array) -> tuple[Array, None]:
-        stream, out, lse = kept[j]
-        dq, dk, dv = tiles.backward(*_split(stream), out, lse, dstream.reshape(out.shape), views[j].tiles)
+        dq, dk, dv, _ = tiles.backward(kept[j], dstream.reshape(len(dstream), -1, H))
         return jnp.concatenate([dq.reshape(dstream.shape), dk[:, :, None], dv[:, :, None]], axis=2), None
 
     back, _ = _execute("backward", outgoing, views, compute)

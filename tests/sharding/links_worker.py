@@ -47,7 +47,6 @@ def samples(process: int) -> list[jax.Array]:
         jnp.asarray(draw.standard_normal((7, 3, 5)), jnp.bfloat16),
         jnp.asarray([-0.0, np.nan, np.inf, 1e-40], jnp.float32),
         jnp.asarray(draw.integers(0, 255, 77), jnp.uint8),
-        jnp.zeros((0, 4), jnp.float32),
         jnp.asarray(draw.integers(0, 2, 9), jnp.bool_),
         jnp.asarray(process, jnp.int32),
     ]
