@@ -173,9 +173,8 @@ def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) 
     firsts, degrees = ([column[index] for index in homes] for column in (plan.firsts, plan.degrees))
     vision = spread_vision(units, firsts, degrees, plan.num_devices)
     away = [not first <= device < first + p for device, first, p in zip(vision.tolist(), firsts, degrees, strict=True)]
-    return np.bincount(vision, units, plan.num_devices), sum(
-        size for size, moved in zip(units, away, strict=True) if moved
-    ) / per_token
+    moved = sum(size for size, moves in zip(units, away, strict=True) if moves)
+    return np.bincount(vision, units, plan.num_devices), moved / per_token
 
 
 def _route_seconds(tokens: float, cost: CostModel) -> float:

@@ -166,7 +166,7 @@ def check(
         changed = with_remat(config, remat)
         run = RunShapes.of(changed, model, devices, usable=room.usable)
         sized = copy.deepcopy(changed)  # programs of fewer layers have the cache that the whole model leaves room for
-        sized.rollout.kv_tokens = run.cache_tokens
+        sized.rollout.kv_tokens = run.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
         shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
         first.update(shallow)
         programs.update(whole)

@@ -174,11 +174,6 @@ class RunShapes:
         """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
         return bytes_on_device(adapted(self.learner.params, self.learner.gradients.strategy.specs))
 
-    @property
-    def cache_tokens(self) -> int:
-        """The tokens that an engine's cache holds."""
-        return self.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
-
     def resident(self) -> dict[str, float]:
         """Bytes on the fullest device of all arrays that stay through a step, without the caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
