@@ -35,7 +35,7 @@ from common import ROOT
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import PLANNERS, balance_bound
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
-from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.plan import GAMMA, PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 FIXED = (2, 4, 8)
@@ -136,8 +136,7 @@ def _figures(plan: ShardPlan, eight: Sequence[int], limits: Limits) -> dict[str,
 
     def split_cost(degrees: Sequence[int]) -> float:
         return sum(
-            n * (p - 1) / p**2 * (limits.gamma if p > limits.tau else 1.0)
-            for n, p in zip(plan.lengths, degrees, strict=True)
+            n * (p - 1) / p**2 * (GAMMA if p > limits.tau else 1.0) for n, p in zip(plan.lengths, degrees, strict=True)
         )
 
     return {

@@ -93,7 +93,8 @@ def lowered_programs(
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
-        last = _text(CHUNK_TOKENS)
+        ids, positions = np.zeros(CHUNK_TOKENS, np.int32), np.zeros((3, CHUNK_TOKENS), np.int32)
+        last = ModelInput(ids, positions, ids - 1, CHUNK_TOKENS)
         packed += plan([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], **how, merge_unit=1)
     largest = max((batch for _, batch in packed), key=_scores)
     before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
@@ -112,11 +113,6 @@ def lowered_programs(
             everywhere = one_device if len(devices) == 1 else NamedSharding(make_mesh(devices=devices), PartitionSpec())
             before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=everywhere))
     return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
-
-
-def _text(tokens: int) -> ModelInput:
-    ids = np.zeros(tokens, np.int32)
-    return ModelInput(ids, np.zeros((3, tokens), np.int32), ids - 1, tokens)
 
 
 def _scores(batch: PrefillBatch) -> int:

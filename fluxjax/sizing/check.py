@@ -16,6 +16,7 @@ import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
 from rollout.slots import PAGE_TOKENS
+from sharding.weights import adapted
 
 from ..config import FSDP, Config, Remat, RolloutEngine
 from ..runtime.engine_pool import engine_count
@@ -224,7 +225,7 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom)
         gradients=run.trained,
         batch=bytes_on_device(run.batch),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
-        merged=run.merged,
+        merged=bytes_on_device(adapted(run.learner.params, run.learner.gradients.strategy.specs)),
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},
         servers=run.servers(room.usable),

@@ -22,7 +22,6 @@ from rollout.lowered import EngineArrays, lowered_programs
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS, pages_for
 from sharding.mesh import Target, compiling_for, make_mesh
-from sharding.weights import adapted
 
 from ..algorithms import find_algorithm
 from ..base.types import TrainBatch
@@ -168,11 +167,6 @@ class RunShapes:
     def trained(self) -> float:
         """Bytes on the fullest device of the weights that are trained."""
         return bytes_on_device(self.learner.trained(self.learner.params))
-
-    @property
-    def merged(self) -> float:
-        """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
-        return bytes_on_device(adapted(self.learner.params, self.learner.gradients.strategy.specs))
 
     def resident(self) -> dict[str, float]:
         """Bytes on the fullest device of all arrays that stay through a step, without the caches, by kind."""

@@ -91,8 +91,6 @@ def _call(
 ) -> list[Array]:
     """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
     (B, T, N, H), K = qkv[0].shape, qkv[1].shape[2]
-    if not (B and T and N):
-        return [jnp.zeros(out.shape, out.dtype) for out in outs]
     tiling = tiling_of(kernel, qkv[0].dtype, H, target().capability)
     queries, keys = tiling.sizes
     filled = -(-T // max(queries, keys)) * max(queries, keys)

@@ -64,12 +64,6 @@ def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: 
     tiles = -(-S // tile)
     padded = [jnp.pad(x, (0, tiles * tile - S)) for x in (segments_S, branches_S)]
     segments, branches = (x.reshape(tiles, tile) for x in padded)
-    pairs, count = _active(segments, branches)
-    return Tiles(pairs, count, segments, branches)
-
-
-def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
-    tiles, tile = segments.shape
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
     # The tile in which each token's segment begins; no tile of keys before the first of these is needed.
@@ -78,7 +72,8 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
     active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
-    return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
+    pairs = jnp.stack([query, key], axis=1).astype(jnp.int32)
+    return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches)
 
 
 def forward(

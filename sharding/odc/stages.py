@@ -120,11 +120,6 @@ _stack_of_layers.multiple_results = True
 _stack_of_layers.def_abstract_eval(lambda *_, stack: list(stack.results))
 
 
-def stack_of(equation: JaxprEqn) -> Stack | None:
-    """Returns the stack of layers that an equation stands for, or None."""
-    return equation.params["stack"] if equation.primitive is _stack_of_layers else None
-
-
 class MarkingWalk(Walk):
     """A walk that runs no stack, but leaves one equation for each stack in the trace. Weights are complete."""
 
@@ -191,9 +186,9 @@ class Program:
         for at, eqn in enumerate(trace.equations):
             if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
                 self._active.update(filter(is_float, eqn.outvars))
-            if stack := stack_of(eqn):
+            if eqn.primitive is _stack_of_layers:
                 self._segment(begin, at)
-                self._stack(stack, eqn)
+                self._stack(eqn.params["stack"], eqn)
                 begin = at + 1
         self._segment(begin, len(trace.equations))
         self.outputs = [self._output(var) for var in trace.outputs]

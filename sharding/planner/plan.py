@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+GAMMA = 16.0  # traffic beyond a host costs so many times as much as within
+
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
 
@@ -155,7 +157,7 @@ class Limits:
     only if one sequence or one block of `max_degree` devices holds more at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
-    `tau`, `gamma`: degrees above `tau` leave a host, and their traffic counts `gamma` times (SplitCost).
+    `tau`: degrees above it leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
 
     max_degree: int = 0
@@ -164,7 +166,6 @@ class Limits:
     tolerance: float = 0.025
     tokens_per_device: int = 0
     tau: int = 8
-    gamma: float = 16.0
 
     def __post_init__(self) -> None:
         for name in ("max_degree", "num_heads", "tokens_per_device"):
@@ -173,7 +174,7 @@ class Limits:
         if self.max_degree & (self.max_degree - 1):
             below = 1 << (self.max_degree.bit_length() - 1)
             raise PlanError(f"limits.max_degree {self.max_degree} is no power of two; use {below} or {2 * below}")
-        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1, "gamma": 0.0}
+        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1}
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
@@ -240,7 +241,7 @@ class Problem:
     def weights(self) -> list[float]:
         """The traffic of one token at degree 1, 2, 4 and so on, summed over its group."""
         limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]
-        return [(degree - 1) / degree * (limits.gamma if degree > limits.tau else 1.0) for degree in degrees]
+        return [(degree - 1) / degree * (GAMMA if degree > limits.tau else 1.0) for degree in degrees]
 
     @property
     def shares(self) -> np.ndarray:
