@@ -81,14 +81,14 @@ def forward(
 ) -> tuple[Float[Array, "S N H"], tuple]:
     """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
 
-    Returns the outputs, and what `backward` needs: among it the log of the sum of exponentiated scores, `[tiles, K, M]`
-    float32 with `M = R * tile` queries, 0 where a query reaches no key. Under `shard_map`, `q`, `k` and `v` must vary
-    over at least the axes over which `tiles` does.
+    Returns the outputs, and what `backward` needs: q, k, v, the outputs, the log of the sum of exponentiated scores
+    (float32, 0 where a query reaches no key), and `tiles`. The log is `[tiles, K, M]` with `M = R * tile` queries, on
+    NVIDIA GPUs (`flash`) `[1, N, S]`. Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which
+    `tiles` does.
     """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
-        segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
-        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
-        return out[0], kept
+        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], *_row(tiles, len(q_SNH)), True)
+        return out[0], (q_SNH, k_SKH, v_SKH, out[0], kept[4], tiles)
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
     zero = varying_zero(q, k, v, tiles.count)
@@ -117,10 +117,11 @@ def forward(
 
 def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array, Array, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
-    if flash.chosen(*kept[:3]):
-        dq, dk, dv, _, _ = flash.backward(True, kept, dout_SNH[None])
-        return dq[0], dk[0], dv[0], None
     q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
+    if flash.chosen(q_SNH, k_SKH, v_SKH):
+        arrays = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH))
+        dq, dk, dv, _, _ = flash.backward(True, (*arrays, lse, *_row(tiles, len(q_SNH))), dout_SNH[None])
+        return dq[0], dk[0], dv[0], None
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
@@ -159,6 +160,11 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     allowed &= (query - key) * tile + lane[:, None] >= lane[None, :]
     scores = _dot("KMH,KCH->KMC", q, k).reshape(K, -1, tile, tile) * q.shape[-1] ** -0.5
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
+
+
+def _row(tiles: Tiles, tokens: int) -> list[Array]:
+    """The segments and branches of the stream as one row, `[1, S]`."""
+    return [x.reshape(1, -1)[:, :tokens] for x in (tiles.segments, tiles.branches)]
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

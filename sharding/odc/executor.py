@@ -202,8 +202,6 @@ class Odc:
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
         self._rows = ParameterRows(strategy, group)
         self._links, self._read = links, read
-        if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
-            raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
         self._staged: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))

@@ -139,7 +139,7 @@ def _forward(
 
     def compute(j: int, stream: Array) -> tuple[Array, tuple]:
         out, kept = tiles.forward(*_split(stream), views[j].tiles)
-        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), kept
+        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, *kept[3:5])
 
     back, kept = _execute("forward", outgoing, views, compute)
     out = jnp.zeros_like(q)
@@ -157,7 +157,9 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
         outgoing.append(_to_devices(_deal_out(view.read(dout), K, deal), deal))
 
     def compute(j: int, dstream: Array) -> tuple[Array, None]:
-        dq, dk, dv, _ = tiles.backward(kept[j], dstream.reshape(len(dstream), -1, H))
+        stream, out, lse = kept[j]
+        saved = (*_split(stream), out, lse, views[j].tiles)
+        dq, dk, dv, _ = tiles.backward(saved, dstream.reshape(out.shape))
         return jnp.concatenate([dq.reshape(dstream.shape), dk[:, :, None], dv[:, :, None]], axis=2), None
 
     back, _ = _execute("backward", outgoing, views, compute)
