@@ -146,7 +146,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         add(f"ulysses_{degree}_ours", repacked(plan, **PACKING))
     add("flexrl", repacked(flexrl(lengths, devices, limits), **PACKING))
     add("flex_ulysses", repacked(flex_ulysses(lengths, devices, limits), **PACKING))
-    calibrated = flex_ulysses(lengths, devices, limits, work=forward_seconds(cost, lengths), cost=cost)
+    calibrated = flex_ulysses(lengths, devices, limits, work=forward_seconds(cost, lengths), cost=cost.step_seconds)
     add("flex_ulysses_calibrated", repacked(calibrated, **PACKING))
     return out
 
