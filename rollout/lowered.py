@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,15 +42,13 @@ class EngineArrays:
         abstract = models.abstract(model.config)
         turned, _ = engine_model(abstract)
 
-        def served(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding)
-
-        def of_a_layer(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+        def served(x: Any, sharding: Sharding, stacked: int = 0) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[stacked:], compute_dtype or x.dtype, sharding=sharding)
 
         handed_in: Params = jax.tree.map(served, models.split(abstract)[1], layout.weights(abstract))
-        as_kept = jax.tree.map(served, models.split(turned)[1]["layers"], layout.weights(turned.layers))
-        layer = jax.tree.map(of_a_layer, as_kept, layout.weights(turned.layers, stacked=False))
+        of_a_layer = functools.partial(served, stacked=1)
+        kept = models.split(turned)[1]["layers"]
+        layer = jax.tree.map(of_a_layer, kept, layout.weights(turned.layers, stacked=False))
         params: LayerParams = {**handed_in, "layers": [layer] * text.num_layers}
         shape = KVCache.shape(text, pages_for(kv_tokens))
         dtype = jax.tree.leaves(layer)[0].dtype

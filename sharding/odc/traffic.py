@@ -20,6 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,8 @@ class Traffic:
         number: int,
     ) -> None:
         self._rows, self._devices, self._local = rows, devices, set(local)
-        self._optional_links, self._number = links, number
+        self._links: Any = links  # only asked where there are devices of other processes
+        self._number = number
         self._dtype = published[0][0].dtype
         self._shards = [
             [{shard.device: shard.data for shard in layer.addressable_shards} for layer in unit] for unit in published
@@ -239,14 +241,9 @@ class Traffic:
 
     def end(self) -> None:
         """Waits for all processes at the end of the minibatch."""
-        if self._optional_links is not None:
+        if self._links is not None:
             self._links.barrier("end of a minibatch")
             self._links.forget(self._taken)
-
-    @property
-    def _links(self) -> Links:
-        assert self._optional_links is not None
-        return self._optional_links
 
     def _owners_here(self, client: int) -> list[int]:
         return [owner for owner in self._rows.members(client) if owner in self._local]

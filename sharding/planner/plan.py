@@ -62,6 +62,14 @@ class ShardPlan:
         """`[devices]`: M_d, the tokens of each device."""
         return self.over_devices(np.array(self.lengths) / np.array(self.degrees))
 
+    def rows(self) -> np.ndarray:
+        """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
+        rows = np.zeros(self.num_devices, np.int64)
+        for round in self.rounds:
+            chunks = [-(-sum(self.lengths[i] for i in members) // round.degree) for members in round.groups]
+            rows += np.repeat(np.array(chunks, np.int64), round.degree)
+        return rows
+
     @property
     def balance(self) -> float:
         """Largest over mean compute of a device; 1 is perfect."""
@@ -218,24 +226,22 @@ class Problem:
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
         """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
-        lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
-        executed = rounds(self.num_devices, degrees, firsts)
-        if room:
-            rows = row_tokens(self.num_devices, lengths, executed)
-            if rows.max(initial=0) > room:
-                device = int(rows.argmax())
-                raise PlanError(
-                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use "
-                    "smaller microbatches, more devices, a higher limits.max_degree or another planner"
-                )
-        return ShardPlan(
-            num_devices=self.num_devices,
-            lengths=tuple(lengths),
-            work=tuple(self.work_I.tolist()),
-            degrees=tuple(degrees),
-            firsts=tuple(firsts),
-            rounds=executed,
+        plan = ShardPlan(
+            self.num_devices,
+            tuple(self.lengths_I.tolist()),
+            tuple(self.work_I.tolist()),
+            tuple(degrees),
+            tuple(firsts),
+            rounds(self.num_devices, degrees, firsts),
         )
+        room, rows = self.limits.tokens_per_device, plan.rows()
+        if room and rows.max() > room:
+            device = int(rows.argmax())
+            raise PlanError(
+                f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use smaller "
+                "microbatches, more devices, a higher limits.max_degree or another planner"
+            )
+        return plan
 
     @property
     def weights(self) -> list[float]:
@@ -317,12 +323,3 @@ def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> floa
     last = k * blocks + 1  # the k + 1 smallest of the `last` largest sequences
     meet = (total[last] - total[last - k - 1]).max() / max_degree
     return float(max(total[-1] / num_devices, meet))
-
-
-def row_tokens(num_devices: int, lengths: Sequence[int], rounds: Sequence[Round]) -> np.ndarray:
-    """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
-    rows = np.zeros(num_devices, np.int64)
-    for round in rounds:
-        chunks = [-(-sum(lengths[i] for i in members) // round.degree) for members in round.groups]
-        rows += np.repeat(np.array(chunks, np.int64), round.degree)
-    return rows

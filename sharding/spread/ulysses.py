@@ -85,8 +85,8 @@ def spread_attention(
 
     Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
     scan over the layers, and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding
-    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that
-    increase; `attend` raises PlanError for a degree above the number of heads.
+    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device; `attend` raises
+    PlanError for a degree above the number of heads.
     """
     views = views_of(spread, segments_BT, branches_BT, tile)
 
@@ -104,9 +104,6 @@ def views_of(
     """The views of the rounds in the order of execution, shared by all layers. Raises as `spread_attention` does."""
     if segments_BT.shape[0] != 1:
         raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
-    degrees = [degree for degree, _ in spread.rounds]
-    if degrees != sorted(degrees, reverse=True):
-        raise ValueError(f"rounds must stand in decreasing degree, got {degrees}")
     return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
 
 

@@ -18,7 +18,7 @@ from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, bucketing, flexrl, greedy
 from sharding.planner import flex
 from sharding.planner.packing import longest_first
-from sharding.planner.plan import Limits, PlanError, ShardPlan, least_load, row_tokens
+from sharding.planner.plan import Limits, PlanError, ShardPlan, least_load
 
 flex_ulysses, ulysses = executable(flex.flex_ulysses), executable(flex.ulysses)
 
@@ -173,7 +173,7 @@ def test_tokens_per_device_hold_with_the_padding_of_chunks(lengths: list[int], n
         assert "tokens" in str(error)
         assert num_devices == 6 or extra < 8  # one block of all devices can always be filled evenly
     else:
-        assert row_tokens(num_devices, plan.lengths, plan.rounds).max() <= room
+        assert plan.rows().max() <= room
 
 
 @pytest.mark.parametrize(
