@@ -109,6 +109,7 @@ class ParameterRows:
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
             # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
             table = jnp.stack(unit_rows).reshape(self.group, self.outer, -1).swapaxes(0, 1).reshape(-1, unit.size)
+            # The transpose of a split joins its parts; that of many slices would sum as many padded rows.
             for piece, part in zip(unit.pieces, jax.lax.split(table, unit.sizes, axis=1), strict=True):
                 shards = part.reshape(piece.copies, piece.shards, -1).swapaxes(0, 1).reshape(piece.shards, -1)
                 shards = shards[:, : math.prod(piece.shard_shape)].reshape(piece.shards, *piece.shard_shape)
