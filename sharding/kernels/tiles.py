@@ -162,9 +162,9 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
 
 
-def _row(tiles: Tiles, tokens: int) -> list[Array]:
+def _row(tiles: Tiles, tokens: int) -> tuple[Array, Array]:
     """The segments and branches of the stream as one row, `[1, S]`."""
-    return [x.reshape(1, -1)[:, :tokens] for x in (tiles.segments, tiles.branches)]
+    return tiles.segments.reshape(1, -1)[:, :tokens], tiles.branches.reshape(1, -1)[:, :tokens]
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:
