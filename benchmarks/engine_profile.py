@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import json
+import os
 import pathlib
 import statistics
 import sys
@@ -25,7 +28,7 @@ from fluxjax.config import ConfigError
 from fluxjax.config.cli import parse
 from models.inputs import ModelInput
 from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
-from rollout.throughput import Point, Profile, sizes
+from rollout.throughput import VERSION, Point, Profile, sizes
 from sharding.mesh import Device
 
 
@@ -82,7 +85,7 @@ def main(argv: list[str]) -> int:
         )
         points = asyncio.run(measuring)
         profile = Profile(devices[0].device_kind, len(devices), sizes(model.config.text), points)
-        profile.save(args.out)
+        save(profile, args.out)
     except (ConfigError, DataError, EngineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,6 +95,11 @@ def main(argv: list[str]) -> int:
         print(f"{point.degree:>8}{point.batch:>8}{point.length:>8}{point.prefill:>12.0f}{point.decode:>12.0f}")
     print(f"written to {args.out}")
     return 0
+
+
+def save(profile: Profile, path: str | os.PathLike[str]) -> None:
+    text = json.dumps({"version": VERSION, **dataclasses.asdict(profile)}, indent=1)
+    pathlib.Path(path).write_text(text + "\n")
 
 
 def _progress(done: int, total: int) -> None:

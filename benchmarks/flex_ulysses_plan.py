@@ -34,8 +34,8 @@ from common import ROOT
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.planner_baselines import PLANNERS, balance_bound
-from sharding.planner import Limits, flex_ulysses, ulysses
-from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
+from sharding.planner.plan import GAMMA, PlanError, ShardPlan
 
 MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 FIXED = (2, 4, 8)
@@ -136,8 +136,7 @@ def _figures(plan: ShardPlan, eight: Sequence[int], limits: Limits) -> dict[str,
 
     def split_cost(degrees: Sequence[int]) -> float:
         return sum(
-            n * (p - 1) / p**2 * (limits.gamma if p > limits.tau else 1.0)
-            for n, p in zip(plan.lengths, degrees, strict=True)
+            n * (p - 1) / p**2 * (GAMMA if p > limits.tau else 1.0) for n, p in zip(plan.lengths, degrees, strict=True)
         )
 
     return {
@@ -152,7 +151,7 @@ def _milliseconds(lengths: Sequence[int], devices: int, limits: Limits, repeats:
     seconds, work = [], None if cost is None else forward_seconds(cost, lengths)
     for _ in range(repeats):
         begin = time.perf_counter()
-        flex_ulysses(lengths, devices, limits, work=work, cost=cost)
+        flex_ulysses(lengths, devices, limits, work=work, cost=cost and cost.step_seconds)
         seconds.append(time.perf_counter() - begin)
     return round(1e3 * statistics.median(seconds), 2)
 

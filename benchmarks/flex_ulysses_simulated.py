@@ -24,10 +24,12 @@ import numpy as np
 
 from benchmarks.cost_fit import forward_seconds, published
 from benchmarks.dynamic_packing import repacked
+from benchmarks.plan_picture import sent
 from benchmarks.planner_baselines import bucketing, flexrl, greedy
 from sharding.cost import CostError, CostModel
-from sharding.planner import Limits, flex_ulysses, spread_vision, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.vision_units import spread_vision
 
 MIXES = pathlib.Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 DEGREES = (2, 4, 8)
@@ -130,7 +132,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
             "simulated_update_seconds": cost.step_seconds(plan) + towers + (2 + cost.recompute) * route,
             "simulated_logprob_seconds": cost.step_seconds(plan, train=False) + tower + route,
             "simulated_balance": plan.balance,
-            "simulated_traffic_tokens": float(plan.traffic().sum()),
+            "simulated_traffic_tokens": float(sent(plan).sum()),
             "simulated_vision_forward_seconds": tower,
         }
 
@@ -144,7 +146,7 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
         add(f"ulysses_{degree}_ours", repacked(plan, **PACKING))
     add("flexrl", repacked(flexrl(lengths, devices, limits), **PACKING))
     add("flex_ulysses", repacked(flex_ulysses(lengths, devices, limits), **PACKING))
-    calibrated = flex_ulysses(lengths, devices, limits, work=forward_seconds(cost, lengths), cost=cost)
+    calibrated = flex_ulysses(lengths, devices, limits, work=forward_seconds(cost, lengths), cost=cost.step_seconds)
     add("flex_ulysses_calibrated", repacked(calibrated, **PACKING))
     return out
 
@@ -170,8 +172,9 @@ def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) 
         homes += [index] * (len(units) - len(homes))
     firsts, degrees = ([column[index] for index in homes] for column in (plan.firsts, plan.degrees))
     vision = spread_vision(units, firsts, degrees, plan.num_devices)
-    away = [not first <= device < first + p for device, first, p in zip(vision.devices, firsts, degrees, strict=True)]
-    return vision.loads(), sum(size for size, moved in zip(units, away, strict=True) if moved) / per_token
+    away = [not first <= device < first + p for device, first, p in zip(vision.tolist(), firsts, degrees, strict=True)]
+    moved = sum(size for size, moves in zip(units, away, strict=True) if moves)
+    return np.bincount(vision, units, plan.num_devices), moved / per_token
 
 
 def _route_seconds(tokens: float, cost: CostModel) -> float:

@@ -34,7 +34,7 @@ from common import ROOT, Pair, WorkerError, spread
 from benchmarks.dynamic_packing import repacked
 from benchmarks.plan_text import text_of
 from benchmarks.planner_baselines import bucketing
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import ShardPlan
 from sharding.spread.buffers import lay, size_cost
 from sharding.spread.shapes import ShapeBook
@@ -177,7 +177,7 @@ def _collectives() -> dict[str, Any]:
     code = (
         "import json\n"
         "import jax, ulysses_worker as w\n"
-        "from sharding.planner import Limits, flex_ulysses\n"
+        "from sharding.planner.flex import Limits, flex_ulysses\n"
         f"model = w.text_model({MODEL!r} | {{'num_layers': 8}})\n"
         "strategy = w.Fsdp(w.make_mesh(8), model, forward=w.logprobs, loss=w.loss, row_dims=w.row_dims)\n"
         "lengths = [700, 300, 200, 150, 90, 90, 60, 50, 40, 30]\n"

@@ -68,7 +68,7 @@ def _runs(form: str, tokens: int, vocabulary: int, width: int) -> dict[str, Call
     kernels computes both forms portably."""
     import jax
 
-    from sharding.target import Target, compiling_for, target
+    from sharding.mesh import Target, compiling_for, target
     from sharding.vocab import token_logprobs
 
     keys = jax.random.split(jax.random.key(0), 3)

@@ -33,7 +33,7 @@ from hosts_worker import MODELS
 from odc_simulated import METHODS, METHODS_RL, lengths_of, work
 
 from benchmarks.packing_baselines import MicrobatchSchedule, makespan
-from sharding.planner import Limits
+from sharding.planner.plan import Limits
 
 PARTS = ("controller", "scaling", "waiting")
 STEP_SECONDS = 10.0  # of which process 0 should take less than a hundredth to decide

@@ -33,7 +33,7 @@ from common import Pair, WorkerError, spread
 from odc_simulated import fitted, simulate
 
 from benchmarks.packing_baselines import SCHEDULERS, MicrobatchSchedule, bubble_rate, makespan
-from sharding.planner import Limits
+from sharding.planner.plan import Limits
 
 # Eight layers and wide heads: attention's share of the longest sequence is that of a 1.5B model at 64k tokens.
 MODEL = {
@@ -94,7 +94,6 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
         "model": MODEL,
         "runs": runs,
         "remat": options.remat,
-        "live_layers": options.live_layers,
         "deterministic": options.deterministic,
     }
     with Pair("odc_worker.py", settings, {"NPROC": "2"}) as pair:  # two threads: one serves while the other computes
@@ -251,7 +250,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minibatches", type=int, default=4, help="random ones, of 4 samples a device")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them; the first compiles")
-    parser.add_argument("--live-layers", type=int, default=3, help="layers whose weights a device holds under ODC")
     parser.add_argument("--deterministic", action="store_true", help="ODC adds gradients in a fixed order")
     parser.add_argument("--remat", action="store_true", help="compute each layer again in the backward pass")
     return parser

@@ -30,8 +30,7 @@ from odc_published import GOLDEN, GOLDEN_MEASURED, MINIBATCHES, published
 
 from benchmarks.packing_baselines import MicrobatchSchedule, lb_micro, lb_mini, local_sort, makespan, verl_native
 from sharding.cost import ModelSizes
-from sharding.planner import Limits
-from sharding.planner.plan import PlanError
+from sharding.planner.plan import Limits, PlanError
 
 SEQUENCES = 6400  # of each setting
 RUN = 25  # minibatches: what ODC's public example trains for

@@ -135,7 +135,7 @@ def main(settings: dict) -> None:
     remat = "layer" if settings["remat"] else "none"
     fsdp = Fsdp(mesh, model, forward=logprobs, loss=loss, row_dims=row_dims, remat=remat)
     links = Links()
-    odc = Odc(fsdp, links=links, live_layers=settings["live_layers"], deterministic=settings["deterministic"])
+    odc = Odc(fsdp, links=links, deterministic=settings["deterministic"])
     _, params = models.split(model)
     params = fsdp.shard(params)
     minibatches = Minibatches(settings["model"]["vocab_size"])

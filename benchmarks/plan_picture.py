@@ -81,6 +81,12 @@ def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Fi
     return figure
 
 
+def sent(plan: ShardPlan) -> np.ndarray:
+    """`[devices]`: token vectors that leave each device in one all-to-all, the sum of `length * (p - 1) / p**2`."""
+    p = np.array(plan.degrees, float)
+    return plan.over_devices(np.array(plan.lengths) * (p - 1) / p**2)
+
+
 def summary(plan: ShardPlan) -> str:
     """Describes the plan in a line: sizes, balance, memory, how many sequences have which degree, what travels."""
     degrees = np.array(plan.degrees, int)

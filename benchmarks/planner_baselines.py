@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.packing import karmarkar_karp, longest_first
 from sharding.planner.plan import Placement, Problem, ShardPlan, pose
 

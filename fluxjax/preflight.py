@@ -58,11 +58,8 @@ def _preflight(config: Config, options: argparse.Namespace) -> int:
     topology, fraction = Topology.parse(options.topology), memory_fraction(FRACTION)
     if options.layers < 0:
         raise ConfigError(f"--layers {options.layers}: must not be negative")
-    if config.run_dir:
-        picture = pathlib.Path(config.run_dir) / "preflight.png"
-    else:
-        picture = pathlib.Path("runs") / f"preflight-{config.name}.png"
-    picture = options.out or picture
+    default = f"{config.run_dir}/preflight.png" if config.run_dir else f"runs/preflight-{config.name}.png"
+    picture: pathlib.Path = options.out or pathlib.Path(default)
     if options.out and not picture.absolute().parent.is_dir():
         raise ConfigError(f"--out {picture}: there is no folder {picture.parent}")
     find_plugin(options.aot_folder)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from sharding.target import target
+from sharding.mesh import target
 from sharding.weights import WeightSpec, weight
 
 from .config import RopeConfig

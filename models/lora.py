@@ -12,9 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sharding.low_rank import attach, beside, is_adapter
 from sharding.walk import Params
-from sharding.weights import by_path
+from sharding.weights import attach, beside, by_path, is_adapter
 
 from . import registry
 from .config import AnyConfig, NameLayout, Qwen25VLConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,15 +42,13 @@ class EngineArrays:
         abstract = models.abstract(model.config)
         turned, _ = engine_model(abstract)
 
-        def served(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding)
-
-        def of_a_layer(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+        def served(x: Any, sharding: Sharding, stacked: int = 0) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[stacked:], compute_dtype or x.dtype, sharding=sharding)
 
         handed_in: Params = jax.tree.map(served, models.split(abstract)[1], layout.weights(abstract))
-        as_kept = jax.tree.map(served, models.split(turned)[1]["layers"], layout.weights(turned.layers))
-        layer = jax.tree.map(of_a_layer, as_kept, layout.weights(turned.layers, stacked=False))
+        of_a_layer = functools.partial(served, stacked=1)
+        kept = models.split(turned)[1]["layers"]
+        layer = jax.tree.map(of_a_layer, kept, layout.weights(turned.layers, stacked=False))
         params: LayerParams = {**handed_in, "layers": [layer] * text.num_layers}
         shape = KVCache.shape(text, pages_for(kv_tokens))
         dtype = jax.tree.leaves(layer)[0].dtype
@@ -93,7 +92,8 @@ def lowered_programs(
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
-        last = _text(CHUNK_TOKENS)
+        ids, positions = np.zeros(CHUNK_TOKENS, np.int32), np.zeros((3, CHUNK_TOKENS), np.int32)
+        last = ModelInput(ids, positions, ids - 1, CHUNK_TOKENS)
         packed += plan([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], **how, merge_unit=1)
     largest = max((batch for _, batch in packed), key=_scores)
     before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
@@ -112,11 +112,6 @@ def lowered_programs(
             everywhere = one_device if len(devices) == 1 else NamedSharding(make_mesh(devices=devices), PartitionSpec())
             before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=everywhere))
     return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
-
-
-def _text(tokens: int) -> ModelInput:
-    ids = np.zeros(tokens, np.int32)
-    return ModelInput(ids, np.zeros((3, tokens), np.int32), ids - 1, tokens)
 
 
 def _scores(batch: PrefillBatch) -> int:

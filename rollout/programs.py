@@ -33,7 +33,7 @@ from models.config import TextConfig
 from models.decoder import Decoder, DecoderLayer
 from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for
 from sharding.walk import Walk
 
 from .engine_weights import LayerParams, model_by_layers

@@ -44,10 +44,6 @@ class Profile:
     model: Mapping[str, int]  # sizes of the model's text part
     points: tuple[Point, ...]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        text = json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
-        pathlib.Path(path).write_text(text + "\n")
-
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
         """Reads a file. Raises ProfileError if it is missing, no JSON, of another version, or lacks a field."""
@@ -98,9 +94,7 @@ def sizes(text: TextConfig) -> dict[str, int]:
 
 
 def _point(read: JsonObject) -> Point:
-    point = Point(
-        int(read["degree"]), int(read["batch"]), int(read["length"]), float(read["prefill"]), float(read["decode"])
-    )
-    if not min(dataclasses.astuple(point)) > 0:
-        raise ValueError(f"{point} must be positive throughout")
-    return point
+    numbers = [read[field.name] for field in dataclasses.fields(Point)]
+    if not min(numbers) > 0:
+        raise ValueError(f"{read} must be positive throughout")
+    return Point(*numbers)

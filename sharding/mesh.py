@@ -1,19 +1,40 @@
-"""The device mesh: one outer axis (replicas or hosts), then axes of size two.
+"""Devices: the mesh that a program runs on, and the target that it is traced for, which may differ from the device that
+traces it.
 
-A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size two, so that
-nested groups need no mesh of their own. FSDP shards over all axes at once.
+A mesh has one outer axis (replicas or hosts), then axes of size two. A sequence-parallel group of any power-of-two
+degree `p` is the product of the last `log2(p)` axes of size two, so that nested groups need no mesh of their own. FSDP
+shards over all axes at once.
+
+Triton kernels are launched here, through jax-triton, where the target can run them. Triton is imported and asked for
+only where the computation goes to an NVIDIA GPU.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jaxtyping import Array
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 GPU_PLATFORMS = ("gpu", "cuda")
 REPLICA = "replica"  # the outer axis: the odd factor of the number of devices
+LEAST_CAPABILITY = 80  # Ampere, the first with bfloat16 and TF32 products
+
+_log = logging.getLogger(__name__)
 
 
 class MeshError(ValueError):
@@ -72,3 +93,126 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
     """Options for `jax.jit(..., compiler_options=...)` of programs that contain `spread.ulysses`; empty but on GPUs."""
     return dict(GPU_OVERLAP) if mesh.devices.flat[0].platform in GPU_PLATFORMS else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of device: the facts that choices depend on while a program is traced."""
+
+    platform: str  # cpu, gpu, ...
+    capability: int = 0  # the compute capability of NVIDIA GPUs, 90 for 9.0; 0 for all other devices
+
+    @staticmethod
+    def of(device: Device) -> Target:
+        """The target that a device is; the device may be only described."""
+        version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD has gfx942, ...
+        return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in GPU_PLATFORMS
+
+
+_given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+def target() -> Target:
+    """The target of `compiling_for`, or else JAX's default device. On a mesh of the other kind (GPU or CPU): a target
+    of its platform without capability."""
+    found = _given.get() or Target.of(jax.local_devices()[0])
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    if device is None or Target(device.platform).is_gpu == found.is_gpu:
+        return found
+    return Target(device.platform)
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Makes all choices while tracing within the block for this target."""
+    token = _given.set(target)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def runs_triton(*arrays: Array, multiple: int = 1, most: float = math.inf) -> bool:
+    """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
+
+    It can where the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
+    float32, and the last dimension of the first one is a multiple of `multiple`, and at most `most`.
+    """
+    device, width = target(), arrays[0].shape[-1]
+    if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
+        return False
+    return {array.dtype.name for array in arrays} in ({"bfloat16"}, {"float32"})
+
+
+@functools.cache
+def _importable() -> bool:
+    try:
+        for module in ("jax_triton", "triton"):
+            importlib.import_module(module)
+        if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton").startswith("0.4."):
+            raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # tracing would fail
+    except Exception as error:  # versions that do not fit each other fail in many ways
+        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", error)
+        return False
+    return True
+
+
+@functools.cache
+def _capable(capability: int) -> bool:
+    if capability < LEAST_CAPABILITY:
+        _log.warning("GPUs compute without our Triton kernels, slowly: these need NVIDIA GPUs since Ampere")
+    return capability >= LEAST_CAPABILITY
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The sizes of a kernel's tiles, and how the kernel is compiled."""
+
+    sizes: tuple[int, ...]
+    warps: int
+    stages: int  # stages of the software pipeline
+    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
+
+
+def launch(
+    module: str,
+    kernel: str,
+    arguments: tuple[Array | int, ...],
+    outs: Any,
+    grid: tuple[int, int, int],
+    tiling: Tiling,
+    **constants: int | bool | float,
+) -> list[Array]:
+    """Launches a kernel of a module of `sharding.kernels`. The program names its calls `module_kernel`."""
+    jax_triton: Any = importlib.import_module("jax_triton")
+    kernels: Any = importlib.import_module(f"{__package__}.kernels.{module}")
+    name = f"{module}_{kernel}"
+    with jax.named_scope(name):
+        results = jax_triton.triton_call(
+            *arguments,
+            kernel=getattr(kernels, kernel),
+            out_shape=tuple(outs),
+            grid=grid,
+            name=name,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            compute_capability=target().capability,
+            PRECISION=tiling.precision,
+            **constants,
+        )
+    zero = varying_zero(*(x for x in arguments if isinstance(x, jax.Array)))
+    return [x + zero.astype(x.dtype) for x in results]
+
+
+def varying_zero(*arrays: Array) -> Array:
+    """A float32 zero that varies over every mesh axis over which one of `arrays` does. A loop's initial value must vary
+    like its results, and a kernel's results like its inputs; only the arrays tell these axes."""
+    zero = jnp.zeros((), jnp.float32)
+    for array in arrays:
+        zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)
+    return zero

@@ -18,14 +18,14 @@ would compute logits several times more: sums of `[TOKENS, D]` or `[IDS, D]` do 
 and the two gradients are sums along different axes.
 """
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .target import launch, runs_triton, target, varying_zero
+from .mesh import Tiling, launch, runs_triton, target, varying_zero
 
 CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
@@ -79,13 +79,6 @@ def token_logprobs(
 # Below, C counts chunks and T the tokens of one chunk.
 
 
-@jax.custom_vjp
-def _chunked(
-    hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperatures_CT: Array
-) -> tuple[Array, Array]:
-    return _forward(hidden_CTD, head_VD, targets_CT, allowed_V, temperatures_CT)[0]
-
-
 def _forward(
     hidden_CTD: Array, head_VD: Array, targets_CT: Array, allowed_V: Array, temperatures_CT: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
@@ -124,6 +117,7 @@ def _backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array,
     return hidden_grad, head_grad.astype(head_VD.dtype), None, None, None
 
 
+_chunked = jax.custom_vjp(lambda *arrays: _forward(*arrays)[0])
 _chunked.defvjp(_forward, _backward)
 
 
@@ -136,61 +130,38 @@ def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: 
 # Below are the kernels of NVIDIA GPUs.
 
 
-def chosen(hidden: Array, head: Array) -> bool:
-    """Says, while a program is traced, whether Triton kernels compute log-probabilities of these arrays.
-
-    They do where a Triton kernel can be launched (`runs_triton`) and the width of the model is a multiple of 16.
-    """
-    return hidden.size > 0 and hidden.shape[-1] % 16 == 0 and runs_triton(hidden, head)
+# Says, while a program is traced, whether the kernels compute log-probabilities of (hidden states, head).
+chosen = functools.partial(runs_triton, multiple=16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """The sizes of the kernels' tiles, and how the kernels are compiled."""
-
-    tokens: int
-    ids: int
-    depth: int  # numbers of the model's width that are multiplied at once
-    warps: int
-    stages: int  # stages of the software pipeline
-    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
-
-
-def tiling(dtype: Any, capability: int) -> Tiling:
-    """The settings of both kernels: the largest tiles that ptxas fits into registers. No GPU has timed them."""
+def tiling_of(dtype: Any, capability: int) -> Tiling:
+    """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
+    largest that ptxas fits into registers. No GPU has timed them."""
     if jnp.dtype(dtype).itemsize == 4:
-        return Tiling(64, 64, 32, 4, 2)
+        return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:
-        return Tiling(128, 256 if capability < 100 else 128, 64, 8, 4)
-    return Tiling(128, 128, 32, 8, 4)
+        return Tiling((128, 256 if capability < 100 else 128, 64), 8, 4)
+    return Tiling((128, 128, 32), 8, 4)
 
 
-def _fused_values(
+def _fused_forward(
     hidden_TD: Float[Array, "T D"],
     head_VD: Float[Array, "V D"],
     targets_T: Int[Array, " T"],
     allowed_V: Bool[Array, " V"],
     temperatures_T: Float[Array, " T"],
     numbers: int,
-) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy).
-
-    `numbers` is about how many gradients of logits the backward pass has in memory at once.
-    """
-    return _fused_forward(hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, numbers)[0]
-
-
-def _fused_forward(
-    hidden_TD: Array, head_VD: Array, targets_T: Array, allowed_V: Array, temperatures_T: Array, numbers: int
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+) -> tuple[tuple[Float[Array, " T"], Float[Array, " T"]], tuple[Array, ...]]:
+    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy), and what the backward pass needs.
+    That has about so many `numbers` of gradients of logits in memory at once."""
     del numbers
     T, V = len(hidden_TD), len(head_VD)
-    settings = tiling(hidden_TD.dtype, target().capability)
-    groups, tiles = _groups(T, settings), -(-V // settings.ids)
+    tiling = tiling_of(hidden_TD.dtype, target().capability)
+    groups, tiles = _groups(T, tiling), -(-V // tiling.sizes[1])
     parts = min(max(LEAST_PARTS, PROGRAMS // (groups * TOGETHER)), tiles)
     sums = [jax.ShapeDtypeStruct((parts, T), jnp.float32)] * 4
-    arrays = (hidden_TD, head_VD, targets_T, _filled(allowed_V, settings), LOG2E / temperatures_T)
-    peaks, totals, slopes, hits = _call("softmax_sums", arrays, sums, (TOGETHER, parts, groups), settings)
+    arrays = (hidden_TD, head_VD, targets_T, _filled(allowed_V, tiling), LOG2E / temperatures_T)
+    peaks, totals, slopes, hits = _call("softmax_sums", arrays, sums, (TOGETHER, parts, groups), tiling)
 
     peak_T = peaks.max(axis=0)
     below = peaks - peak_T[None, :]
@@ -209,8 +180,9 @@ def _fused_backward(
     hidden_TD, head_VD, targets_T, allowed_V, temperatures_T, normaliser_T, entropies_T = residuals
     logprob_grads_T, entropy_grads_T = cotangents
     T, V, dtype = len(hidden_TD), len(head_VD), hidden_TD.dtype
-    settings = tiling(dtype, target().capability)
-    width = min(max(numbers // (T * settings.ids), 1) * settings.ids, V)
+    tiling = tiling_of(dtype, target().capability)
+    ids = tiling.sizes[1]
+    width = min(max(numbers // (T * ids), 1) * ids, V)
     # d logprob / d logit_v = [v == target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy)
     of_tokens = (
         LOG2E / temperatures_T,
@@ -225,11 +197,11 @@ def _fused_backward(
         hidden_grad_TD, head_grad_VD = grads
         # Here V counts the ids of the chunk.
         chunk_VD, chunk_V = (jax.lax.dynamic_slice_in_dim(x, start, width) for x in (head_VD, allowed_V))
-        arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, settings), *of_tokens)
+        arrays = (hidden_TD, chunk_VD, targets_T - start, _filled(chunk_V, tiling), *of_tokens)
         filled = -(-width // 16) * 16
         outs = [jax.ShapeDtypeStruct((T, filled), dtype)]
-        grid = (TOGETHER, -(-width // settings.ids), _groups(T, settings))
-        grads_TV = _call("logit_gradients", arrays, outs, grid, settings, WIDTH=filled)[0][:, :width]
+        grid = (TOGETHER, -(-width // ids), _groups(T, tiling))
+        grads_TV = _call("logit_gradients", arrays, outs, grid, tiling, WIDTH=filled)[0][:, :width]
         hidden_grad_TD += _product("TV,VD->TD", grads_TV, chunk_VD)
         chunk_grad_VD = _product("TV,TD->VD", grads_TV, hidden_TD).astype(head_VD.dtype)
         return hidden_grad_TD, jax.lax.dynamic_update_slice_in_dim(head_grad_VD, chunk_grad_VD, start, 0)
@@ -245,16 +217,16 @@ def _fused_backward(
     return hidden_grad_TD.astype(dtype), head_grad_VD, None, None, None
 
 
-fused_logprobs = jax.custom_vjp(_fused_values, nondiff_argnums=(5,))
+fused_logprobs = jax.custom_vjp(lambda *arguments: _fused_forward(*arguments)[0], nondiff_argnums=(5,))
 fused_logprobs.defvjp(_fused_forward, _fused_backward)
 
 
-def _groups(tokens: int, settings: Tiling) -> int:
-    return -(-tokens // (settings.tokens * TOGETHER))
+def _groups(tokens: int, tiling: Tiling) -> int:
+    return -(-tokens // (tiling.sizes[0] * TOGETHER))
 
 
-def _filled(allowed_V: Array, settings: Tiling) -> Array:
-    return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % settings.ids))
+def _filled(allowed_V: Array, tiling: Tiling) -> Array:
+    return jnp.pad(allowed_V.astype(jnp.int8), (0, -len(allowed_V) % tiling.sizes[1]))
 
 
 def _call(
@@ -262,28 +234,16 @@ def _call(
     arrays: tuple[Array, ...],
     outs: Any,
     grid: tuple[int, int, int],
-    settings: Tiling,
+    tiling: Tiling,
     **constants: int,
 ) -> list[Array]:
     """Runs a kernel over `arrays`: hidden states `[T, D]`, a head `[V, D]`, and the kernel's further inputs."""
     (T, D), V = arrays[0].shape, len(arrays[1])
-    results = launch(
-        "head_kernels",
-        kernel,
-        (*arrays, T, V),
-        outs,
-        grid,
-        warps=settings.warps,
-        stages=settings.stages,
-        D=D,
-        TOKENS=settings.tokens,
-        IDS=settings.ids,
-        DEPTH=settings.depth,
-        PRECISION=settings.precision,
-        **constants,
+    tokens, ids, depth = tiling.sizes
+    arguments = (*arrays, T, V)
+    return launch(
+        "head_kernels", kernel, arguments, outs, grid, tiling, D=D, TOKENS=tokens, IDS=ids, DEPTH=depth, **constants
     )
-    zero = varying_zero(*arrays)
-    return [x + zero.astype(x.dtype) for x in results]
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

@@ -29,8 +29,18 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from .low_rank import Weight, beside, is_adapter, merge
-from .weights import WeightSpec, by_path, cut_of, shardings, specs, with_shardings
+from .weights import (
+    Weight,
+    WeightSpec,
+    beside,
+    by_path,
+    cut_of,
+    is_adapter,
+    shardings,
+    specs,
+    with_product,
+    with_shardings,
+)
 
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Merge = Callable[[Weight, Weight, Weight], jax.Array]
@@ -297,7 +307,7 @@ class Fsdp:
             a = self._whole(spec_a, a)
         if cut is None or cut.dim < spec.inputs:
             b = self._whole(spec_b, b)
-        return self._whole(spec, self._cast(merge(spec, self._varying(spec, local), a, b)))
+        return self._whole(spec, self._cast(with_product(spec, self._varying(spec, local), a, b)))
 
     def _reduce(self, reduction: Callable, tree: PyTree) -> PyTree:
         return reduction(tree, self._axes) if self._axes else tree

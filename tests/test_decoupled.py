@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
 from packing_cases import MODEL, TEXT, compose, make_config, make_groups, owners, works
+from plan_cases import assert_executable
 from turns import third_of
 
 from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
@@ -87,6 +88,7 @@ def test_every_response_is_there_once(cases, vision, data, seed, devices_degree,
 def test_only_what_is_too_long_and_what_fills_is_collective(case, seed, devices_degree, share):
     composition = check(case, None, seed, devices_degree, share)
     for plan in plans(composition) if composition else ():
+        assert_executable(plan)
         rows, needed = np.zeros(devices_degree[0]), np.zeros(devices_degree[0])
         for n, p, first in zip(plan.lengths, plan.degrees, plan.firsts, strict=True):
             rows[first : first + p] += n / p

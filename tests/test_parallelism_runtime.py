@@ -13,6 +13,7 @@ from runtime_cases import Run
 from scripted_engine import ScriptedEngine
 
 import models
+from benchmarks.engine_profile import save
 from fluxjax.config import ConfigError, ParallelismConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator import CoordinatorError, Synchronous
@@ -198,7 +199,7 @@ def test_all_accelerators_generate(tmp_path, platform, engines, degree, used, ex
 def test_a_profile_says_the_degree_at_the_start(tmp_path):
     points = (Point(1, 1, 48, 1.0, 1.0), Point(2, 1, 48, 1.0, 3.0))
     file = tmp_path / "profile.json"
-    Profile("cpu", 2, sizes(model().config.text), points).save(file)
+    save(Profile("cpu", 2, sizes(model().config.text), points), file)
     settings = {"rollout__engines": 2, "parallelism__min_degree": 1, "parallelism__profile": file}
     config = configuration(tmp_path, **settings)
     assert make_coordinator(config).parallelism.degree == 2

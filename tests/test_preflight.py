@@ -32,8 +32,7 @@ from rollout.lowered import EngineArrays, lowered_programs
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS
 from sharding.kernels.tiles import tile_size
-from sharding.mesh import make_mesh
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for, make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b", "qwen3_8b", "qwen3_32b")
@@ -102,10 +101,12 @@ def test_the_schedule_of_a_compiled_program_is_read():
     assert found["all-reduce"].bytes == 4
 
 
-HELD = {"masters": 4, "gradients": 4, "moments": 8, "reference": 0, "batch": 1, "engine": 15, "cache": 14}
+RESIDENT = {"master weights": 4, "moments": 8, "reference weights": 0, "engine weights": 15, "KV cache": 14}
 TEMPORARIES = {"accumulate": 40, "update": 4, "logprobs": 5, "prefill": 3, "decode": 20}
 ACCOUNT = Account(
-    **{name: size * GIB for name, size in HELD.items()},
+    {kind: size * GIB for kind, size in RESIDENT.items()},
+    gradients=4 * GIB,
+    batch=GIB,
     largest_weight=2 * GIB,
     temporaries={name: size * GIB for name, size in TEMPORARIES.items()},
     results=dict.fromkeys(TEMPORARIES, 0.0) | {"prefill": GIB},
@@ -228,14 +229,15 @@ def test_a_critic_is_counted():
     """Its weights and two moments, all float32; the head of the policy is a row of it."""
     config, devices = _config(FSDP()), jax.devices()[:2]
     plain = RunShapes.of(config, MODEL, devices).resident()
-    assert plain["critic"] == 0.0
+    assert plain["critic weights and moments"] == 0.0
     config.algorithm = AlgorithmConfig.of("ppo")
     with_critic = RunShapes.of(config, MODEL, devices).resident()
-    assert with_critic | {"critic": 0.0} == plain
+    assert with_critic | {"critic weights and moments": 0.0} == plain
     head = 4 * MODEL.text.vocab_size * MODEL.text.hidden_size / len(devices)
-    assert with_critic["critic"] == pytest.approx(3 * (plain["masters"] - head), rel=0.01)
-    phases = dataclasses.replace(ACCOUNT, critic=3 * GIB).phases()
-    assert all(sizes["critic weights and moments"] == 3 * GIB for sizes in phases.values())
+    critic = with_critic["critic weights and moments"]
+    assert critic == pytest.approx(3 * (plain["master weights"] - head), rel=0.01)
+    phases = dataclasses.replace(ACCOUNT, resident=with_critic).phases()
+    assert all(sizes["critic weights and moments"] == critic for sizes in phases.values())
 
 
 def test_servers_are_counted_where_they_are():
@@ -243,13 +245,14 @@ def test_servers_are_counted_where_they_are():
     config, devices = _config(FSDP()), jax.devices()[:2]
     config.rollout.engine = RolloutEngine.SGLANG
     apart = RunShapes.of(config, MODEL, devices, usable=1e9)
-    assert apart.resident()["engine"] == apart.servers(1e9) == 0.0 and not apart.engines_a_device
+    assert apart.resident()["engine weights"] == apart.servers(1e9) == 0.0 and not apart.engines_a_device
     config.servers.colocated = True
     state = sum(apart.resident().values())
     assert RunShapes.of(config, MODEL, devices, usable=1e9).servers(1e9) == 0.6 * (1e9 - state)
     with pytest.raises(ConfigError, match=r"servers.colocated: beside training's state, a server has .* needs"):
         RunShapes.of(config, MODEL, devices, usable=state + 1000)
-    account = dataclasses.replace(ACCOUNT, engine=0.0, cache=0.0, servers=30 * GIB)
+    resident = {kind: size for kind, size in ACCOUNT.resident.items() if kind not in ("engine weights", "KV cache")}
+    account = dataclasses.replace(ACCOUNT, resident=resident, servers=30 * GIB)
     training = {name: size for name, size in ACCOUNT.temporaries.items() if name not in ("prefill", "decode")}
     phases = dataclasses.replace(account, temporaries=training).phases()
     assert sum(phases["rollout"].values()) == (4 + 8 + 30) * GIB
@@ -269,7 +272,7 @@ def test_programs_are_traced_for_the_described_device():
 from fluxjax.sizing.topology import Topology, find_plugin
 find_plugin()
 import jax
-from sharding.target import Target, compiling_for, target
+from sharding.mesh import Target, compiling_for, target
 for kind in ("a100", "h100"):
     with compiling_for(Target.of(Topology.parse(f"1x1x{kind}").devices()[0])):
         print(target().platform, target().capability)
@@ -292,7 +295,7 @@ def test_an_unknown_topology_lists_those_that_are_known(text):
 
 def test_topologies():
     topology = Topology.parse("4x8xH100")
-    assert (topology.size, str(topology)) == (32, "4x8xh100")
+    assert (topology.hosts, topology.devices_per_host, str(topology)) == (4, 8, "4x8xh100")
     assert 79 * GIB < topology.memory < 80 * GIB
     assert all(Topology(1, 1, kind).memory > 39 * GIB for kind in kinds())
 

@@ -2,7 +2,7 @@
 
 The cases: one sequence, many, prompts with branches, and a long row (forward only). cuDNN and PyTorch compute the same
 sequences as a batch under a causal mask; they have no branches. Each kernel is timed at one sequence
-under the settings of `sharding.kernels.flash.launch_of` (`chosen`) and others.
+under the settings of `sharding.kernels.flash.tiling_of` (`chosen`) and others.
 """
 
 from __future__ import annotations
@@ -92,32 +92,33 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
     import jax
 
     from sharding.kernels import flash
+    from sharding.mesh import Tiling
 
     (q, k, v, dout), mask = packed.row(case, "bfloat16")
-    segments, chosen_for = mask.segments, flash.launch_of
-    out, lse = jax.jit(lambda *qkv: flash.forward(*qkv, segments, None, True))(q, k, v)
+    segments, chosen_for = mask.segments, flash.tiling_of
+    out, kept = jax.jit(lambda *qkv: flash.forward(*qkv, segments, None, True))(q, k, v)
 
-    arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, lse, dout, segments)
+    arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, kept[4], segments, dout)
 
     def function(*arrays: jax.Array) -> object:
         if kernel == "forward":
             return flash.forward(*arrays, None, True)[0]
-        query_gradients, *key_gradients = flash.backward(*arrays, None, True)
+        query_gradients, *key_gradients = flash.backward(True, (*arrays[:-1], None), arrays[-1])[:3]
         return query_gradients if kernel == "query_gradients" else key_gradients  # an unused kernel is left out
 
-    def compiled(launch: flash.Launch | None) -> concurrent.futures.Future[Callable[..., object]]:
+    def compiled(tiling: Tiling | None) -> concurrent.futures.Future[Callable[..., object]]:
         """The program under some settings: settings are looked up while it is traced, the rest takes a thread."""
-        flash.launch_of = lambda name, *about: launch if launch and name == kernel else chosen_for(name, *about)
+        flash.tiling_of = lambda name, *about: tiling if tiling and name == kernel else chosen_for(name, *about)
         try:
             traced = jax.jit(lambda *arrays: function(*arrays)).trace(*arrays)
         finally:
-            flash.launch_of = chosen_for
+            flash.tiling_of = chosen_for
         return pool.submit(lambda: traced.lower().compile())
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         programs = {"chosen": compiled(None)}
         for setting in SETTINGS[kernel]:
-            programs[" ".join(map(str, setting))] = compiled(flash.Launch(*setting))
+            programs[" ".join(map(str, setting))] = compiled(Tiling(setting[:2], *setting[2:]))
     found: dict[str, object] = {"chosen is": str(dataclasses.astuple(chosen_for(kernel, q.dtype, q.shape[-1], 90)))}
     for name, program in programs.items():
         try:

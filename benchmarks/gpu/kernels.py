@@ -115,7 +115,7 @@ def _large_head(dry: bool) -> dict[str, object]:
     import jax
     import jax.numpy as jnp
 
-    from sharding.target import Target, compiling_for
+    from sharding.mesh import Target, compiling_for
     from sharding.vocab import token_logprobs
 
     tokens, vocabulary, width = (16, 64, 32) if dry else (2048, 152064, 3584)

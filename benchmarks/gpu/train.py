@@ -61,7 +61,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
 
     from fluxjax.algorithms import find_algorithm
     from fluxjax.config import DType, Remat
-    from sharding.target import Target
+    from sharding.mesh import Target
 
     config, device = learner.config, learner.mesh.devices.flat[0]
     config.packing.tokens_per_row, config.sharding.remat = tokens, remat

@@ -18,7 +18,7 @@ from models.config import TextConfig, VisionConfig
 from models.inputs import common_bound
 from sharding.mesh import replica_size
 from sharding.planner.packing import Microbatches, busiest, lb_mini
-from sharding.planner.plan import ShardPlan, rounds, row_tokens
+from sharding.planner.plan import ShardPlan, rounds
 from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
@@ -167,7 +167,7 @@ class OwnPace:
         """
         plan, patches, replica = part.plan, self._room.whole_patches, self._replica
         squares = dataclasses.replace(plan, work=tuple(piece.squares for piece in part.pieces)).compute()
-        loads_D2 = np.stack([row_tokens(plan.num_devices, plan.lengths, plan.rounds), squares], axis=1)
+        loads_D2 = np.stack([plan.rows(), squares], axis=1)
         most_2 = loads_D2.max(axis=0)
         if loads_D2[:, 0].mean() > EVEN_TOKENS * most_2[0]:
             return plan, []

@@ -1,6 +1,6 @@
 """A microbatch whose sequences are spread over devices, before its arrays exist: its pieces, their plan, its frames.
 
-The vision tower's work has its own even plan (`sharding.planner.spread_vision`); its features then travel to their
+The vision tower's work has its own even plan (`sharding.planner.vision_units`); its features then travel to their
 tokens (`sharding.spread.route`).
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from models.config import VisionConfig
 from models.inputs import ARRAYS, VisionInput, blank, concatenate, side_by_side
 from sharding.mesh import binary_axes, replica_size
-from sharding.planner import spread_vision
 from sharding.planner.plan import PlanError, ShardPlan
+from sharding.planner.vision_units import spread_vision
 from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
@@ -180,14 +180,14 @@ class SpreadMedia:
             home += [homes[replica, item]] * len(pairs)
         self._items, self._edges = np.array(items, np.int32), np.array(edges, np.int32).reshape(-1, 2)
         self._sizes = np.diff(self._edges)[:, 0].astype(np.int64)
-        self.plan = spread_vision(
+        self._owners = spread_vision(  # the device of each unit
             self._sizes.tolist(),
             [plan.firsts[i] for i in home],
             [plan.degrees[i] for i in home],
             plan.num_devices,
             replica=self._replica,
         )
-        self._fullest = int(self.plan.loads().max())
+        self._fullest = int(np.bincount(self._owners, self._sizes, plan.num_devices).max())
         if self._fullest > self.cap:
             raise PlanError(
                 f"a device would get {self._fullest} patches, more than packing.patches_per_device = {room.patches}; "
@@ -196,14 +196,12 @@ class SpreadMedia:
 
     def items_on(self, devices: range) -> set[int]:
         """Returns the items with a frame that one of these devices computes."""
-        owners = np.array(self.plan.devices, np.int64)
-        return set(self._items[(owners >= devices.start) & (owners < devices.stop)].tolist())
+        return set(self._items[(self._owners >= devices.start) & (self._owners < devices.stop)].tolist())
 
     def needs(self, device: np.ndarray, feature: np.ndarray) -> Sizes:
         """Returns the least buffer sizes if a token on `device[i]` shows `feature[i]`."""
         merged = self._sizes // self._vision.merge_unit
-        source = np.repeat(np.array(self.plan.devices, np.int64), merged)
-        source = source[self._computed[device // self._replica, feature]]
+        source = np.repeat(self._owners, merged)[self._computed[device // self._replica, feature]]
         pairs = np.bincount(source * self._num_devices + device, minlength=self._num_devices**2)
         sends = crossings(pairs.reshape(self._num_devices, -1))
         return {"patches": max(self._fullest, self._vision.merge_unit)} | sends
@@ -224,7 +222,7 @@ class SpreadMedia:
         self, device: np.ndarray, feature: np.ndarray, rows: int, sizes: Sizes
     ) -> tuple[ExchangeRoute, np.ndarray]:
         """Returns the route, and the row where a token on `device[i]` finds `feature[i]`."""
-        owners = np.array(self.plan.devices, np.int64)
+        owners = self._owners
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(self._sizes[order])
         begun = np.concatenate([[0], ends])[np.searchsorted(owners[order], owners[order])]
@@ -240,7 +238,7 @@ class SpreadMedia:
     def _side_by_side(self, patches: int, bound: int, way: ExchangeRoute, devices: range) -> VisionInput:
         members: list[list[tuple[int, int, int]]] = [[] for _ in devices]
         for item, (start, stop), device in zip(
-            self._items.tolist(), self._edges.tolist(), self.plan.devices, strict=True
+            self._items.tolist(), self._edges.tolist(), self._owners.tolist(), strict=True
         ):
             if device in devices:
                 members[device - devices.start].append((item, start, stop))

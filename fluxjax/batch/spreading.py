@@ -5,13 +5,14 @@ A planner chooses each sequence's devices, microbatch by microbatch; `fill` then
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 from models.config import TextConfig, VisionConfig
 from models.inputs import common_bound
-from sharding.cost import CostError, CostModel
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.cost import CostError
+from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.plan import PlanError, ShardPlan
 from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
@@ -161,19 +162,12 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
         raise ConfigError(f"sharding.calibration: {error}; or lower sharding.strategy.max_degree") from error
 
     return degree, lambda lengths, squares, most: flex_ulysses(
-        lengths, num_devices, within(most), work=forward_seconds(cost, lengths, squares), cost=_Squares(cost, squares)
+        lengths,
+        num_devices,
+        within(most),
+        work=forward_seconds(cost, lengths, squares),
+        cost=functools.partial(cost.step_seconds, squares=squares),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Squares:
-    """A cost model for sequences whose attention costs `squares` instead of the squares of their lengths."""
-
-    cost: CostModel
-    squares: Sequence[float]
-
-    def step_seconds(self, plan: ShardPlan) -> float:
-        return self.cost.step_seconds(plan, squares=self.squares)
 
 
 def _explained(error: PlanError) -> str:

@@ -18,11 +18,10 @@ from models.decoder import Decoder
 from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
 from models.registry import abstract
-from sharding import low_rank
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.walk import Fsdp, Params, Tally, Walk
-from sharding.weights import by_path, with_shardings
+from sharding.weights import adapted, by_path, with_adapters, with_shardings, without_adapters
 
 from ..algorithms.loss import importance_tally, proximal
 from ..base.types import TrainBatch
@@ -117,9 +116,9 @@ class Gradients:
         """The parameters as engines and files have them: adapters are added to the weights that they stand beside."""
         if not self._config.lora.rank:
             return params
-        weights = low_rank.adapted(params, self.strategy.specs)
+        weights = adapted(params, self.strategy.specs)
         changed = self._merged(weights, self.strategy.trained(params))
-        return unflatten_dict(by_path(low_rank.plain(params)) | by_path(changed))
+        return unflatten_dict(by_path(without_adapters(params)) | by_path(changed))
 
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
         """Returns (gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
@@ -149,9 +148,7 @@ class Gradients:
         _, tally, grads = self.odc.loss_and_grad(self.merged(params), batches, owners, work)
         if self._config.lora.rank:
             specs = self.strategy.specs
-            grads = self._pulled(
-                low_rank.adapted(params, specs), self.strategy.trained(params), low_rank.adapted(grads, specs)
-            )
+            grads = self._pulled(adapted(params, specs), self.strategy.trained(params), adapted(grads, specs))
         return (grads, tally) if first is None else self.add(first, (grads, tally))
 
     def _accumulate_together(self, params: Params, batches: Sequence[TrainBatch]) -> Outcome:
@@ -307,14 +304,14 @@ class Gradients:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
 
         def merged(weights: Params, adapters: Params) -> Params:
-            return low_rank.merged(weights, adapters, strategy.specs)
+            return with_adapters(weights, adapters, strategy.specs)
 
         def pulled(weights: Params, adapters: Params, grads: Params) -> Params:
             """The gradients of adapters, from those of the merged weights."""
             changed, pull = jax.vjp(functools.partial(merged, weights), adapters)
             return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
 
-        self._merged = jax.jit(merged, out_shardings=low_rank.adapted(strategy.shardings, strategy.specs))
+        self._merged = jax.jit(merged, out_shardings=adapted(strategy.shardings, strategy.specs))
         self._pulled = jax.jit(pulled, out_shardings=trained)
         self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
         # The sum of what `accumulate` returned for two parts of a step; the first one is donated.

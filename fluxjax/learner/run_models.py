@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 import models
-from sharding.low_rank import plain
 from sharding.walk import Params
-from sharding.weights import like
+from sharding.weights import like, without_adapters
 
 from ..algorithms import RLAlgorithm
 from ..config import Config, ConfigError
@@ -111,7 +110,7 @@ def first_reference(config: Config, learner: Learner) -> Params:
         reference = models.load(config.algorithm.reference, dtype=jnp.float32)
     except (ValueError, OSError) as error:
         raise ConfigError(f"algorithm.reference: {error}") from error
-    weights = models.split(reference)[1], plain(learner.params)
+    weights = models.split(reference)[1], without_adapters(learner.params)
     sizes, wanted = (jax.tree.map(jnp.shape, params) for params in weights)
     if sizes != wanted:
         raise ConfigError(f"algorithm.reference: {config.algorithm.reference} has other sizes than the model")

@@ -16,7 +16,7 @@ from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
-from sharding.target import Target
+from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm

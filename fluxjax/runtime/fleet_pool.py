@@ -29,8 +29,7 @@ from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
-from sharding.mesh import Device
-from sharding.target import Target
+from sharding.mesh import Device, Target
 
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
+ENGINE, CACHE = "engine weights", "KV cache"  # of all engines of a device; training's arrays are cut over all devices
 
 
 def in_gib(size: float) -> str:
@@ -16,52 +17,40 @@ def in_gib(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Bytes on the fullest device. `temporaries` and `results` are those of each program, by name."""
+    """Bytes on the fullest device. `resident` are those of the arrays that stay through all of a step, by kind.
+    `temporaries` and `results` are those of each program, by name."""
 
-    masters: float
+    resident: Mapping[str, float]
     gradients: float  # of a step, summed over its microbatches
-    moments: float
-    reference: float  # frozen weights of the KL term, 0 without
     batch: float
-    engine: float  # weights of the engines of a device
-    cache: float  # keys and values, of all engines of a device
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
     merged: float = 0.0  # weights with their adapters added (LoRA), while engines are given new ones
-    critic: float = 0.0  # its weights and moments, where the algorithm has one
     servers: float = 0.0  # memory of servers on the same device, while they are awake; training is not, then
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Bytes by phase and kind. Weights, moments and the engines' caches stay through all of a step. With rollout
-        servers, `temporaries` has no programs of engines, and no phase is theirs."""
-        resident = {
-            "master weights": self.masters,
-            "moments": self.moments,
-            "reference weights": self.reference,
-            "critic weights and moments": self.critic,
-            "engine weights": self.engine,
-            "KV cache": self.cache,
-        }
+        """Bytes by phase and kind. With rollout servers, `temporaries` has no programs of engines, and no phase is
+        theirs."""
 
-        def during(program: str, **more: float) -> dict[str, float]:
-            temporaries = self.temporaries[program] + self.results[program]
-            kinds = resident | {name.replace("_", " "): size for name, size in more.items()}
-            return {kind: size for kind, size in (kinds | {"temporaries": temporaries}).items() if size}
+        def held(more: Mapping[str, float]) -> dict[str, float]:
+            return {kind: size for kind, size in {**self.resident, **more}.items() if size}
 
-        # The next microbatch is placed while one is computed.
+        def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
+            return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
+
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next one is placed early
         phases = {
-            "accumulate": during("accumulate", gradients=self.gradients, batches=2 * self.batch),
-            "update": during("update", gradients=self.gradients),
-            "logprobs": during("logprobs", batches=2 * self.batch),
+            "accumulate": during("accumulate", gradients | batches),
+            "update": during("update", gradients),
+            "logprobs": during("logprobs", batches),
         }
-        phases |= {name: during(name) for name in ("prefill", "decode") if name in self.temporaries}
-        awake = {kind: size for kind, size in (resident | {"servers": self.servers}).items() if size}
+        phases |= {name: during(name, {}) for name in ("prefill", "decode") if name in self.temporaries}
+        awake = {"servers": self.servers}
         if self.servers:
-            phases["rollout"] = awake
+            phases["rollout"] = held(awake)
         # An engine replaces its weights one by one (`rollout.engine_weights.split_layers`).
-        handed = {"merged weights": self.merged} if self.merged else {}
-        return {**phases, "publish": awake | handed | {"temporaries": self.largest_weight}}
+        return phases | {"publish": held(awake | {"merged weights": self.merged, "temporaries": self.largest_weight})}
 
     def totals(self) -> dict[str, float]:
         """Bytes by phase."""
@@ -82,7 +71,7 @@ class Account:
 
     def with_cache(self, share: float) -> Account:
         """The account with `share` of the tokens in the caches."""
-        return dataclasses.replace(self, cache=share * self.cache)
+        return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
         """The account with `share` of the slots, each with as much of the cache as now: a round of decoding reads and
@@ -92,9 +81,11 @@ class Account:
 
     def with_devices(self, factor: float) -> Account:
         """The account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
-        kept = ("masters", "gradients", "moments", "reference", "merged", "critic")
-        cut = {name: getattr(self, name) / factor for name in kept}
-        return dataclasses.replace(self, **cut).with_temporaries("update", self.temporaries["update"] / factor)
+        resident = {kind: size if kind in (ENGINE, CACHE) else size / factor for kind, size in self.resident.items()}
+        cut = dataclasses.replace(
+            self, resident=resident, gradients=self.gradients / factor, merged=self.merged / factor
+        )
+        return cut.with_temporaries("update", self.temporaries["update"] / factor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,11 @@ import models
 from models.config import AnyConfig
 from models.decoder import parameter_count
 from rollout.slots import PAGE_TOKENS
+from sharding.weights import adapted
 
 from ..config import FSDP, Config, Remat, RolloutEngine
 from ..runtime.engine_pool import engine_count
-from .account import GIB, Account, Change, Remedy, RowGrowth, in_gib, remedies
+from .account import CACHE, ENGINE, GIB, Account, Change, Remedy, RowGrowth, in_gib, remedies
 from .run_programs import (
     Compiled,
     Progress,
@@ -166,7 +167,7 @@ def check(
         changed = with_remat(config, remat)
         run = RunShapes.of(changed, model, devices, usable=room.usable)
         sized = copy.deepcopy(changed)  # programs of fewer layers have the cache that the whole model leaves room for
-        sized.rollout.kv_tokens = run.cache_tokens
+        sized.rollout.kv_tokens = run.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
         shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
         first.update(shallow)
         programs.update(whole)
@@ -218,14 +219,13 @@ def _rows(
 
 
 def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom) -> Account:
-    resident = run.resident()
+    cache = run.engines_a_device * bytes_on_device(run.engine.cache)
     return Account(
-        **resident,
+        run.resident() | {CACHE: cache},
         gradients=run.trained,
         batch=bytes_on_device(run.batch),
-        cache=run.engines_a_device * bytes_on_device(run.engine.cache),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
-        merged=run.merged,
+        merged=bytes_on_device(adapted(run.learner.params, run.learner.gradients.strategy.specs)),
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},
         servers=run.servers(room.usable),
@@ -252,13 +252,13 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
 
     def less_kept(account: Account) -> tuple[str, Account] | None:
         found: tuple[str, Account] | None = None
-        if account.totals()["accumulate"] <= usable:
-            return None
-        for remat in REMATS[REMATS.index(config.sharding.remat) + 1 :]:
-            if found is None or found[1].bytes > usable:
-                changed = account.with_temporaries("accumulate", temporaries(remat))
-                if found is None or changed.bytes < found[1].bytes:
-                    found = f"--config.sharding.remat={remat.value}", changed
+        smaller = REMATS[REMATS.index(config.sharding.remat) + 1 :]
+        for remat in smaller if account.totals()["accumulate"] > usable else ():
+            changed = account.with_temporaries("accumulate", temporaries(remat))
+            if found is None or changed.bytes < found[1].bytes:
+                found = f"--config.sharding.remat={remat.value}", changed
+            if found[1].bytes <= usable:
+                break
         return found
 
     def shorter_rows(account: Account) -> tuple[str, Account] | None:
@@ -300,12 +300,10 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
             degree *= 2
             arrays = engine_arrays(config, models.abstract(run.model), run.devices, degree)
             engines = -(-wanted // len(run.devices))
-            changed = dataclasses.replace(
-                account,
-                engine=engines * bytes_on_device(arrays.params),
-                cache=account.cache * bytes_on_device(arrays.cache) / bytes_on_device(run.engine.cache),
-                largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(arrays.handed_in)),
-            )
+            cache = account.resident[CACHE] * bytes_on_device(arrays.cache) / bytes_on_device(run.engine.cache)
+            sizes = {ENGINE: engines * bytes_on_device(arrays.params), CACHE: cache}
+            largest = max(bytes_on_device(weight) for weight in jax.tree.leaves(arrays.handed_in))
+            changed = dataclasses.replace(account, resident={**account.resident, **sizes}, largest_weight=largest)
             settings = f"--config.rollout.engines={max(wanted // degree, 1)} --config.parallelism.degree={degree}"
             best = settings, changed
         return best

@@ -21,9 +21,7 @@ from models.decoder import Decoder
 from rollout.lowered import EngineArrays, lowered_programs
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS, pages_for
-from sharding import low_rank
-from sharding.mesh import make_mesh
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for, make_mesh
 
 from ..algorithms import find_algorithm
 from ..base.types import TrainBatch
@@ -32,7 +30,7 @@ from ..learner.critic import Critic
 from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
-from .account import in_gib
+from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt, vision_of
 from .schedule import CollectiveTraffic, traffic
 
@@ -41,6 +39,7 @@ ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*
 Progress = Callable[[str], None]  # is told which program is compiled next
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A compiled program, as one device sees it. Sizes in bytes."""
@@ -49,8 +48,9 @@ class Compiled:
     results: float  # that lie in no argument's place
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # of compiling
-    triton: bool  # whether it launches the Triton kernels of attention; else that is portable
     offloaded: float  # temporaries in the host's memory
+    # whether it launches the Triton kernels of attention; else that is portable
+    triton: bool = dataclasses.field(metadata={"static": True})
 
     @staticmethod
     def of(lowered: jax.stages.Lowered) -> Compiled:
@@ -60,7 +60,7 @@ class Compiled:
         assert memory is not None, "XLA says what a program allocates"
         results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""
         temporaries, offloaded = float(memory.temp_size_in_bytes), float(memory.host_temp_size_in_bytes)
-        return Compiled(temporaries, results, traffic(hlo), seconds, bool(ATTENTION_CALL.search(hlo)), offloaded)
+        return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, bool(ATTENTION_CALL.search(hlo)))
 
     def either(self, following: Compiled) -> Compiled:
         """Returns sizes that suffice for this program and a following one, which never run at the same time."""
@@ -79,19 +79,9 @@ class Compiled:
         def at(first: float, second: float) -> float:
             return max(first + factor * (second - first), 0.0)
 
-        none = CollectiveTraffic()
-        kinds = {
-            kind: jax.tree.map(at, self.traffic.get(kind, none), deeper.traffic.get(kind, none))
-            for kind in {**self.traffic, **deeper.traffic}
-        }
-        return Compiled(
-            at(self.temporaries, deeper.temporaries),
-            at(self.results, deeper.results),
-            kinds,
-            self.seconds + deeper.seconds,
-            self.triton,
-            at(self.offloaded, deeper.offloaded),
-        )
+        kinds = {kind: CollectiveTraffic() for kind in {**self.traffic, **deeper.traffic}}
+        first, second = (dataclasses.replace(depth, traffic={**kinds, **depth.traffic}) for depth in (self, deeper))
+        return dataclasses.replace(jax.tree.map(at, first, second), seconds=self.seconds + deeper.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,27 +168,16 @@ class RunShapes:
         """Bytes on the fullest device of the weights that are trained."""
         return bytes_on_device(self.learner.trained(self.learner.params))
 
-    @property
-    def merged(self) -> float:
-        """Bytes on the fullest device of weights to which their adapters were added, as they are handed to engines."""
-        return bytes_on_device(low_rank.adapted(self.learner.params, self.learner.gradients.strategy.specs))
-
-    @property
-    def cache_tokens(self) -> int:
-        """The tokens that an engine's cache holds."""
-        return self.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
-
     def resident(self) -> dict[str, float]:
-        """Bytes on the fullest device of all arrays that stay through a step, without the caches, by field of
-        `Account`."""
+        """Bytes on the fullest device of all arrays that stay through a step, without the caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
         reference = params if settings.reference else self.learner.trained(params)  # the rest is the learner's
         return {
-            "masters": bytes_on_device(params),
+            "master weights": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),
-            "reference": bytes_on_device(reference) if settings.kl_coefficient else 0.0,
-            "engine": self.engines_a_device * bytes_on_device(self.engine.params),
-            "critic": sum(map(bytes_on_device, (critic.params, critic.opt_state))) if critic is not None else 0.0,
+            "reference weights": bytes_on_device(reference) if settings.kl_coefficient else 0.0,
+            "critic weights and moments": 0.0 if critic is None else bytes_on_device((critic.params, critic.opt_state)),
+            ENGINE: self.engines_a_device * bytes_on_device(self.engine.params),
         }
 
     def compiled(self, names: Sequence[str], progress: Progress) -> dict[str, Compiled]:

@@ -49,10 +49,6 @@ class _Instruction:
     operation: str
     rest: str  # operands and attributes
 
-    @property
-    def bytes(self) -> float:
-        return _bytes(self.shape)
-
 
 def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
     """The collectives of a run of the program, by kind (`KINDS`), as one device sees them.
@@ -99,14 +95,14 @@ def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveTraffic:
     """The traffic of the collective that ends with the instruction at `place`."""
     end = instructions[place]
-    start, size = place, end.bytes
+    start, size = place, _bytes(end.shape)
     if end.operation.endswith("-done"):
         begun = re.match(r"[^%]*(%[^\s,)]+)", end.rest)[1]  # type: ignore[index]
         start = next(at for at, instruction in enumerate(instructions) if instruction.name == begun)
         # A start has operands and results, but for all-reduce, whose two are of one size.
-        size = max(size, instructions[start].bytes - size)
+        size = max(size, _bytes(instructions[start].shape) - size)
     beside = instructions[start + 1 : place]
-    written = sum(running.bytes for running in beside if running.operation == "fusion")
+    written = sum(_bytes(running.shape) for running in beside if running.operation == "fusion")
     exposed = 0.0 if any(map(_takes_long, beside)) or written >= FASTER * size else 1.0
     return CollectiveTraffic(1.0, size, exposed, size * exposed)
 

@@ -47,10 +47,6 @@ class Topology:
         return f"{self.hosts}x{self.devices_per_host}x{self.kind}"
 
     @property
-    def size(self) -> int:
-        return self.hosts * self.devices_per_host
-
-    @property
     def description(self) -> str:
         """The target's description, as XLA reads it (a `GpuTargetConfigProto`)."""
         return (TARGETS / f"{self.kind}.txtpb").read_text()

@@ -7,7 +7,6 @@ each tile. Padding, other segments and other branches cost nothing, and memory i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,63 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..target import launch, runs_triton, target, varying_zero
+from ..mesh import Tiling, launch, runs_triton, target
 
-MOST_HEAD_SIZE = 128
-
-
-def chosen(*arrays: Array) -> bool:
-    """Says, while a program is traced, whether this file's kernels compute attention over these arrays.
-
-    They do where a Triton kernel can be launched (`runs_triton`) and heads have at most 128 numbers, a multiple of 8.
-    """
-    head = arrays[0].shape[-1]
-    return head % 8 == 0 and head <= MOST_HEAD_SIZE and runs_triton(*arrays)
+# Says, while a program is traced, whether the kernels compute attention over these arrays: by the sizes of their heads.
+chosen = functools.partial(runs_triton, multiple=8, most=128)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def flash_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"],
-    branches: Int[Array, "B T"] | None,
-    causal: bool,
-) -> Float[Array, "B T N H"]:
-    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
-
-    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which is about as exact.
-    """
-    return forward(q, k, v, segments, branches, causal)[0]
-
-
-def _keep(q: Array, k: Array, v: Array, segments: Array, branches: Array | None, causal: bool) -> tuple[Array, tuple]:
-    out, lse = forward(q, k, v, segments, branches, causal)
-    return out, (q, k, v, out, lse, segments, branches)
-
-
-def _grads(causal: bool, kept: tuple, dout: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, out, lse, segments, branches = kept
-    return *backward(q, k, v, out, lse, dout, segments, branches, causal), None, None
-
-
-flash_attention.defvjp(_keep, _grads)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel's tiles and how it is compiled."""
-
-    queries: int  # tokens of a tile
-    keys: int
-    warps: int
-    stages: int  # stages of the software pipeline
-    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
-
-
-def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
-    """The settings of a kernel: the largest tiles that ptxas fits into registers.
+def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
+    """The tiles of queries and keys of a kernel: the largest tiles that ptxas fits into registers.
 
     Only the settings of bfloat16 heads of 128 on Hopper were timed on a GPU (`benchmarks/results/gpu_h100.json`).
     There, `key_gradients` is a fifth quicker with tiles that spill some registers.
@@ -81,48 +31,53 @@ def launch_of(kernel: str, dtype: Any, head: int, capability: int) -> Launch:
     """
     wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
-        return Launch(32, 16, 8, 2, "bf16x6") if kernel == "key_gradients" else Launch(16, 32, 4, 2)
+        return Tiling((32, 16), 8, 2, "bf16x6") if kernel == "key_gradients" else Tiling((16, 32), 4, 2)
     if not 90 <= capability < 120:
         if kernel == "key_gradients":
-            return Launch(32, 64 if wide else 128, 8, 2)
-        return Launch(64 if wide else 128, 64, 8, 2)
+            return Tiling((32, 64 if wide else 128), 8, 2)
+        return Tiling((64 if wide else 128, 64), 8, 2)
     if kernel == "forward":
-        return Launch(128, 128, 8, 2) if wide and capability == 90 else Launch(128, 64, 8 if wide else 4, 3)
+        return Tiling((128, 128), 8, 2) if wide and capability == 90 else Tiling((128, 64), 8 if wide else 4, 3)
     if kernel == "query_gradients":
-        return Launch(128, 64, 8, 2)
+        return Tiling((128, 64), 8, 2)
     if wide and capability == 90:
-        return Launch(64, 128, 8, 2)
-    return Launch(64, 64, 8, 2) if wide and capability >= 100 else Launch(32, 128, 8, 2)
+        return Tiling((64, 128), 8, 2)
+    return Tiling((64, 64), 8, 2) if wide and capability >= 100 else Tiling((32, 128), 8, 2)
 
 
 def forward(
-    q: Array, k: Array, v: Array, segments: Array, branches: Array | None, causal: bool
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key."""
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"],
+    branches: Int[Array, "B T"] | None,
+    causal: bool,
+) -> tuple[Float[Array, "B T N H"], tuple]:
+    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
+
+    Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
+    bfloat16, which is about as exact. Returns the outputs, and what `backward` needs: among it the log of the sum of
+    exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
+    """
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
     out, lse = _call("forward", (q, k, v), (), segments, branches, causal, outs)
-    return out, lse
+    return out, (q, k, v, out, lse, segments, branches)
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Float[Array, "B N T"],
-    dout: Array,
-    segments: Array,
-    branches: Array | None,
-    causal: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+def backward(causal: bool, kept: tuple, dout: Array) -> tuple[Array, Array, Array, None, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    q, k, v, out, lse, segments, branches = kept
     # Not written as a matrix product, which a GPU might compute in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     (dq,) = _call("query_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[:1])
     dk, dv = _call("key_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[1:])
-    return dq, dk, dv
+    return dq, dk, dv, None, None
+
+
+flash_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=(5,))
+flash_attention.defvjp(forward, backward)
 
 
 def _call(
@@ -136,38 +91,30 @@ def _call(
 ) -> list[Array]:
     """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
     (B, T, N, H), K = qkv[0].shape, qkv[1].shape[2]
-    inputs = (*qkv, *more, segments)
-    if not (B and T and N):
-        return [jnp.zeros(out.shape, out.dtype) for out in outs]
-    settings = launch_of(kernel, qkv[0].dtype, H, target().capability)
-    filled = -(-T // (most := max(settings.queries, settings.keys))) * most
+    tiling = tiling_of(kernel, qkv[0].dtype, H, target().capability)
+    queries, keys = tiling.sizes
+    filled = -(-T // max(queries, keys)) * max(queries, keys)
     branches = jnp.zeros_like(segments) if branches is None else branches
     segments, branches = (jnp.pad(x, ((0, 0), (0, filled - T))) for x in (segments, branches))
-    active, whole = tile_table(segments, branches, settings.queries, settings.keys, causal)
-    if kernel == "key_gradients":
-        active, whole = active.mT, whole.mT
-    visits, counts = tile_lists(active, whole)
+    active, whole = tile_table(segments, branches, queries, keys, causal)
     by_keys = kernel == "key_gradients"
-    results = launch(
+    visits, counts = tile_lists(active.mT, whole.mT) if by_keys else tile_lists(active, whole)
+    return launch(
         "flash_kernels",
         kernel,
         (*qkv, *more, segments, branches, visits, counts, T, filled, visits.shape[2]),
         outs,
         (visits.shape[1], K if by_keys else N, B),
-        warps=settings.warps,
-        stages=settings.stages,
+        tiling,
         N=N,
         K=K,
         H=H,
         WIDTH=max(1 << (H - 1).bit_length(), 16),
-        QUERIES=settings.queries,
-        KEYS=settings.keys,
+        QUERIES=queries,
+        KEYS=keys,
         CAUSAL=causal,
         SCALE=H**-0.5,
-        PRECISION=settings.precision,
     )
-    zero = varying_zero(*inputs)
-    return [x + zero.astype(x.dtype) for x in results]
 
 
 def tile_table(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..target import target, varying_zero
+from ..mesh import target, varying_zero
 from . import flash
 
 MASKED = -1e30  # the score of a key that the query does not reach
@@ -64,12 +64,6 @@ def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: 
     tiles = -(-S // tile)
     padded = [jnp.pad(x, (0, tiles * tile - S)) for x in (segments_S, branches_S)]
     segments, branches = (x.reshape(tiles, tile) for x in padded)
-    pairs, count = _active(segments, branches)
-    return Tiles(pairs, count, segments, branches)
-
-
-def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
-    tiles, tile = segments.shape
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
     # The tile in which each token's segment begins; no tile of keys before the first of these is needed.
@@ -78,42 +72,23 @@ def _active(segments: Array, branches: Array) -> tuple[Array, Array]:
     table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
     active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
-    return jnp.stack([query, key], axis=1).astype(jnp.int32), active.sum(dtype=jnp.int32)
-
-
-@jax.custom_vjp
-def tile_attention(
-    q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
-) -> Float[Array, "S N H"]:
-    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
-
-    Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which `tiles` does.
-    """
-    return forward(q_SNH, k_SKH, v_SKH, tiles)[0]
-
-
-def _keep(q: Array, k: Array, v: Array, tiles: Tiles) -> tuple[Array, tuple]:
-    out, lse = forward(q, k, v, tiles)
-    return out, (q, k, v, out, lse, tiles)
-
-
-def _grads(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, tiles = kept
-    return *backward(q, k, v, out, lse, dout, tiles), None
-
-
-tile_attention.defvjp(_keep, _grads)
+    pairs = jnp.stack([query, key], axis=1).astype(jnp.int32)
+    return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches)
 
 
 def forward(
     q_SNH: Float[Array, "S N H"], k_SKH: Float[Array, "S K H"], v_SKH: Float[Array, "S K H"], tiles: Tiles
-) -> tuple[Float[Array, "S N H"], Array]:
-    """Returns the outputs, and the log of the sum of exponentiated scores: float32, 0 where a query reaches no key. The
-    latter is for `backward`: `[tiles, K, M]` with `M = R * tile` queries; `[1, N, S]` on NVIDIA GPUs (`flash`)."""
+) -> tuple[Float[Array, "S N H"], tuple]:
+    """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
+
+    Returns the outputs, and what `backward` needs: q, k, v, the outputs, the log of the sum of exponentiated scores
+    (float32, 0 where a query reaches no key), and `tiles`. The log is `[tiles, K, M]` with `M = R * tile` queries, on
+    NVIDIA GPUs (`flash`) `[1, N, S]`. Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which
+    `tiles` does.
+    """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
-        segments, branches = _row(tiles, len(q_SNH))
-        out, lse = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], segments, branches, True)
-        return out[0], lse
+        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], *_row(tiles, len(q_SNH)), True)
+        return out[0], (q_SNH, k_SKH, v_SKH, out[0], kept[4], tiles)
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
     zero = varying_zero(q, k, v, tiles.count)
@@ -136,25 +111,17 @@ def forward(
     sums, total, peak = jax.lax.fori_loop(0, tiles.count, add, (sums, total, total + FLOOR))
     reached = total > 0
     total = jnp.where(reached, total, 1.0)
-    out = (sums / total[..., None]).astype(v.dtype)
-    return _join(out, N, tiles.size)[:S], jnp.where(reached, peak + jnp.log(total), 0.0)
+    out = _join((sums / total[..., None]).astype(v.dtype), N, tiles.size)[:S]
+    return out, (q_SNH, k_SKH, v_SKH, out, jnp.where(reached, peak + jnp.log(total), 0.0), tiles)
 
 
-def backward(
-    q_SNH: Float[Array, "S N H"],
-    k_SKH: Float[Array, "S K H"],
-    v_SKH: Float[Array, "S K H"],
-    out_SNH: Float[Array, "S N H"],
-    lse: Array,
-    dout_SNH: Float[Array, "S N H"],
-    tiles: Tiles,
-) -> tuple[Float[Array, "S N H"], Float[Array, "S K H"], Float[Array, "S K H"]]:
+def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array, Array, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
+    q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
     if flash.chosen(q_SNH, k_SKH, v_SKH):
-        segments, branches = _row(tiles, len(q_SNH))
-        q, k, v, out, dout = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
-        dq, dk, dv = flash.backward(q, k, v, out, lse, dout, segments, branches, True)
-        return dq[0], dk[0], dv[0]
+        arrays = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH))
+        dq, dk, dv, _, _ = flash.backward(True, (*arrays, lse, *_row(tiles, len(q_SNH))), dout_SNH[None])
+        return dq[0], dk[0], dv[0], None
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
     q, k, v, out, dout = (_cut(x, K, tiles.size) for x in (q_SNH, k_SKH, v_SKH, out_SNH, dout_SNH))
@@ -176,7 +143,11 @@ def backward(
     sums = jax.lax.fori_loop(0, tiles.count, add, start)
     like = ((q, N), (k, K), (v, K))
     dq, dk, dv = (_join(x.astype(y.dtype), heads, tiles.size)[:S] for x, (y, heads) in zip(sums, like, strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, None
+
+
+tile_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+tile_attention.defvjp(forward, backward)
 
 
 def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array:
@@ -193,8 +164,7 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
 
 def _row(tiles: Tiles, tokens: int) -> tuple[Array, Array]:
     """The segments and branches of the stream as one row, `[1, S]`."""
-    segments, branches = (x.reshape(1, -1)[:, :tokens] for x in (tiles.segments, tiles.branches))
-    return segments, branches
+    return tiles.segments.reshape(1, -1)[:, :tokens], tiles.branches.reshape(1, -1)[:, :tokens]
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

@@ -10,8 +10,8 @@ links.barrier("end")
 links.close()
 """
 
-from .links import Device, Links, leave
+from .links import Links, leave
 from .meeting import initialize
 from .wires import LinkError
 
-__all__ = ["Device", "LinkError", "Links", "initialize", "leave"]
+__all__ = ["LinkError", "Links", "initialize", "leave"]

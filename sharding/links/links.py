@@ -19,7 +19,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from ..mesh import Device
-from .meeting import Card, connect, gather, listen, own_address, place, survives_coordinator
+from .meeting import Card, connect, gather, listen, own_address, place
 from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
@@ -45,13 +45,11 @@ class Links:
     so does what is called afterwards; every peer is told; and this process has `grace` seconds to end itself. A thread
     inside a collective with a dead process can't be woken, so after that time the process is ended as by `leave`.
 
-    `host`: the IP address by which the others reach this process. Found unless given: loopback where all processes
-    share a host, else the address from which this host speaks to the others.
-
-    Raises LinkError when the processes do not reach each other within `timeout`.
+    The others reach this process by loopback where all share a host, else at the address from which this host speaks to
+    them. Raises LinkError when the processes do not reach each other within `timeout`.
     """
 
-    def __init__(self, *, timeout: float = 60.0, grace: float = 10.0, host: str = "") -> None:
+    def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
         self.rank_here = 0  # among the processes that share this one's loopback interface, and so its ports
@@ -64,19 +62,17 @@ class Links:
         self._announced = False  # a failure is about to be told, or has been
         self._closed = False
         self._peers_closed: dict[int, float] = {}  # when
-        self._peers_gone: set[int] = set()
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
         if self._peers:
-            self._meet(host)
+            self._meet()
 
-    def _meet(self, host: str) -> None:
+    def _meet(self) -> None:
         names, places = zip(*gather([socket.gethostname(), place()]), strict=True)
         self.rank_here = places[: self.process].count(places[self.process])
-        if not host:
-            away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
-            host = own_address(away) if away else "127.0.0.1"
+        away = [name for name, where in zip(names, places, strict=True) if where != places[self.process]]
+        host = own_address(away) if away else "127.0.0.1"
         self._cards = [Card(name, "", 0, "", "") for name in names]
         bound = f"[{host}]:0" if ":" in host else f"{host}:0"
         with listen(host, self.processes) as door:
@@ -106,14 +102,14 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays`, each on one local device and computed or not, to be fetched once, by one peer, under `key`.
+        None is empty: the transfer engine would wait for it for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
         have been fetched; whoever donates or deletes one before breaks the fetch.
         """
         self.check()
-        full = [array for array in arrays if array.size]
-        if full and self._peers:
-            self._server.await_pull(key, full)
+        if self._peers:
+            self._server.await_pull(key, list(arrays))
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
         """Fetches to the local `device` what `process` offers, or will offer, under `key`. Does not wait.
@@ -126,10 +122,8 @@ class Links:
         if process not in self._peers:
             raise ValueError(f"process {self.process} of {self.processes} can't fetch from process {process}")
         where = SingleDeviceSharding(device)
-        # Nothing is sent for an empty array, and the transfer engine would wait for it for ever.
-        full = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where) for spec in like if spec.size]
-        came = iter(self._connections[process].pull(key, full) if full else ())
-        return [next(came) if spec.size else jax.device_put(np.zeros(spec.shape, spec.dtype), device) for spec in like]
+        specs = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where) for spec in like]
+        return list(self._connections[process].pull(key, specs))
 
     def ready(self, arrays: Sequence[jax.Array]) -> None:
         """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
@@ -252,13 +246,6 @@ class Links:
         host = self._cards[process].host if self._cards else socket.gethostname()
         return f"process {process} ({host})"
 
-    def _outlive_peers(self) -> None:
-        """Waits, in process 0, for the end of the others: it serves JAX's coordination, and when it goes, JAX aborts
-        those that `initialize` did not start."""
-        if self.process == 0:
-            with self._news:
-                self._news.wait_for(lambda: len(self._peers_gone) == len(self._peers), self._grace + _NEWS)
-
     def _count(self, topic: str) -> None:
         with self._news:
             self._counts[topic] += 1
@@ -305,22 +292,17 @@ class Links:
 
     def _gone(self, peer: int, why: str) -> None:
         with self._news:
-            self._peers_gone.add(peer)
-            self._news.notify_all()
             expected = peer in self._peers_closed or self._closed
         if not expected:
-            at_once = peer == 0 and not survives_coordinator()  # JAX is about to abort this process
-            self._announce(f"{self._name(peer)} is lost: {why}", at_once)
+            self._announce(f"{self._name(peer)} is lost: {why}")
 
-    def _announce(self, text: str, at_once: bool = False) -> None:
+    def _announce(self, text: str) -> None:
         with self._news:
             if self._announced or self._closed:  # whoever goes on must not end the process before all were told
                 self._news.wait_for(lambda: self._failure or self._closed, 2 * _NEWS)
                 return
             self._announced = True
         text = " ".join(text.split())[:_LINE].rstrip(".") + "."
-        if at_once:
-            _end(f"{text} {ADVICE}", 1)
         if self._wires is not None:
             self._wires.tell_all({"kind": "failed", "text": text})
         with self._news:
@@ -368,17 +350,12 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
     shutdown, which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a
     thread that waits within JAX for arrays which never come aborts an interpreter that is about to end.
     """
-    if links is not None:
-        error = links.explain(error)
+    error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
     if links is not None:
         links.fail(line)
         if links._failure and not isinstance(error, LinkError):
             line = str(links._error())
-    _end(line, code, links)
-
-
-def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     if not _ending.acquire(blocking=False):  # another thread is at it
         threading.Event().wait()
     with contextlib.suppress(OSError):
@@ -388,8 +365,6 @@ def _end(line: str, code: int, links: Links | None = None) -> NoReturn:
     flush.join(_NEWS)  # a thread that never goes on may hold the lock of a stream
     for child in multiprocessing.active_children():
         child.terminate()
-    if links is not None:
-        links._outlive_peers()
     os._exit(code)
 
 

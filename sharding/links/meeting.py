@@ -38,8 +38,6 @@ _STRANGERS = 64  # callers that have not greeted, beside the processes: a new on
 _PATIENCE = 20.0  # seconds to wait for the coordination service before the caller is turned away, and tries again
 _PIECE = 1 << 16  # bytes
 
-_relayed = False
-
 
 @dataclasses.dataclass(frozen=True)
 class Card:
@@ -120,7 +118,7 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
             except OSError as error:
                 raise LinkError(
                     f"process {process} ({here.host}) can't reach process {peer} ({card.host}) at "
-                    f"{card.address}:{card.port}: {error}. Open the ports between the hosts, or say `host=`."
+                    f"{card.address}:{card.port}: {error}. Open the ports between the hosts."
                 ) from error
         callers = opened.enter_context(contextlib.closing(_callers(door, _STRANGERS + len(cards), end)))
         while len(wires) < len(cards) - 1:
@@ -205,9 +203,8 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
     above the time-out of `Links`, which else has no time to name the process that hangs. JAX's calls to the service
     release the interpreter lock, so that a relay in threads of this process is enough.
     """
-    global _relayed
     if process > 0:
-        coordinator, _relayed = _relay(coordinator), True
+        coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):
         options.setdefault("coordinator_bind_address", coordinator)  # JAX listens on all interfaces else
     jax.distributed.initialize(coordinator, processes, process, **options)
@@ -219,11 +216,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def survives_coordinator() -> bool:
-    """Tells whether JAX lets this process live for a while when process 0 has died."""
-    return _relayed
 
 
 def _relay(coordinator: str) -> str:

@@ -29,6 +29,7 @@ from .stage_programs import StagedMicrobatch
 from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
+Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
 _numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
 
 
@@ -67,14 +68,12 @@ class Task:
     batches: Sequence[PyTree]
     microbatches: Sequence[StagedMicrobatch]
 
-    def training(self, live: int) -> Itinerary:
+    def itinerary(self, train: bool) -> Itinerary:
+        """The way forward through all microbatches, each followed by the way back if `train`."""
         needs: list[tuple[Key, ...]] = []
         for microbatch in (self.microbatches[i] for i in self.indices):
-            needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back)]
-        return Itinerary(tuple(needs), live)
-
-    def scoring(self, live: int) -> Itinerary:
-        return Itinerary(tuple(keys for i in self.indices for keys in self.microbatches[i].keys), live)
+            needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back if train)]
+        return needs
 
     def pushes(self) -> list[tuple[int, Key]]:
         """The pushes of training, in order, as (number of the device's microbatch, key)."""
@@ -84,7 +83,8 @@ class Task:
 class Worker:
     """Runs the task of device `number`; `read` returns the host arrays of a batch.
 
-    `place` describes the present step, `tally` is the sum of the results, `results` are those of `score` by index.
+    `place` describes the present step, `tally` is the sum of training's results, `results` are those of forward passes
+    alone, by index.
     """
 
     def __init__(
@@ -99,21 +99,19 @@ class Worker:
         self._steps = 0  # dispatched so far
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # step, and a push's arguments
 
-    def train(self, window: Window, push: Callable[[Key, int, Sequence[jax.Array]], None]) -> None:
-        """Goes forward and backward through each microbatch. `push(key, microbatch's number, rows)` sends gradients.
+    def run(self, window: Window, push: Push) -> None:
+        """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
 
         Gradients are pushed only when they are computed: otherwise the owner, which works in order, would wait.
         """
-
-        def push_done(steps: int | None = None) -> None:
-            while self._computing and self._computing[0][0] < (window.done if steps is None else steps):
-                push(*self._computing.popleft()[1:])
-
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
-            results, saved = self._forward(window, number, index, microbatch.forward, push_done)
+            if push is None:
+                self.results[index], _ = self._forward(window, number, microbatch, microbatch.infer, push)
+                continue
+            results, saved = self._forward(window, number, microbatch, microbatch.forward, push)
             self.tally = results if self.tally is None else _joined(self.tally, results)
-            loss = microbatch.program.outputs[0]
+            loss = microbatch.outputs[0]
             assert isinstance(loss, int)  # a constant loss has no backward pass
             cotangents: dict[int, jax.Array | np.ndarray] = {loss: np.ones((), np.float32)}
             for k in microbatch.back:
@@ -131,35 +129,21 @@ class Worker:
                 active = [slot for slot, on in zip(step.reads, step.stage.active_in, strict=True) if on]
                 for slot, gradient in zip(active, back, strict=True):
                     cotangents[slot] = _plus(cotangents[slot], gradient) if slot in cotangents else gradient
-                keys = microbatch.keys[k]
-                self._computing.extend(
-                    (self._steps, key, number, row) for key, row in zip(keys, gradient_rows, strict=True)
-                )
+                pushes = zip(microbatch.keys[k], gradient_rows, strict=True)
+                self._computing.extend((self._steps, key, number, row) for key, row in pushes)
                 self._steps += 1
-                push_done()
+                self._push(push, window.done)
         window.finish()
-        push_done(self._steps)
-
-    def score(self, window: Window) -> None:
-        """Goes forward only."""
-        for number, index in enumerate(self.task.indices):
-            infer = self.task.microbatches[index].infer
-            self.results[index], _ = self._forward(window, number, index, infer, lambda: None)
-        window.finish()
+        self._push(push, self._steps)
 
     def _forward(
-        self,
-        window: Window,
-        number: int,
-        index: int,
-        program: Callable[[Step], Callable],
-        between: Callable[[], None],
+        self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
-        """Goes forward through a microbatch and calls `between` after each step. Returns the results, and what each
-        step saved, with the shapes of its outputs."""
-        microbatch, saved = self.task.microbatches[index], {}
-        leaves = jax.device_put(jax.tree.leaves(self._read(self.task.batches[index])), self.device)
-        values: dict[int, jax.Array] = dict(zip(microbatch.program.inputs, leaves, strict=True))
+        """Goes forward through a microbatch. Returns the results, and what each step saved, with the shapes of its
+        outputs."""
+        batch, saved = self.task.batches[self.task.indices[number]], {}
+        leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
+        values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
         del leaves
         for k, step in enumerate(microbatch.steps):
             rows = self._next(window, number, step.name)
@@ -168,14 +152,18 @@ class Worker:
             del rows, inputs  # frees them before the next step fetches its own
             window.dispatched(outputs[0])
             self._steps += 1
-            between()
+            self._push(push, window.done)
             saved[k] = pull, [(out.shape, out.dtype) for out in outputs]
             values.update(zip(step.writes, outputs, strict=True))
             for slot in step.last:
                 values.pop(slot, None)
-        program_outputs = microbatch.program.outputs
-        results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in program_outputs]
-        return jax.tree.unflatten(microbatch.program.tree, results), saved
+        results = [values[o] if isinstance(o, int) else jax.device_put(o, self.device) for o in microbatch.outputs]
+        return jax.tree.unflatten(microbatch.tree, results), saved
+
+    def _push(self, push: Push, done: int) -> None:
+        """Pushes the gradients of the first `done` steps; without `push` there are none."""
+        while push is not None and self._computing and self._computing[0][0] < done:
+            push(*self._computing.popleft()[1:])
 
     def _next(self, window: Window, number: int, place: str) -> list[Row]:
         self.place = f"microbatch {number + 1} of {len(self.task.indices)}, {place}"
@@ -187,13 +175,12 @@ class Odc:
     """The weights of `strategy`, walked on demand.
 
     Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
-    holds the complete weights of at most `live_layers` steps at once (a step is a layer, or the part between two stacks
-    of layers): of the one that is computed, of those fetched ahead and of one not yet done. `deterministic` adds
-    gradients in an order that depends only on the minibatch and the predicted work. `group` neighbouring devices (0:
-    all) hold all parameters and gradients together (hybrid sharding). `links` connect this process with the others, if
-    there are any. While a minibatch runs, there is a copy of the parameters in the compute dtype, each device's part on
-    the device. `last_seconds` is the time of each local device for its part of the last minibatch, `idle` the seconds
-    that a device then waited for the others, on average.
+    holds the complete weights of at most three steps at once (a step is a layer, or the part between two stacks of
+    layers). `deterministic` adds gradients in an order that depends only on the minibatch and the predicted work.
+    `group` neighbouring devices (0: all) hold all parameters and gradients together (hybrid sharding). `links` connect
+    this process with the others, if there are any. While a minibatch runs, there is a copy of the parameters in the
+    compute dtype, each device's part on the device. `last_seconds` is the time of each local device for its part of the
+    last minibatch, `idle` the seconds that a device then waited for the others, on average.
     """
 
     last_seconds: dict[int, float]
@@ -203,23 +190,18 @@ class Odc:
         self,
         strategy: Fsdp,
         *,
-        live_layers: int = 3,
         deterministic: bool = False,
         group: int = 0,
         links: Links | None = None,
         read: Callable[[PyTree], PyTree] = lambda batch: batch,
     ) -> None:
         """`read` returns the host arrays of a batch; workers' threads call it just before they need them."""
-        if live_layers < 2:
-            raise ValueError(f"live_layers is {live_layers}; one is fetched while another is computed, so at least 2")
         self.mesh, self._strategy = strategy.mesh, strategy
-        self._live_layers, self._deterministic = live_layers, deterministic
+        self._deterministic = deterministic
         self._devices: list[Device] = list(self.mesh.devices.flat)
         self._local = [d for d, device in enumerate(self._devices) if device.process_index == jax.process_index()]
         self._rows = ParameterRows(strategy, group)
         self._links, self._read = links, read
-        if links is None and any(set(self._rows.members(d)) - set(self._local) for d in self._local):
-            raise ValueError("devices of other processes hold rows of this one's: Odc needs links to them")
         self._staged: dict[tuple, StagedMicrobatch] = {}
         self._lock = threading.Lock()
         self._combine = jax.jit(_combined, static_argnums=1, out_shardings=NamedSharding(self.mesh, P()))
@@ -240,9 +222,8 @@ class Odc:
         failure = _Failure(self._links)
         orders = self._orders(tasks, work or [1.0] * len(batches)) if self._deterministic else None
         owners = [self._devices[d] for d in self._local]
-        gradients = PushedGradients(owners, orders, 2 * self._live_layers, failure.check)
-        trips = [task.training(self._live_layers) for task in tasks]
-        workers = self._run(params, tasks, trips, failure, gradients)
+        gradients = PushedGradients(owners, orders, failure.check)
+        workers = self._run(params, tasks, failure, gradients)
         grads = self._rows.collect(self._gathered(gradients))
         loss, tally = self._tally(workers, tasks[0].microbatches[0])
         return loss, tally, grads
@@ -251,8 +232,7 @@ class Odc:
         """Returns the result of `forward` for each of `inputs`, on the device that computed it; None in another
         process."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
-        trips = [task.scoring(self._live_layers) for task in tasks]
-        workers = self._run(params, tasks, trips, _Failure(self._links))
+        workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
         return [found.get(i) for i in range(len(inputs))]
 
@@ -284,17 +264,12 @@ class Odc:
             return self._staged[name]
 
     def _run(
-        self,
-        params: Params,
-        tasks: Sequence[Task],
-        trips: Sequence[Itinerary],
-        failure: _Failure,
-        gradients: PushedGradients | None = None,
+        self, params: Params, tasks: Sequence[Task], failure: _Failure, gradients: PushedGradients | None = None
     ) -> list[Worker]:
         """Runs all tasks to the end of the minibatch, each on its own thread; without `gradients`, forward only."""
         published, number = self._rows.publish(params), next(_numbers)
-        bound = 2 * self._live_layers
-        traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number, bound)
+        trips = [task.itinerary(gradients is not None) for task in tasks]
+        traffic = Traffic(self._rows, published, self._devices, self._local, self._links, number)
         with failure.noting(lambda: "offering weights to the other processes failed"):
             traffic.offer(trips)
         failure.check()
@@ -304,10 +279,7 @@ class Odc:
         def work(worker: Worker) -> None:
             with failure.noting(lambda: f"{worker.device} failed in {worker.place}"):
                 window = traffic.window(worker.number, trips[worker.number])
-                if gradients is None:
-                    worker.score(window)
-                else:
-                    worker.train(window, traffic.pusher(worker.number, gradients))
+                worker.run(window, None if gradients is None else traffic.pusher(worker.number, gradients))
             worker.seconds = time.perf_counter() - began
 
         def serve(client: int, gradients: PushedGradients) -> None:
@@ -358,7 +330,7 @@ class Odc:
         return rows
 
     def _tally(self, workers: Sequence[Worker], microbatch: StagedMicrobatch) -> tuple[jax.Array, Tally]:
-        tree = microbatch.program.tree
+        tree = microbatch.tree
         example = jax.tree.unflatten(tree, range(tree.num_leaves))
         maxima = len(example[1].maxima)
         none = np.array([0.0] * (tree.num_leaves - maxima) + [-np.inf] * maxima, np.float32)

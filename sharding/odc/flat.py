@@ -30,7 +30,7 @@ from ..weights import WeightSpec, cut_of
 class RowPiece:
     """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which is on `copies` devices.
 
-    A device owns `size` elements of it, from `offset` in its row.
+    A device owns `size` elements of it.
     """
 
     leaf: int
@@ -38,8 +38,10 @@ class RowPiece:
     dim: int
     shards: int
     copies: int
-    offset: int
-    size: int
+
+    @property
+    def size(self) -> int:
+        return -(-math.prod(self.shape) // self.shards // self.copies)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -48,12 +50,20 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that are fetched together; `layers` is their number of layers, 0 if not stacked. A row has `size`
-    elements."""
+    """Weights that are fetched together, and lie one after another in a row; `layers` is their number of layers, 0 if
+    not stacked."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
-    size: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return [piece.size for piece in self.pieces]
+
+    @property
+    def size(self) -> int:
+        """The elements of a row."""
+        return sum(self.sizes)
 
 
 class ParameterRows:
@@ -96,23 +106,25 @@ class ParameterRows:
     ) -> list[jax.Array]:
         """Makes the complete weights `leaves` (of one layer) from rows of `units`, one of each device of a group."""
         found: dict[int, jax.Array] = {}
-        for unit, unit_rows in zip(units, rows, strict=True):
-            pieces = self.units[unit].pieces
-            found |= dict(zip((piece.leaf for piece in pieces), _whole(self, unit, list(unit_rows)), strict=True))
+        for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
+            # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
+            table = jnp.stack(unit_rows).reshape(self.group, self.outer, -1).swapaxes(0, 1).reshape(-1, unit.size)
+            # The transpose of a split joins its parts; that of many slices would sum as many padded rows.
+            for piece, part in zip(unit.pieces, jax.lax.split(table, unit.sizes, axis=1), strict=True):
+                shards = part.reshape(piece.copies, piece.shards, -1).swapaxes(0, 1).reshape(piece.shards, -1)
+                shards = shards[:, : math.prod(piece.shard_shape)].reshape(piece.shards, *piece.shard_shape)
+                found[piece.leaf] = jnp.moveaxis(shards, 0, piece.dim).reshape(piece.shape)
         return [found[leaf] for leaf in leaves]
 
     def _unit(self, members: Sequence[int], declared: Sequence[WeightSpec]) -> Unit:
         pieces: list[RowPiece] = []
-        offset, first = 0, members[0]
+        first = members[0]
         layers = self._shapes[first][0] if len(self._shapes[first]) > len(declared[first].shape) else 0
         for i in members:
             cut, shape = self._cuts[i], declared[i].shape
             shards = math.prod(self.mesh.shape[axis] for axis in cut.axes) if cut else 1
-            copies = self.mesh.size // shards
-            size = -(-math.prod(shape) // shards // copies)
-            pieces.append(RowPiece(i, shape, cut.dim if cut else 0, shards, copies, offset, size))
-            offset += size
-        return Unit(tuple(pieces), layers, offset)
+            pieces.append(RowPiece(i, shape, cut.dim if cut else 0, shards, self.mesh.size // shards))
+        return Unit(tuple(pieces), layers)
 
     # --- on one device ------------------------------------------------------------------------------
 
@@ -143,14 +155,14 @@ class ParameterRows:
         for unit, layers in zip(self.units, rows, strict=True):
             if self._outer:
                 layers = [jax.lax.psum_scatter(row, self._outer, tiled=True) for row in layers]
-            for piece in unit.pieces:
-                parts = [self._gradient(piece, row) for row in layers]
-                leaf = jnp.stack(parts) if unit.layers else parts[0]
+            parts_by_layer = [jax.lax.split(row, unit.sizes) for row in layers]
+            for piece, parts in zip(unit.pieces, zip(*parts_by_layer, strict=True), strict=True):
+                gradients = [self._gradient(piece, part) for part in parts]
+                leaf = jnp.stack(gradients) if unit.layers else gradients[0]
                 leaves[piece.leaf] = leaf.astype(self._dtypes[piece.leaf])
         return jax.tree.unflatten(self._tree, [leaves[leaf] for leaf in range(len(leaves))])
 
-    def _gradient(self, piece: RowPiece, row: jax.Array) -> jax.Array:
-        part = row[piece.offset : piece.offset + piece.size]
+    def _gradient(self, piece: RowPiece, part: jax.Array) -> jax.Array:
         if piece.copies > 1:
             # Copies follow the leading axes of the mesh: the holders of one shard differ in these alone.
             cut = self._cuts[piece.leaf]
@@ -176,37 +188,3 @@ def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
 
     walk(jax.tree.unflatten(tree, range(len(leaves))), True)
     return found
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(layout: ParameterRows, unit: int, rows: list[jax.Array]) -> list[jax.Array]:
-    size = layout.units[unit].size
-    # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
-    table = jnp.stack(rows).reshape(layout.group, layout.outer, size).swapaxes(0, 1).reshape(-1, size)
-    whole = []
-    for piece in layout.units[unit].pieces:
-        part = table[:, piece.offset : piece.offset + piece.size].reshape(piece.copies, piece.shards, piece.size)
-        shards = part.swapaxes(0, 1).reshape(piece.shards, -1)[:, : math.prod(piece.shard_shape)]
-        joined = jnp.moveaxis(shards.reshape(piece.shards, *piece.shard_shape), 0, piece.dim)
-        whole.append(joined.reshape(piece.shape))
-    return whole
-
-
-def _whole_forward(layout: ParameterRows, unit: int, rows: list[jax.Array]) -> tuple[list[jax.Array], None]:
-    return _whole(layout, unit, rows), None
-
-
-def _whole_backward(layout: ParameterRows, unit: int, _: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
-    # Written out: the transpose of many slices would sum as many padded rows.
-    parts = []
-    for piece, gradient in zip(layout.units[unit].pieces, gradients, strict=True):
-        before, after = piece.shape[: piece.dim], piece.shape[piece.dim :]
-        inner = (piece.shards, after[0] // piece.shards, *after[1:]) if after else (piece.shards,)
-        shards = jnp.moveaxis(gradient.reshape(*before, *inner), piece.dim, 0).reshape(piece.shards, -1)
-        shards = jnp.pad(shards, ((0, 0), (0, piece.copies * piece.size - shards.shape[1])))
-        parts.append(shards.reshape(piece.shards, piece.copies, piece.size).swapaxes(0, 1).reshape(-1, piece.size))
-    table = jnp.concatenate(parts, axis=1).reshape(layout.outer, layout.group, -1).swapaxes(0, 1)
-    return (list(table.reshape(layout.group, -1)),)
-
-
-_whole.defvjp(_whole_forward, _whole_backward)

@@ -12,15 +12,15 @@ from jaxtyping import PyTree
 
 from ..walk import REMAT, Params
 from .flat import ParameterRows
-from .stages import Arrays, Layer, Stage, Step, cut
+from .stages import Arrays, Layer, Program, Stage, Step
 from .traffic import Key, Row
 
 T = TypeVar("T")
 Whole = Callable[[Sequence[Row]], list[jax.Array]]  # rows of the owners -> complete weights
 
 
-class StagedMicrobatch:
-    """The steps of batches of one shape, and the compiled programs of each step: see `stages`.
+class StagedMicrobatch(Program):
+    """The program of batches of one shape, and the compiled programs of its steps: see `stages`.
 
     `keys[i]` are the (unit, layer) of the weights of step `i`, `back` the steps of the backward pass in order, `pushes`
     the keys of all gradients, in the order of their pushes. A device compiles a program at its first use.
@@ -34,40 +34,32 @@ class StagedMicrobatch:
         batch: PyTree,
         remat: str,
     ) -> None:
-        self.program = cut(function, params, batch)
-        self.steps = self.program.steps
+        super().__init__(function, params, batch)
         home = {piece.leaf: u for u, unit in enumerate(rows.units) for piece in unit.pieces}
-        needed = {id(step.stage): sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
-        self.keys = [tuple((u, step.layer) for u in needed[id(step.stage)]) for step in self.steps]
+        units = {step.stage: sorted({home[leaf] for leaf in step.stage.weights}) for step in self.steps}
+        self.keys = [tuple((u, step.layer) for u in units[step.stage]) for step in self.steps]
         self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
         self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
-        self._compiled: dict[tuple[int, Callable], Callable] = {}
-        self._rows, self._needed, self._remat = rows, needed, remat
+        self._programs = {  # all threads call the same
+            (stage, build): _one_first(
+                jax.jit(build(stage, functools.partial(rows.whole, needed, leaves=stage.weights), remat))
+            )
+            for stage, needed in units.items()
+            for build in (_forward, _backward, _infer)
+        }
 
     def forward(self, step: Step) -> Callable:
         """The program `(rows, values, layer) -> (outputs, saved)`. `backward` needs `saved` beside the rows: every
         value but complete weights, or the values that `remat` keeps, as in `Walk`."""
-        return self._jitted(step, _forward)
+        return self._programs[step.stage, _forward]
 
     def backward(self, step: Step) -> Callable:
         """The program `(saved, rows, active outputs' gradients) -> (gradient rows, active inputs' gradients)`."""
-        return self._jitted(step, _backward)
+        return self._programs[step.stage, _backward]
 
     def infer(self, step: Step) -> Callable:
         """The program `(rows, values, layer) -> (outputs, None)`, which saves no values."""
-        return self._jitted(step, _infer)
-
-    def _jitted(self, step: Step, build: Callable[[Stage, Whole, str], Callable]) -> Callable:
-        name = (id(step.stage), build)
-        if name not in self._compiled:
-            units, weights = self._needed[id(step.stage)], step.stage.weights
-
-            def whole(rows: Sequence[Row]) -> list[jax.Array]:
-                return self._rows.whole(units, rows, weights)
-
-            program = jax.jit(build(step.stage, whole, self._remat))
-            self._compiled.setdefault(name, _one_first(program))  # all threads call the same program
-        return self._compiled[name]
+        return self._programs[step.stage, _infer]
 
 
 def _one_first(program: Callable) -> Callable:

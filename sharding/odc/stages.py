@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ..walk import Module, Params, Walk
 
 T = TypeVar("T")
-Slots = tuple[int, ...]  # numbers of values that stages pass to each other; each value is written once
+Slots = Sequence[int]  # numbers of values that stages pass to each other; each value is written once
 Arrays = Sequence[jax.Array]
 Layer = jax.Array | np.int32  # the index of a layer
 Run = Callable[..., Sequence[jax.Array]]
@@ -49,7 +49,7 @@ class Stage:
     active_out: tuple[bool, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Step:
     """One application of a stage: the values that it reads and writes, and the layer of its stack (or 0)."""
 
@@ -67,25 +67,6 @@ class Step:
     @property
     def name(self) -> str:
         return f"{self.stage.name}[{self.layer}]" if self.stage.stacked else self.stage.name
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """All steps in order. `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results
-    (or constants); `tree` is the results' structure."""
-
-    steps: tuple[Step, ...]
-    inputs: Slots
-    outputs: tuple[int | np.ndarray, ...]
-    tree: Any  # a PyTreeDef, for which type checkers know no type
-
-
-def cut(function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> Program:
-    """Makes the program of `function(params, batch)`; both may be abstract (`ShapeDtypeStruct`s).
-
-    Raises StageError for a stack whose first input is not computed, or whose layers all read one weight unsliced.
-    """
-    return _Cutter(Trace(function, params, batch), params).program()
 
 
 class StageError(ValueError):
@@ -139,11 +120,6 @@ _stack_of_layers.multiple_results = True
 _stack_of_layers.def_abstract_eval(lambda *_, stack: list(stack.results))
 
 
-def stack_of(equation: JaxprEqn) -> Stack | None:
-    """Returns the stack of layers that an equation stands for, or None."""
-    return equation.params["stack"] if equation.primitive is _stack_of_layers else None
-
-
 class MarkingWalk(Walk):
     """A walk that runs no stack, but leaves one equation for each stack in the trace. Weights are complete."""
 
@@ -187,9 +163,16 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}", tree)
 
 
-class _Cutter:
-    def __init__(self, trace: Trace, params: Params) -> None:
-        self._trace = trace
+class Program:
+    """All steps of `function(params, batch)` in order; both arguments may be abstract (`ShapeDtypeStruct`s).
+
+    `inputs` are the slots of the batch's leaves, `outputs` the slots of the function's results (or constants); `tree`
+    is the results' structure. Raises StageError for a stack whose first input is not computed, or whose layers all read
+    one weight unsliced.
+    """
+
+    def __init__(self, function: Callable[[Params, PyTree], PyTree], params: Params, batch: PyTree) -> None:
+        self._trace = trace = Trace(function, params, batch)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         self._paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self._leaf = {var: i for i, var in enumerate(trace.inputs[: len(leaves)])}
@@ -197,25 +180,23 @@ class _Cutter:
         self._slot: dict[Var, int] = {}
         self._fresh = functools.partial(next, itertools.count())
         self._active: set[Var] = set()
-        self._steps: list[Step] = []
-
-    def program(self) -> Program:
-        inputs = tuple(self._new(var) for var in self._trace.inputs[len(self._paths) :])
+        self.steps: list[Step] = []
+        self.inputs = [self._new(var) for var in trace.inputs[len(leaves) :]]
         begin = 0
-        for at, eqn in enumerate(self._trace.equations):
-            self._note_activity(eqn)
-            if stack := stack_of(eqn):
+        for at, eqn in enumerate(trace.equations):
+            if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
+                self._active.update(filter(is_float, eqn.outvars))
+            if eqn.primitive is _stack_of_layers:
                 self._segment(begin, at)
-                self._stack(stack, eqn)
+                self._stack(eqn.params["stack"], eqn)
                 begin = at + 1
-        self._segment(begin, len(self._trace.equations))
-        outputs = tuple(self._output(var) for var in self._trace.outputs)
-        last = _with_last(self._steps, {o for o in outputs if isinstance(o, int)})
-        return Program(last, inputs, outputs, jax.tree.structure(self._trace.results))
-
-    def _note_activity(self, eqn: JaxprEqn) -> None:
-        if any(var in self._leaf or var in self._active for var in _variables(eqn.invars)):
-            self._active.update(filter(is_float, eqn.outvars))
+        self._segment(begin, len(trace.equations))
+        self.outputs = [self._output(var) for var in trace.outputs]
+        self.tree: Any = jax.tree.structure(trace.results)  # a PyTreeDef, for which type checkers know no type
+        seen = {output for output in self.outputs if isinstance(output, int)}  # results outlive all steps
+        for step in reversed(self.steps):
+            step.last = [slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen]
+            seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
         """Adds one step for the equations from `begin` to `end`; its outputs are those that later ones read."""
@@ -247,38 +228,40 @@ class _Cutter:
             active_in=tuple(var in self._active for var in values),
             active_out=tuple(var in self._active for var in results),
         )
-        reads = tuple(self._slot[var] for var in values)
-        self._steps.append(Step(stage, 0, reads, tuple(self._new(var) for var in results)))
+        reads = [self._slot[var] for var in values]
+        self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
     def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
         """Adds one step for each layer, all of one stage."""
         shared = stack.captured + stack.carried
-        # For each argument of the body: a function that makes it of weights and values, and whether it is sliced.
-        sources: list[tuple[Callable[[Arrays, Arrays], jax.Array], bool]] = []
+        consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
+        # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index among those of its
+        # kind, and whether a part of it is cut out for each layer. Weights come as those of one layer.
+        sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate(eqn.invars):
-            sliced, weight, value = at >= shared, len(weights), len(values)
             if isinstance(var, Constant) or var in self._consts:
-                const = np.asarray(var.val) if isinstance(var, Constant) else self._consts[var]
-                sources.append((lambda given, inputs, const=const: jnp.asarray(const), sliced))
+                sources.append((0, len(consts), at >= shared))
+                consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
             elif var in self._leaf:
-                sources.append((lambda given, inputs, k=weight: given[k], False))
+                sources.append((1, len(weights), False))
                 weights.append(self._leaf[var])
-                if not sliced:
+                if at < shared:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
                 if stack.captured <= at < shared:
-                    carried.append(value)
-                sources.append((lambda given, inputs, k=value: inputs[k], sliced))
+                    carried.append(len(values))
+                sources.append((2, len(values), at >= shared))
                 values.append(var)
 
         def function(given: Arrays, inputs: Arrays, layer: Layer) -> list[jax.Array]:
-            arguments = []
-            for argument, sliced in sources:
-                value = argument(given, inputs)
-                arguments.append(jax.lax.dynamic_index_in_dim(value, layer, keepdims=False) if sliced else value)
+            kinds = list(map(jnp.asarray, consts)), given, inputs
+            arguments = [
+                jax.lax.dynamic_index_in_dim(kinds[kind][k], layer, keepdims=False) if cut_out else kinds[kind][k]
+                for kind, k, cut_out in sources
+            ]
             return list(stack.layer(*arguments))
 
         carries = [var for var in _variables(eqn.invars[stack.captured : shared]) if var in self._slot]
@@ -295,11 +278,11 @@ class _Cutter:
         )
         reads = [self._slot[var] for var in values]
         for layer in range(stack.length):
-            writes = tuple(self._fresh() for _ in carries)
-            self._steps.append(Step(stage, layer, tuple(reads), writes))
+            writes = [self._fresh() for _ in carries]
+            self.steps.append(Step(stage, layer, list(reads), writes))
             for at, slot in zip(carried, writes, strict=True):
                 reads[at] = slot
-        for var, slot in zip(eqn.outvars, self._steps[-1].writes, strict=True):
+        for var, slot in zip(eqn.outvars, self.steps[-1].writes, strict=True):
             self._slot[var] = slot
 
     def _new(self, var: Var) -> int:
@@ -332,14 +315,3 @@ def _segment_name(paths: Sequence[str]) -> str:
     modules = _ordered(path.rpartition(".")[0] or path for path in paths)
     outer = [name for name in modules if not any(name.startswith(f"{module}.") for module in modules)]
     return ", ".join(outer) or "inputs"
-
-
-def _with_last(steps: Sequence[Step], kept: set[int]) -> tuple[Step, ...]:
-    """Fills in `Step.last`, the values that no later step reads. `kept` are the results, which outlive all steps."""
-    seen = set(kept)
-    marked: list[Step] = []
-    for step in reversed(steps):
-        last = tuple(slot for slot in _ordered((*step.reads, *step.writes)) if slot not in seen)
-        seen.update(last)
-        marked.append(dataclasses.replace(step, last=last))
-    return tuple(reversed(marked))

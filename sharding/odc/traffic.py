@@ -1,7 +1,7 @@
 """Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time, and bounds their
-number.
+An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time, and holds those
+of at most three steps: of the one that is dispatched, of the next one, and of the one before, which may not be done.
 
 Processes send each other no requests. Each process knows the complete minibatch, and so the rows that other processes'
 devices will fetch, and their order. It offers these rows under numbers that both sides count up. It also knows the
@@ -17,8 +17,10 @@ waits, neither to push nor, since a fetch only reads, to fetch.
 import collections
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,38 +32,22 @@ from .flat import ParameterRows
 Key = tuple[int, int]  # unit, layer
 Turn = tuple[int, int]  # device, number of its microbatch
 Row = tuple[jax.Array, ...]  # a unit's rows, one of each owner in order, on the device that fetched them
+Itinerary = Sequence[tuple[Key, ...]]  # the keys of the weights of each step of a device
+BOUND = 6  # the most pushes of a device that wait at an owner
 _FETCH, _PUSH = 0, 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Itinerary:
-    """The weights of a device's successive steps. The device holds the weights of at most `live` steps at once.
+def held_at(itinerary: Itinerary, step: int) -> list[Key]:
+    """The keys of the weights that the device holds, or is fetching, when this step is dispatched: of the step and of
+    the one after it. The step before, which may not be done, has its own for so long."""
+    return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
-    `needs` are the keys of each step. The weights of the next steps are fetched ahead; weights that two near steps
-    share are fetched once. If `live` is 3 or more, a step is dispatched before the step before it is done.
-    """
 
-    needs: tuple[tuple[Key, ...], ...]
-    live: int
-
-    @property
-    def lag(self) -> int:
-        return 1 if self.live > 2 else 0
-
-    def wanted(self, step: int) -> list[Key]:
-        """The keys of the weights that the device holds, or is fetching, when this step is dispatched."""
-        ahead = self.live - 1 - self.lag
-        return list(dict.fromkeys(key for needs in self.needs[step : step + 1 + ahead] for key in needs))
-
-    def fetches(self) -> list[list[Key]]:
-        """The keys that are fetched before each step. Owners in other processes compute the same lists."""
-        found: list[list[Key]] = []
-        held: set[Key] = set()
-        for step in range(len(self.needs)):
-            wanted = self.wanted(step)
-            found.append([key for key in wanted if key not in held])
-            held = set(wanted)
-        return found
+def fetches(itinerary: Itinerary) -> list[list[Key]]:
+    """The keys that are fetched before each step; weights that two near steps share are fetched once. Owners in other
+    processes compute the same lists."""
+    held = [held_at(itinerary, step) for step in range(len(itinerary))]
+    return [[key for key in now if key not in before] for before, now in itertools.pairwise([[], *held])]
 
 
 class Window:
@@ -71,37 +57,35 @@ class Window:
         self, itinerary: Itinerary, fetch: Callable[[Key, int], Row], ready: Callable[[Sequence[Row]], None]
     ) -> None:
         self._itinerary, self._fetch, self._ready = itinerary, fetch, ready
-        self._fetches = itinerary.fetches()
+        self._fetches = fetches(itinerary)
         self._held: dict[Key, Row] = {}
-        self._results: list[jax.Array | None] = []  # results of the steps dispatched; None for steps that are done
-        self._count = 0
+        self._pending = collections.deque[jax.Array]()  # results of the last steps, which may not be done
+        self._step = self._count = 0
 
     def next(self) -> list[Row]:
-        """Returns the rows of the next step, and starts the transfers for the steps after it."""
-        step = len(self._results)
-        done = step - 1 - self._itinerary.lag
-        if done >= 0:  # waits for the device: dispatching ahead would hold ever more weights
-            jax.block_until_ready(self._results[done])
-            self._results[done] = None
-        self._held = {key: self._held[key] for key in self._itinerary.wanted(step) if key in self._held}
-        for key in self._fetches[step]:
+        """Returns the rows of the next step, and starts the transfers for the step after it."""
+        if len(self._pending) > 1:  # waits for the device: dispatching ahead would hold ever more weights
+            jax.block_until_ready(self._pending.popleft())
+        self._held = {key: self._held[key] for key in held_at(self._itinerary, self._step) if key in self._held}
+        for key in self._fetches[self._step]:
             self._held[key] = self._fetch(key, self._count)
             self._count += 1
-        rows = [self._held[key] for key in self._itinerary.needs[step]]
+        rows = [self._held[key] for key in self._itinerary[self._step]]
         self._ready(rows)
+        self._step += 1
         return rows
 
     @property
     def done(self) -> int:
         """The least number of steps that are done: those that `next` has waited for."""
-        return max(len(self._results) - 1 - self._itinerary.lag, 0)
+        return self._step - len(self._pending)
 
     def dispatched(self, result: jax.Array) -> None:
         """Notes that a step was dispatched; `result` is any output of its program."""
-        self._results.append(result)
+        self._pending.append(result)
 
     def finish(self) -> None:
-        jax.block_until_ready([result for result in self._results if result is not None])
+        jax.block_until_ready(list(self._pending))
         self._held = {}
 
 
@@ -118,24 +102,22 @@ class PushedGradients:
     """Sums of pushed rows, in float32, on the devices that own the rows.
 
     `orders` gives, for each owner's device and each key, the order in which pushes are added; None adds them as they
-    arrive. `bound` is the most pushes of one device that wait at an owner. `check` is called while a push waits, and
-    raises if the minibatch has failed.
+    arrive. `check` is called while a push waits, and raises if the minibatch has failed.
     """
 
     def __init__(
         self,
         owners: Sequence[Device],
         orders: Mapping[Device, Mapping[Key, Sequence[Turn]]] | None,
-        bound: int,
         check: Callable[[], None],
     ) -> None:
         self._owners = {device: _Owner() for device in owners}
-        self._bound, self._check, self._ordered = bound, check, orders is not None
+        self._check, self._ordered = check, orders is not None
         for device, order in (orders or {}).items():
             self._owners[device].order = {key: collections.deque(turns) for key, turns in order.items()}
 
     def push(self, owner: Device, key: Key, turn: Turn, row: jax.Array) -> None:
-        """Adds a row, which may be on any device; blocks while more than `bound` pushes of the pushing device wait."""
+        """Adds a row, which may be on any device; blocks while more than `BOUND` pushes of the pushing device wait."""
         server = self._owners[owner]
         row = jax.device_put(row, owner)
         with server.changed:
@@ -145,7 +127,7 @@ class PushedGradients:
             server.waiting.setdefault((key, turn), collections.deque()).append(row)
             server.early[turn[0]] += 1
             self._drain(server, key)
-            while server.early[turn[0]] > self._bound:
+            while server.early[turn[0]] > BOUND:
                 self._check()
                 server.changed.wait(timeout=0.1)
 
@@ -180,7 +162,7 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 class Traffic:
     """`published` are the rows of this minibatch, `devices` all devices in the order of the mesh, `local` the numbers
     of this process's devices. `links` lead to the other processes (None: no transfers between processes); `number` is
-    the minibatch's number in their lifetime. `bound` is how many pushes an owner in another process may be behind."""
+    the minibatch's number in their lifetime."""
 
     def __init__(
         self,
@@ -190,10 +172,10 @@ class Traffic:
         local: Sequence[int],
         links: Links | None,
         number: int,
-        bound: int,
     ) -> None:
-        self._rows, self._devices, self._local, self._bound = rows, devices, set(local), bound
-        self._optional_links, self._number = links, number
+        self._rows, self._devices, self._local = rows, devices, set(local)
+        self._links: Any = links  # only asked where there are devices of other processes
+        self._number = number
         self._dtype = published[0][0].dtype
         self._shards = [
             [{shard.device: shard.data for shard in layer.addressable_shards} for layer in unit] for unit in published
@@ -207,7 +189,7 @@ class Traffic:
     def offer(self, trips: Sequence[Itinerary]) -> None:
         """Offers all rows that devices of other processes will fetch here; `trips` are all devices'."""
         for client in self.clients:
-            keys = [key for keys in trips[client].fetches() for key in keys]
+            keys = [key for keys in fetches(trips[client]) for key in keys]
             for count, key in enumerate(keys):
                 for owner in self._owners_here(client):
                     self._links.offer(self._name(_FETCH, client, count, owner), [self._row(owner, key)])
@@ -241,7 +223,7 @@ class Traffic:
                 if owner in self._local:
                     gradients.push(self._devices[owner], key, (device, microbatch), row)
                 else:
-                    self._links.wait(self._topic(device, owner), count - self._bound)
+                    self._links.wait(self._topic(device, owner), count - BOUND)
                     self._links.offer(self._name(_PUSH, device, count, owner), [row])
             count += 1
 
@@ -259,14 +241,9 @@ class Traffic:
 
     def end(self) -> None:
         """Waits for all processes at the end of the minibatch."""
-        if self._optional_links is not None:
+        if self._links is not None:
             self._links.barrier("end of a minibatch")
             self._links.forget(self._taken)
-
-    @property
-    def _links(self) -> Links:
-        assert self._optional_links is not None
-        return self._optional_links
 
     def _owners_here(self, client: int) -> list[int]:
         return [owner for owner in self._rows.members(client) if owner in self._local]

@@ -9,8 +9,7 @@ Only if that plan is not good, a search (`search`) follows, and the best placeme
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,13 +23,6 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a 
 MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
-
-
-@runtime_checkable
-class PlanCost(Protocol):
-    """A cost model of steps, such as `sharding.cost.CostModel`, in seconds."""
-
-    def step_seconds(self, plan: ShardPlan, /) -> float: ...
 
 
 def ulysses(
@@ -59,13 +51,13 @@ def flex_ulysses(
     limits: Limits | None = None,
     *,
     work: Sequence[float] | Sequence[int] | np.ndarray | None = None,
-    cost: PlanCost | None = None,
+    cost: Callable[[ShardPlan], float] | None = None,
 ) -> ShardPlan:
     """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
-    `work` is the compute of each sequence in any unit, `length**2` unless given. With a `cost` model, plans are made
-    for several tolerances, and the plan with the shortest step is returned. The same arguments give the same plan.
-    Raises PlanError, naming sequence or field, if no plan exists.
+    `work` is the compute of each sequence in any unit, `length**2` unless given. With the `cost` of plans, such as
+    `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest one is returned. The
+    same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
@@ -75,8 +67,7 @@ def flex_ulysses(
         _plan(pose(lengths, num_devices, dataclasses.replace(limits, tolerance=tolerance), work), quick=True)
         for tolerance in sorted({limits.tolerance, *tolerances})
     ]
-    seconds = [float(cost.step_seconds(plan)) for plan in plans]
-    return plans[seconds.index(min(seconds))]
+    return min(plans, key=cost)
 
 
 def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+GAMMA = 16.0  # traffic beyond a host costs so many times as much as within
+
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
 
@@ -52,39 +54,6 @@ class ShardPlan:
     firsts: tuple[int, ...]
     rounds: tuple[Round, ...]
 
-    def __post_init__(self) -> None:
-        """Raises PlanError if the plan is not executable: groups that are not aligned, degrees that increase, or
-        sequences that are in no round, in two, or in a round of another group."""
-        count = len(self.lengths)
-        if not len(self.work) == len(self.degrees) == len(self.firsts) == count:
-            raise PlanError("lengths, work, degrees and firsts must be of equal length")
-        if self.num_devices < 1:
-            raise PlanError(f"a plan needs at least one device, not {self.num_devices}")
-        for index, (degree, first) in enumerate(zip(self.degrees, self.firsts, strict=True)):
-            if degree < 1 or degree & (degree - 1) or first % degree or not 0 <= first <= self.num_devices - degree:
-                raise PlanError(
-                    f"sequence {index}: devices [{first}, {first + degree}) are no aligned power-of-two group of "
-                    f"{self.num_devices} devices"
-                )
-        degrees = [round.degree for round in self.rounds]
-        if degrees != sorted(degrees, reverse=True):
-            raise PlanError(f"rounds must stand in decreasing degree, got {degrees}")
-        for round in self.rounds:
-            if round.degree < 1 or round.degree & (round.degree - 1) or self.num_devices % round.degree:
-                raise PlanError(
-                    f"{self.num_devices} devices have no round of degree {round.degree}: a power of two divides them"
-                )
-            if len(round.groups) != self.num_devices // round.degree:
-                raise PlanError(f"a round of degree {round.degree} needs {self.num_devices // round.degree} groups")
-        placed = sorted(
-            (index, round.degree, group * round.degree)
-            for round in self.rounds
-            for group, members in enumerate(round.groups)
-            for index in members
-        )
-        if placed != list(zip(range(count), self.degrees, self.firsts, strict=True)):
-            raise PlanError("each sequence must stand in exactly one round, and there on its own group")
-
     def compute(self) -> np.ndarray:
         """`[devices]`: C_d, the sum of `work / p` over the sequences of each device."""
         return self.over_devices(np.array(self.work) / np.array(self.degrees))
@@ -93,10 +62,13 @@ class ShardPlan:
         """`[devices]`: M_d, the tokens of each device."""
         return self.over_devices(np.array(self.lengths) / np.array(self.degrees))
 
-    def traffic(self) -> np.ndarray:
-        """`[devices]`: token vectors that leave each device in one all-to-all, the sum of `length * (p - 1) / p**2`."""
-        p = np.array(self.degrees, float)
-        return self.over_devices(np.array(self.lengths) * (p - 1) / p**2)
+    def rows(self) -> np.ndarray:
+        """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
+        rows = np.zeros(self.num_devices, np.int64)
+        for round in self.rounds:
+            chunks = [-(-sum(self.lengths[i] for i in members) // round.degree) for members in round.groups]
+            rows += np.repeat(np.array(chunks, np.int64), round.degree)
+        return rows
 
     @property
     def balance(self) -> float:
@@ -193,7 +165,7 @@ class Limits:
     only if one sequence or one block of `max_degree` devices holds more at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.
     `tokens_per_device`: the tokens of a device's buffer, padding of chunks included; never exceeded. 0: no bound.
-    `tau`, `gamma`: degrees above `tau` leave a host, and their traffic counts `gamma` times (SplitCost).
+    `tau`: degrees above it leave a host, and their traffic counts `GAMMA` times (SplitCost).
     """
 
     max_degree: int = 0
@@ -202,7 +174,6 @@ class Limits:
     tolerance: float = 0.025
     tokens_per_device: int = 0
     tau: int = 8
-    gamma: float = 16.0
 
     def __post_init__(self) -> None:
         for name in ("max_degree", "num_heads", "tokens_per_device"):
@@ -211,7 +182,7 @@ class Limits:
         if self.max_degree & (self.max_degree - 1):
             below = 1 << (self.max_degree.bit_length() - 1)
             raise PlanError(f"limits.max_degree {self.max_degree} is no power of two; use {below} or {2 * below}")
-        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1, "gamma": 0.0}
+        least = {"alpha": 1.0, "tolerance": 0.0, "tau": 1}
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
@@ -255,30 +226,28 @@ class Problem:
 
     def plan(self, degrees: Sequence[int], firsts: Sequence[int]) -> ShardPlan:
         """The plan with its rounds. Raises PlanError if a device gets more than `limits.tokens_per_device`."""
-        lengths, room = self.lengths_I.tolist(), self.limits.tokens_per_device
-        executed = rounds(self.num_devices, degrees, firsts)
-        if room:
-            rows = row_tokens(self.num_devices, lengths, executed)
-            if rows.max(initial=0) > room:
-                device = int(rows.argmax())
-                raise PlanError(
-                    f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use "
-                    "smaller microbatches, more devices, a higher limits.max_degree or another planner"
-                )
-        return ShardPlan(
-            num_devices=self.num_devices,
-            lengths=tuple(lengths),
-            work=tuple(self.work_I.tolist()),
-            degrees=tuple(degrees),
-            firsts=tuple(firsts),
-            rounds=executed,
+        plan = ShardPlan(
+            self.num_devices,
+            tuple(self.lengths_I.tolist()),
+            tuple(self.work_I.tolist()),
+            tuple(degrees),
+            tuple(firsts),
+            rounds(self.num_devices, degrees, firsts),
         )
+        room, rows = self.limits.tokens_per_device, plan.rows()
+        if room and rows.max() > room:
+            device = int(rows.argmax())
+            raise PlanError(
+                f"device {device} would hold {rows[device]} tokens, limits.tokens_per_device is {room}: use smaller "
+                "microbatches, more devices, a higher limits.max_degree or another planner"
+            )
+        return plan
 
     @property
     def weights(self) -> list[float]:
         """The traffic of one token at degree 1, 2, 4 and so on, summed over its group."""
         limits, degrees = self.limits, [2**k for k in range(self.max_degree.bit_length())]
-        return [(degree - 1) / degree * (limits.gamma if degree > limits.tau else 1.0) for degree in degrees]
+        return [(degree - 1) / degree * (GAMMA if degree > limits.tau else 1.0) for degree in degrees]
 
     @property
     def shares(self) -> np.ndarray:
@@ -354,12 +323,3 @@ def least_load(amounts_I: np.ndarray, num_devices: int, max_degree: int) -> floa
     last = k * blocks + 1  # the k + 1 smallest of the `last` largest sequences
     meet = (total[last] - total[last - k - 1]).max() / max_degree
     return float(max(total[-1] / num_devices, meet))
-
-
-def row_tokens(num_devices: int, lengths: Sequence[int], rounds: Sequence[Round]) -> np.ndarray:
-    """`[devices]` int: tokens in the buffer of each device, chunks rounded up."""
-    rows = np.zeros(num_devices, np.int64)
-    for round in rounds:
-        chunks = [-(-sum(lengths[i] for i in members) // round.degree) for members in round.groups]
-        rows += np.repeat(np.array(chunks, np.int64), round.degree)
-    return rows

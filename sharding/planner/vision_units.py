@@ -9,29 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .plan import PlanError
-
 TARGETS = (1.05, 1.03, 1.01)  # largest over mean load up to which units may stay on their home devices
 EPS = 1e-9
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionPlan:
-    """Device `devices[u]` computes unit `u`, which has `units[u]` patches."""
-
-    num_devices: int
-    units: tuple[int, ...]
-    devices: tuple[int, ...]
-
-    def loads(self) -> np.ndarray:
-        """`[devices]` int64: patches of each device."""
-        return np.bincount(np.array(self.devices, int), self.units, self.num_devices).astype(np.int64)
-
-    @property
-    def balance(self) -> float:
-        """Largest over mean patches of a device."""
-        loads = self.loads()
-        return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
 def spread_vision(
@@ -41,37 +20,24 @@ def spread_vision(
     num_devices: int,
     *,
     replica: int = 0,
-) -> VisionPlan:
-    """Spreads units of the vision tower over the devices of their replica (`replica` consecutive devices; 0: all).
+) -> np.ndarray:
+    """Returns the device of each unit, `[units]` int64: units of the vision tower are spread over the devices of their
+    replica (`replica` consecutive devices; 0: all).
 
     `units`: patches of each unit. Equal units in a row with one home (the frame pairs of a video) are placed together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
     at most 1.05 of the mean, or else that of longest-first placement; within that, as many units as possible stay home.
-    Raises PlanError for impossible sizes or homes.
     """
     replica = replica or num_devices
     rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
-    sizes, firsts, degrees = rows
-    if num_devices < 1 or replica < 1 or num_devices % replica:
-        raise PlanError(f"{num_devices} devices are no multiple of replicas of {replica}")
-    if not len(sizes) == len(firsts) == len(degrees):
-        raise PlanError("units, home_first and home_degree must be of equal length")
-    wrong = (sizes < 1) | (degrees < 1) | (firsts < 0) | (firsts // replica != (firsts + degrees - 1) // replica)
-    wrong |= firsts + degrees > num_devices
-    if wrong.any():
-        u = int(wrong.argmax())
-        raise PlanError(
-            f"vision unit {u}: {sizes[u]} patches at home on devices [{firsts[u]}, {firsts[u] + degrees[u]}); a unit "
-            f"needs patches, and a home within one replica of {replica} of the {num_devices} devices"
-        )
-    devices = np.zeros(len(sizes), np.int64)
+    devices = np.zeros(len(rows[0]), np.int64)
     runs: list[_Run] = []
     for unit, members in itertools.groupby(zip(*(row.tolist() for row in rows), strict=True)):
         runs.append(_Run(runs[-1].start + runs[-1].count if runs else 0, len(list(members)), *unit))
     runs.sort(key=lambda run: (-run.size, run.start))
     for base in range(0, num_devices, replica):
         _replica([run for run in runs if run.first // replica == base // replica], base, replica, devices)
-    return VisionPlan(num_devices, tuple(sizes.tolist()), tuple(devices.tolist()))
+    return devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,8 +85,8 @@ def spread_attention(
 
     Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
     scan over the layers, and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding
-    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device or degrees that
-    increase; `attend` raises PlanError for a degree above the number of heads.
+    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device; `attend` raises
+    PlanError for a degree above the number of heads.
     """
     views = views_of(spread, segments_BT, branches_BT, tile)
 
@@ -104,9 +104,6 @@ def views_of(
     """The views of the rounds in the order of execution, shared by all layers. Raises as `spread_attention` does."""
     if segments_BT.shape[0] != 1:
         raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
-    degrees = [degree for degree, _ in spread.rounds]
-    if degrees != sorted(degrees, reverse=True):
-        raise ValueError(f"rounds must stand in decreasing degree, got {degrees}")
     return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
 
 
@@ -124,17 +121,13 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     return View(start, valid, tiles.tile_list(segments, branches, tile), axes)
 
 
-def _value(
-    num_kv_heads: int,
-    q_TNH: Float[Array, "T N H"],
-    k_TKH: Float[Array, "T K H"],
-    v_TKH: Float[Array, "T K H"],
+def _forward(
+    K: int,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
     views: tuple[View, ...],
-) -> Float[Array, "T N H"]:
-    return _forward(num_kv_heads, q_TNH, k_TKH, v_TKH, views)[0]
-
-
-def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> tuple[Array, tuple]:
+) -> tuple[Float[Array, "T N H"], tuple]:
     deals = [deal_heads(q.shape[1], K, view.degree) for view in views]
     outgoing = []
     for view, deal in zip(views, deals, strict=True):
@@ -142,9 +135,8 @@ def _forward(K: int, q: Array, k: Array, v: Array, views: tuple[View, ...]) -> t
         outgoing.append(_to_devices(jnp.concatenate(heads, axis=2), deal))
 
     def compute(j: int, stream: Array) -> tuple[Array, tuple]:
-        parts = _split(stream)
-        out, lse = tiles.forward(*parts, views[j].tiles)
-        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, out, lse)
+        out, kept = tiles.forward(*_split(stream), views[j].tiles)
+        return out.reshape(*stream.shape[:2], -1, out.shape[-1]), (stream, *kept[3:5])
 
     back, kept = _execute("forward", outgoing, views, compute)
     out = jnp.zeros_like(q)
@@ -163,7 +155,8 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
 
     def compute(j: int, dstream: Array) -> tuple[Array, None]:
         stream, out, lse = kept[j]
-        dq, dk, dv = tiles.backward(*_split(stream), out, lse, dstream.reshape(out.shape), views[j].tiles)
+        saved = (*_split(stream), out, lse, views[j].tiles)
+        dq, dk, dv, _ = tiles.backward(saved, dstream.reshape(out.shape))
         return jnp.concatenate([dq.reshape(dstream.shape), dk[:, :, None], dv[:, :, None]], axis=2), None
 
     back, _ = _execute("backward", outgoing, views, compute)
@@ -176,7 +169,7 @@ def _backward(K: int, saved: tuple, dout: Array) -> tuple[Array, Array, Array, N
     return dq, dk, dv, None
 
 
-_attend = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 

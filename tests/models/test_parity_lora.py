@@ -15,7 +15,7 @@ import models
 from models.config import NameLayout
 from models.decoder import logits
 from models.lora import adapted, load_adapters, save_adapters
-from sharding import low_rank as arithmetic
+from sharding import weights as arithmetic
 from sharding.walk import Walk
 from sharding.weights import by_path, specs
 
@@ -29,7 +29,7 @@ def merged(model, adapters, lora):
     """The model with the adapters in its weights."""
     graphdef, params = models.split(model)
     declared = specs(adapted(model, lora))
-    changed = arithmetic.merged(arithmetic.adapted(params, declared), unflatten_dict(adapters), declared)
+    changed = arithmetic.with_adapters(arithmetic.adapted(params, declared), unflatten_dict(adapters), declared)
     return models.merge(graphdef, unflatten_dict(by_path(params) | by_path(changed)))
 
 

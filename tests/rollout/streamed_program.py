@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from models.config import Qwen2Config, TextConfig
 from rollout.streamed import PARTS
 from rollout.streamed_programs import StreamedPrograms
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for
 from sharding.walk import HOST_MEMORY
 
 CONFIG = TextConfig(  # Qwen2.5-7B

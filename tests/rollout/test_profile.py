@@ -8,7 +8,7 @@ import jax
 import pytest
 from rollout_cases import TEXT, VOCAB, build, engine
 
-from benchmarks.engine_profile import measure
+from benchmarks.engine_profile import measure, save
 from rollout.throughput import Point, Profile, ProfileError, sizes
 
 
@@ -27,7 +27,7 @@ async def test_measured_written_and_read_again(tmp_path):
     assert told[0] == (1, 6) and told[-1] == (6, 6)
     assert serving.stats().running == serving.stats().waiting == 0
     whole = Profile("cpu", 8, sizes(TEXT.text), points)
-    whole.save(tmp_path / "profile.json")
+    save(whole, tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == whole
     assert whole.model["num_kv_heads"] == 2
 

@@ -21,7 +21,7 @@ from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding.kernels import flash, tiles
 from sharding.kernels.attention import Mask, attention, segment_attention
-from sharding.target import Target, compiling_for, runs_triton
+from sharding.mesh import Target, Tiling, compiling_for, runs_triton
 
 # name: (dtype, query heads, KV heads, head size, causal, lengths of each row's segments); a list is one with branches
 CASES = {
@@ -84,8 +84,8 @@ def interpret():
     import triton_interpreter
 
     triton_interpreter.install()
-    small = {"key_gradients": flash.Launch(16, 32, 4, 1)}
-    flash.launch_of = lambda kernel, *_: small.get(kernel, flash.Launch(32, 16, 4, 1))
+    small = {"key_gradients": Tiling((16, 32), 4, 1)}
+    flash.tiling_of = lambda kernel, *_: small.get(kernel, Tiling((32, 16), 4, 1))
     with compiling_for(Target("gpu", 90)):
         return {name: errors(*what) for name, what in CASES.items()}
 

@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from triton_code import kernel_calls, machine_code, meshes, run_one
 
 from sharding import vocab
-from sharding.target import Target, compiling_for, runs_triton
+from sharding.mesh import Target, Tiling, compiling_for, runs_triton
 from sharding.vocab import token_logprobs
 
 # name: (dtype, rows, tokens, vocabulary, width, chunk)
@@ -89,7 +89,7 @@ def interpret():
     import triton_interpreter
 
     triton_interpreter.install()
-    vocab.tiling = lambda *_: vocab.Tiling(16, 32, 32, 4, 1)
+    vocab.tiling_of = lambda *_: Tiling((16, 32, 32), 4, 1)
     vocab.TOGETHER, vocab.LEAST_PARTS, vocab.PROGRAMS = 2, 3, 8
     with compiling_for(Target("gpu", 90)):
         return {name: errors(*what) for name, what in CASES.items()}

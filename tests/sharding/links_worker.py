@@ -47,7 +47,6 @@ def samples(process: int) -> list[jax.Array]:
         jnp.asarray(draw.standard_normal((7, 3, 5)), jnp.bfloat16),
         jnp.asarray([-0.0, np.nan, np.inf, 1e-40], jnp.float32),
         jnp.asarray(draw.integers(0, 255, 77), jnp.uint8),
-        jnp.zeros((0, 4), jnp.float32),
         jnp.asarray(draw.integers(0, 2, 9), jnp.bool_),
         jnp.asarray(process, jnp.int32),
     ]
@@ -231,7 +230,6 @@ SCENARIOS: dict[str, Callable[[Links], None]] = {
     "exchange": exchange,
     "victim0": victim,
     "victim1": victim,
-    "bare0": victim,
     "stopped": stopped,
     "failing": failing,
     "collective": collective,
@@ -240,8 +238,7 @@ SCENARIOS: dict[str, Callable[[Links], None]] = {
 
 
 def main() -> None:
-    start = jax.distributed.initialize if SCENARIO == "bare0" else initialize
-    start(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
+    initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
     short = SCENARIO in ("stopped", "collective", "closing")
     links = Links(timeout=10.0 if short else 60.0, grace=3.0 if SCENARIO == "collective" else 20.0)
     try:

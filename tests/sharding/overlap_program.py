@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from models.config import TextConfig
 from models.decoder import DecoderLayer
-from sharding.mesh import binary_axes, compiler_options, make_mesh
+from sharding.mesh import Target, binary_axes, compiler_options, compiling_for, make_mesh
 from sharding.spread.buffers import Spread
 from sharding.spread.ulysses import spread_attention
-from sharding.target import Target, compiling_for
 from sharding.walk import Fsdp, Tally
 
 LAYERS, TOKENS = 2, 8192

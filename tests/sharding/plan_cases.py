@@ -5,7 +5,8 @@ import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -60,6 +61,33 @@ def synthetic_pools() -> dict[str, np.ndarray]:
 
 def vectors(lengths: list[int], degrees: tuple[int, ...]) -> float:
     return float(sum(n * (p - 1) / p for n, p in zip(lengths, degrees, strict=True)))
+
+
+def assert_executable(plan: ShardPlan) -> None:
+    """Groups are aligned, degrees never increase, and each sequence is in one round, there on its own group."""
+    for degree, first in zip(plan.degrees, plan.firsts, strict=True):
+        assert not degree & (degree - 1) and not first % degree and 0 <= first <= plan.num_devices - degree
+    degrees = [round.degree for round in plan.rounds]
+    assert degrees == sorted(degrees, reverse=True)
+    assert all(len(round.groups) * round.degree == plan.num_devices for round in plan.rounds)
+    placed = sorted(
+        (index, round.degree, group * round.degree)
+        for round in plan.rounds
+        for group, members in enumerate(round.groups)
+        for index in members
+    )
+    assert placed == list(zip(range(len(plan.lengths)), plan.degrees, plan.firsts, strict=True))
+    assert len(plan.work) == len(plan.lengths)
+
+
+def executable(planner: Callable[..., ShardPlan]) -> Callable[..., ShardPlan]:
+    """The planner, each of whose plans is checked."""
+
+    def plan(*arguments: Any, **options: Any) -> ShardPlan:
+        assert_executable(made := planner(*arguments, **options))
+        return made
+
+    return plan
 
 
 def faults(case: Case, plan: ShardPlan, near: float = EXACT) -> list[str]:

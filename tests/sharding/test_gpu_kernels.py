@@ -23,7 +23,7 @@ from turns import by_turns, third_of
 from sharding import vocab
 from sharding.kernels import flash
 from sharding.kernels.attention import Mask
-from sharding.target import Target, compiling_for
+from sharding.mesh import Target, compiling_for
 
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = {"flash": HERE / "flash_program.py", "head": HERE / "head_program.py"}
@@ -90,7 +90,7 @@ def test_a_program_for_an_h100_has_no_logits_in_memory():
 
 
 def test_cpus_and_old_gpus_compute_portably(monkeypatch):
-    monkeypatch.setattr("sharding.target._importable", lambda: True)
+    monkeypatch.setattr("sharding.mesh._importable", lambda: True)
     hidden, weights = jnp.zeros((1, 8, 64)), jnp.zeros((32, 64))
     assert not vocab.chosen(hidden, weights) and not flash.chosen(*[jnp.zeros((1, 8, 2, 64))] * 3)
     with compiling_for(Target("gpu", 75)):
@@ -135,5 +135,5 @@ def test_foreign_branches_and_padding_are_not_visited():
 def test_settings_exist_for_every_head_size():
     kernels = ("forward", "query_gradients", "key_gradients")
     for capability, kernel, dtype in itertools.product(SHARED_MEMORY, kernels, ("bfloat16", "float32")):
-        launch = flash.launch_of(kernel, jnp.dtype(dtype), 80, capability)
-        assert launch.queries % 16 == launch.keys % 16 == 0
+        tiling = flash.tiling_of(kernel, jnp.dtype(dtype), 80, capability)
+        assert not any(size % 16 for size in tiling.sizes)

@@ -138,16 +138,6 @@ def test_a_process_that_is_killed_or_stopped(
 
 
 @pytest.mark.slow
-def test_process_0_killed_without_a_relay(tmp_path: pathlib.Path) -> None:
-    """JAX aborts the survivor within a tenth of a second; it gets its line out before."""
-    with team(tmp_path, "bare0", 2) as run:
-        run.until("waiting", [0, 1])
-        run.signal(0, signal.SIGKILL)
-        assert run.codes([1]) in ([1], [-signal.SIGABRT]), run.report()
-        assert any("process 0 (" in line and "is lost" in line for line in run.errors(1)), run.report()
-
-
-@pytest.mark.slow
 def test_a_reported_failure(tmp_path: pathlib.Path) -> None:
     """Process 1 raises; process 0, which waits for it in every way, is told why. The same line from each."""
     with team(tmp_path, "failing", 2) as run:

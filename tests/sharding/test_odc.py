@@ -18,8 +18,8 @@ from sharding.mesh import MeshError
 from sharding.odc import OdcError
 from sharding.odc.executor import Odc, Worker
 from sharding.odc.flat import ParameterRows
-from sharding.odc.stages import MarkingWalk, StageError, cut
-from sharding.odc.traffic import Itinerary, Window
+from sharding.odc.stages import MarkingWalk, Program, StageError
+from sharding.odc.traffic import Window, fetches, held_at
 from sharding.walk import Tally, Walk
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
@@ -63,8 +63,8 @@ def summed(kinds):
     ("devices", "options", "microbatches"),  # (rows, device) of each
     [
         (1, {}, [(3, 0), (7, 0)]),
-        (2, {"remat": "layer", "live_layers": 2}, [(3, 0), (7, 1), (3, 0)]),
-        (2, {"remat": "dots", "live_layers": 9}, [(3, 0), (7, 1), (3, 0)]),
+        (2, {"remat": "layer"}, [(3, 0), (7, 1), (3, 0)]),
+        (2, {"remat": "dots"}, [(3, 0), (7, 1), (3, 0)]),
         (3, {}, [(7, 2), (3, 0), (3, 2)]),  # one has none
         (4, {"group": 2}, [(3, 0), (7, 1), (7, 3), (3, 3), (3, 2)]),
         (6, {"group": 2, "deterministic": True}, [(7, 5), (3, 0), (3, 5)]),
@@ -108,7 +108,7 @@ def test_low_precision_weights_travel_in_low_precision():
 
 @pytest.mark.slow
 def test_deterministic_order_gives_the_same_bits_whatever_the_pace(monkeypatch):
-    odc, params = make(4, deterministic=True, live_layers=2)
+    odc, params = make(4, deterministic=True)
     kinds, own = (3, 7, 7, 3, 3, 7), [0, 1, 1, 2, 3, 3]
     work = [1.0, 5.0, 4.0, 2.0, 3.0, 1.0]
     step = Worker._next
@@ -131,10 +131,9 @@ def test_deterministic_order_gives_the_same_bits_whatever_the_pace(monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("live", [2, 5])
-def test_few_fetched_layers_are_alive(monkeypatch, live):
+def test_few_fetched_layers_are_alive(monkeypatch):
     """Counts arrays that still exist, not those that the window says it holds: nothing else may keep them."""
-    odc, params = make(2, live_layers=live)
+    odc, params = make(2)
     alive, most = set(), [0]
 
     class Counting(Window):
@@ -151,7 +150,7 @@ def test_few_fetched_layers_are_alive(monkeypatch, live):
 
     monkeypatch.setattr("sharding.odc.traffic.Window", Counting)
     odc.loss_and_grad(params, [batches()[7]] * 3, [0, 0, 0])
-    assert 2 <= most[0] <= live
+    assert 2 <= most[0] <= 3
     assert not alive
 
 
@@ -162,7 +161,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
     rows, batch = odc._rows, batches()[3]
     one = odc._staged_for(odc._strategy.loss, batch)
     sizes = {u: unit.size for u, unit in enumerate(rows.units)}
-    values = dict(zip(one.program.inputs, jax.tree.leaves(batch), strict=True))
+    values = dict(zip(one.inputs, jax.tree.leaves(batch), strict=True))
     shapes = {piece.shape for unit in rows.units for piece in unit.pieces if len(piece.shape) > 1}
     for step, keys in zip(one.steps, one.keys, strict=True):
         given = [tuple(jax.ShapeDtypeStruct((sizes[u],), jnp.float32) for _ in range(2)) for u, _ in keys]
@@ -173,16 +172,14 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(remat):
         assert step.name != "layers[0]" or kept  # activations
 
 
-@given(st.lists(st.lists(st.integers(0, 4), max_size=2, unique=True), max_size=12), st.integers(2, 5))
-def test_an_itinerary_fetches_what_it_needs_and_holds_little(needs, live):
-    trip = Itinerary(tuple(tuple((unit, 0) for unit in step) for step in needs), live)
+@given(st.lists(st.lists(st.integers(0, 4), max_size=2, unique=True), max_size=12))
+def test_an_itinerary_fetches_what_it_needs_and_holds_little(needs):
+    trip = [tuple((unit, 0) for unit in step) for step in needs]
     held = set()
-    for step, asked in enumerate(trip.fetches()):
+    for step, asked in enumerate(fetches(trip)):
         assert not held & set(asked)
-        held = (held | set(asked)) & set(trip.wanted(step))
-        assert set(trip.needs[step]) <= held
-        nearby = {key for step_needs in trip.needs[step : step + live] for key in step_needs}
-        assert held <= nearby
+        held = (held | set(asked)) & set(held_at(trip, step))
+        assert set(trip[step]) <= held <= {key for step_needs in trip[step : step + 2] for key in step_needs}
 
 
 # --- faults -----------------------------------------------------------------------------------------
@@ -191,7 +188,7 @@ def test_an_itinerary_fetches_what_it_needs_and_holds_little(needs, live):
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_device_that_fails_ends_the_minibatch_in_one_clear_error(monkeypatch, deterministic):
-    odc, params = make(4, deterministic=deterministic, live_layers=2)
+    odc, params = make(4, deterministic=deterministic)
     kinds, own = (3, 7, 3, 3, 7, 7, 3), [1, 1, 0, 2, 2, 3, 3]
     step = Worker._next
 
@@ -214,8 +211,6 @@ def test_bad_minibatches_are_refused():
         odc.loss_and_grad(params, [batches()[3]], [0, 1])
     with pytest.raises(ValueError, match=r"devices \[5\], but the mesh has 2"):
         odc.loss_and_grad(params, [batches()[3]], [5])
-    with pytest.raises(ValueError, match="live_layers is 1"):
-        make(2, live_layers=1)
     with pytest.raises(MeshError, match="no group of 4 devices"):
         make(2, group=4)
 
@@ -231,7 +226,7 @@ def test_the_loss_is_cut_at_its_stack():
     def traced(params, batch):
         return loss(nnx.merge(fsdp.graphdef, params), batch, MarkingWalk())
 
-    program = cut(traced, abstract, batches()[3])
+    program = Program(traced, abstract, batches()[3])
     assert [step.name for step in program.steps] == ["table", "layers[0]", "layers[1]", "layers[2]", "table"]
     assert len({id(step.stage) for step in program.steps}) == 3
 
@@ -271,7 +266,7 @@ def test_a_stack_that_can_not_be_cut_is_refused(step, says):
         return MarkingWalk().scan(model.layers, model.table.weight[...][inputs["tokens"]], step)
 
     with pytest.raises(StageError, match=says):
-        cut(traced, params, batches()[3]["inputs"])
+        Program(traced, params, batches()[3]["inputs"])
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from benchmarks.packing_baselines import (
     makespan,
     verl_native,
 )
-from sharding.planner import Limits
 from sharding.planner.packing import karmarkar_karp, swapped
-from sharding.planner.plan import PlanError
+from sharding.planner.plan import Limits, PlanError
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=24)
 DEVICES = st.integers(1, 6)

@@ -1,6 +1,6 @@
 """The FlexUlysses planner: every plan is executable, within its limits, even, and sends no more than it has to."""
 
-import dataclasses
+import functools
 import itertools
 import json
 
@@ -9,15 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
+from plan_cases import assert_executable, executable
 from turns import third_of
 
 from benchmarks.dynamic_packing import packed_rounds, repacked
-from benchmarks.plan_picture import draw, summary
+from benchmarks.plan_picture import draw, sent, summary
 from benchmarks.plan_text import plan_of, text_of
 from benchmarks.planner_baselines import PLANNERS, balance_bound, bucketing, flexrl, greedy
-from sharding.planner import Limits, flex_ulysses, ulysses
+from sharding.planner import flex
 from sharding.planner.packing import longest_first
-from sharding.planner.plan import PlanError, ShardPlan, least_load, row_tokens
+from sharding.planner.plan import Limits, PlanError, ShardPlan, least_load
+
+flex_ulysses, ulysses = executable(flex.flex_ulysses), executable(flex.ulysses)
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 20_000), min_size=1, max_size=60),
@@ -37,11 +40,12 @@ def traffic(plan: ShardPlan) -> float:
 @given(LENGTHS, DEVICES, st.sampled_from([0, 1, 5, 28]), st.booleans())
 def test_any_plan_keeps_to_its_limits(lengths: list[int], num_devices: int, heads: int, packed: bool) -> None:
     limits = Limits(num_heads=heads)
-    plan = flex_ulysses(lengths, num_devices, limits)  # the plan itself checks groups, nesting and rounds
+    plan = flex_ulysses(lengths, num_devices, limits)
     assert plan.lengths == tuple(lengths)
     assert max(plan.degrees) <= min(num_devices & -num_devices, heads or num_devices)
     assert plan == flex_ulysses(np.array(lengths), num_devices, limits)
-    plan = repacked(plan, short=1000, cap=4000, most=3) if packed else plan
+    if packed:
+        assert_executable(plan := repacked(plan, short=1000, cap=4000, most=3))
     assert plan_of(text_of(plan)) == plan
     assert all(sum(one.degree == p for one in plan.rounds) <= (3 if packed else 1) for p in plan.degrees)
     assert plan.balance >= balance_bound(lengths, num_devices, limits) - 1e-9
@@ -143,23 +147,18 @@ def test_work_need_not_be_the_square_of_the_length() -> None:
     assert plan.degrees[0] > 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
+def cost(wire: float, plan: ShardPlan) -> float:
     """Attention is quadratic; each token sent costs `wire`."""
-
-    wire: float
-
-    def step_seconds(self, plan: ShardPlan) -> float:
-        return float((plan.compute() + self.wire * plan.traffic()).max())
+    return float((plan.compute() + wire * sent(plan)).max())
 
 
 def test_a_cost_model_says_how_even_is_even_enough() -> None:
     lengths = [1000, 900, 800, 720, 650, 500, 450, 430, 300, 120]
-    free, dear = (flex_ulysses(lengths, 4, cost=Cost(wire)) for wire in (0.0, 1e6))
+    free, dear = (flex_ulysses(lengths, 4, cost=functools.partial(cost, wire)) for wire in (0.0, 1e6))
     assert free.balance < 1.025
     assert traffic(dear) < traffic(free)
     for wire, plan in ((0.0, free), (1e6, dear)):
-        assert Cost(wire).step_seconds(plan) <= Cost(wire).step_seconds(flex_ulysses(lengths, 4))
+        assert cost(wire, plan) <= cost(wire, flex_ulysses(lengths, 4))
 
 
 @pytest.mark.slow
@@ -174,7 +173,7 @@ def test_tokens_per_device_hold_with_the_padding_of_chunks(lengths: list[int], n
         assert "tokens" in str(error)
         assert num_devices == 6 or extra < 8  # one block of all devices can always be filled evenly
     else:
-        assert row_tokens(num_devices, plan.lengths, plan.rounds).max() <= room
+        assert plan.rows().max() <= room
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_a_plan_can_be_drawn_and_summed_up() -> None:
     plan = flex_ulysses([5000, 300, 200, 700, 900, 1000], 8)
     figure = draw(plan)
     assert len(figure.axes) == 3
-    for axis, loads in zip(figure.axes, (plan.compute(), plan.memory(), plan.traffic()), strict=True):
+    for axis, loads in zip(figure.axes, (plan.compute(), plan.memory(), sent(plan)), strict=True):
         tops = np.zeros(8)
         for bar in axis.patches:
             assert isinstance(bar, Rectangle)

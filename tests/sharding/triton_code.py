@@ -24,7 +24,7 @@ def machine_code(programs, capability):
     memory, and the tensor core instructions of its PTX. Call it before anything imports jax_triton."""
     import triton  # pyright: ignore[reportMissingImports]
 
-    from sharding.target import Target, compiling_for
+    from sharding.mesh import Target, compiling_for
 
     dump = pathlib.Path(tempfile.mkdtemp())
     os.environ["JAX_TRITON_DUMP_DIR"] = str(dump)  # read when jax_triton is imported, which is with the first kernel

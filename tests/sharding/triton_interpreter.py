@@ -56,14 +56,14 @@ class Tensor:
         self.array = storage.array.reshape(size)
 
 
-def launch(module, kernel, arguments, outs, grid, *, warps, stages, **constants):
-    """Stands in for `sharding.target.launch`. Results that a kernel does not write stay NaN, or the least integer."""
+def launch(module, kernel, arguments, outs, grid, tiling, **constants):
+    """Stands in for `sharding.mesh.launch`. Results that a kernel does not write stay NaN, or the least integer."""
     kernels: Any = importlib.import_module(f"sharding.kernels.{module}")
 
     def run(*arguments):
         inputs = [Tensor(np.array(x)) if x.ndim else x.item() for x in map(np.asarray, arguments)]
         results = [Tensor(np.full(out.shape, np.nan).astype(out.dtype)) for out in outs]
-        getattr(kernels, kernel)[grid](*inputs, *results, **constants)
+        getattr(kernels, kernel)[grid](*inputs, *results, PRECISION=tiling.precision, **constants)
         return tuple(result.array for result in results)
 
     return list(jax.pure_callback(run, tuple(outs), *arguments))
