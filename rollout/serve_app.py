@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from .engine import FinishReason, GenerateRequest, TokenChunk
 from .jax_engine import JaxEngine
 from .requests import TokenStream
 from .serve_guard import Guarded, error_handlers, error_json, health_route
-from .serve_requests import Body, BodySample, RequestReader, read_body, read_json_object
+from .serve_requests import Body, BodySample, read_body, read_json_object, requests_of
 from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
 from .wire import BadRequest, Json, finish_json, spans_json
@@ -59,7 +60,6 @@ class RolloutServer:
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
-        self._reader = RequestReader(config, processor, shadows=engine.shadows)
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
@@ -109,13 +109,14 @@ class RolloutServer:
         raw = await request.body()
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
+        requests = functools.partial(requests_of, body, self._config, self._processor, shadows=self._engine.shadows)
         del raw
         for sample in body.samples:
             if sample.rid in self._answers:
                 raise BadRequest(f"rid: {sample.rid!r} is in flight already")
         call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(self._reader.requests, body))
+            call.submit(await asyncio.to_thread(requests))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()
