@@ -23,7 +23,7 @@ from .prompt_pixels import FeatureWork, PromptFeatures
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
 from .slots import PAGE_TOKENS, SlotTable, pages_for
-from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan
+from .turns import PREFILL_PATCHES, PrefillBatch, Prefix, by_groups, chunk_tokens, part, plan, text_input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def lowered_programs(
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
-        last = _text(CHUNK_TOKENS)
+        last = text_input(np.zeros(CHUNK_TOKENS, np.int32))
         packed += plan([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], **how, merge_unit=1)
     largest = max((batch for _, batch in packed), key=_scores)
     before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
@@ -112,11 +112,6 @@ def lowered_programs(
             everywhere = one_device if len(devices) == 1 else NamedSharding(make_mesh(devices=devices), PartitionSpec())
             before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=everywhere))
     return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
-
-
-def _text(tokens: int) -> ModelInput:
-    ids = np.zeros(tokens, np.int32)
-    return ModelInput(ids, np.zeros((3, tokens), np.int32), ids - 1, tokens)
 
 
 def _scores(batch: PrefillBatch) -> int:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ class FleetPool:
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the spans of a run with the lanes of its servers."""
         busy = {name: times for fleet in self._fleets.values() for name, times in fleet.busy().items()}
-        return server_lanes(spans, busy, self._watch.down())
+        return server_lanes(spans, busy, self._watch.down(time.perf_counter()))
 
 
 def _nested(model: Decoder) -> bool:
