@@ -247,9 +247,14 @@ class EngineLayout:
             for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
                 if axis in CUT:
                     return self._sharding(dim + (len(variable.shape) - len(spec.shape) if stacked else 0), size)
-            return self._sharding(0, 1)
+            return self.replicated
 
         return map_weights(sharding, model)
+
+    @property
+    def replicated(self) -> Sharding:
+        """The sharding of an array that is whole on each device."""
+        return self._sharding(0, 1)
 
     def rows(self, text: TextConfig) -> Sharding:
         """The sharding of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill."""

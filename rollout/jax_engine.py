@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
 from models.inputs import ModelInput
 from models.shadow import Fetch
@@ -83,17 +82,10 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
             raise EngineError(f"kv_tokens={kv_tokens} must not be negative, kv_fraction={kv_fraction} be in (0, 1]")
-        config = model.config
-        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
-        vocabulary = config.text.vocab_size
-        self._limits = EngineLimits(
-            slots,
-            max_sequence_tokens,
-            vocabulary,
-            vision,
-            steps_per_sync,
-            small,
+        self._limits = EngineLimits.of(
+            model.config,
+            **sizes,
+            small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
             kv_tokens=kv_tokens,
             shadows=fetch is not None,
         )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 import models
 from models.decoder import Decoder
 from models.inputs import ModelInput
-from sharding.mesh import make_mesh
 from sharding.walk import Params
 
 from .engine_weights import EngineLayout, LayerParams, engine_model
@@ -41,15 +41,13 @@ class EngineArrays:
         abstract = models.abstract(model.config)
         turned, _ = engine_model(abstract)
 
-        def served(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, compute_dtype or x.dtype, sharding=sharding)
-
-        def of_a_layer(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+        def served(x: Any, sharding: Sharding, stacked: int = 0) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[stacked:], compute_dtype or x.dtype, sharding=sharding)
 
         handed_in: Params = jax.tree.map(served, models.split(abstract)[1], layout.weights(abstract))
-        as_kept = jax.tree.map(served, models.split(turned)[1]["layers"], layout.weights(turned.layers))
-        layer = jax.tree.map(of_a_layer, as_kept, layout.weights(turned.layers, stacked=False))
+        of_a_layer = functools.partial(served, stacked=1)
+        shardings = layout.weights(turned.layers, stacked=False)
+        layer = jax.tree.map(of_a_layer, models.split(turned)[1]["layers"], shardings)
         params: LayerParams = {**handed_in, "layers": [layer] * text.num_layers}
         shape = KVCache.shape(text, pages_for(kv_tokens))
         dtype = jax.tree.leaves(layer)[0].dtype
@@ -66,7 +64,6 @@ def lowered_programs(
     devices: Sequence[Any],
     prompt: ModelInput,
     begun: Sequence[int] = (),
-    merge_unit: int = 1,
 ) -> dict[str, jax.stages.Lowered]:
     """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like the given one,
     which is the longest, as a call takes, or the last chunk of a sequence if that needs more. `features` has the
@@ -74,27 +71,28 @@ def lowered_programs(
     length.
 
     `begun` are the lengths of a prompt's responses that are prefilled with it: requests continue after their cache was
-    dropped. `merge_unit` patches make a feature.
+    dropped.
     """
-    limits = EngineLimits(slots, max_sequence_tokens, model.config.text.vocab_size)
+    limits = EngineLimits.of(model.config, slots, max_sequence_tokens)
     graphdef, _ = models.split(engine_model(model)[0])
-    rows = EngineLayout.of(devices).rows(model.config.text) if len(devices) > 1 else None
+    layout = EngineLayout.of(devices)
+    rows = layout.rows(model.config.text) if len(devices) > 1 else None
     engine = programs(graphdef, limits.steps_per_sync, rows)
     whole = chunk_tokens(prompt)
     fitting = tuple(np.zeros(n, np.int32) for n in begun if len(prompt) + n <= whole) or (np.zeros(0, np.int32),)
-    kept = PromptFeatures.of(prompt, merge_unit, PREFILL_PATCHES) if by_groups(prompt.vision) else None
+    kept = PromptFeatures.of(prompt, limits.merge_unit, PREFILL_PATCHES) if by_groups(prompt.vision) else None
     features = None if kept is None else FeatureWork("", kept, ())
     if len(prompt) <= whole:
         prefixes = [Prefix(prompt, fitting, features=features)] * max(PREFILL_TOKENS // len(prompt), 1)
     else:
         prefixes = [Prefix(part(prompt, fitting[0], 0, whole), fitting[:1], features=features)]
-    how: Any = {"row_tokens": max_sequence_tokens, "batch_tokens": PREFILL_TOKENS, "batch_patches": PREFILL_PATCHES}
-    packed = list(plan(prefixes, **how, merge_unit=merge_unit))
+    packed = list(plan(prefixes, limits, PREFILL_TOKENS, PREFILL_PATCHES))
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
         last = text_input(np.zeros(CHUNK_TOKENS, np.int32))
-        packed += plan([Prefix(last, (np.zeros(0, np.int32),), tuple(context))], **how, merge_unit=1)
+        chunk = Prefix(last, (np.zeros(0, np.int32),), tuple(context))
+        packed += plan([chunk], limits, PREFILL_TOKENS, PREFILL_PATCHES)
     largest = max((batch for _, batch in packed), key=_scores)
     before: tuple[Any, ...] = () if largest.context is None else (arrays.cache, largest.context)
     pages = pages_for(max_sequence_tokens)
@@ -107,10 +105,9 @@ def lowered_programs(
         lowered["features"] = engine.features.lower(arrays.params, most)
         if largest.features is not None:
             rows_FD = (kept.size, model.config.text.hidden_size)
-            table = arrays.params["embedding"]["table"]
-            one_device = SingleDeviceSharding(devices[0])
-            everywhere = one_device if len(devices) == 1 else NamedSharding(make_mesh(devices=devices), PartitionSpec())
-            before = (*(before or (None, None)), jax.ShapeDtypeStruct(rows_FD, table.dtype, sharding=everywhere))
+            dtype = arrays.params["embedding"]["table"].dtype
+            features_FD = jax.ShapeDtypeStruct(rows_FD, dtype, sharding=layout.replicated)
+            before = (*(before or (None, None)), features_FD)
     return lowered | {"prefill": engine.prefill.lower(arrays.params, largest.inputs, *before)}
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import VisionConfig
+from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput
 from models.shadow import ShadowTensor
 
@@ -45,6 +45,17 @@ class EngineLimits:
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
+
+    @staticmethod
+    def of(config: AnyConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
+        """The bounds of an engine with a model of this configuration; `more` are further fields."""
+        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
+        return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, **more)
+
+    @property
+    def merge_unit(self) -> int:
+        """The number of patches that make a feature."""
+        return 1 if self.vision is None else self.vision.merge_unit
 
     @property
     def pages(self) -> int:

@@ -225,21 +225,16 @@ class _EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        gauges = {
-            "running": (stats.running, "Samples that hold a slot."),
-            "waiting": (stats.waiting, "Samples that are queued."),
-            "slots": (stats.slots, "Samples that can run at once."),
-            "weight_version": (stats.version, "The version of the weights that are served."),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"fluxjax_serve_{name}", text, value)
-        counters = {
-            "tokens": (stats.tokens_generated, "Tokens that were generated."),
-            "prefilled_tokens": (stats.tokens_prefilled, "Tokens of prompts that were computed."),
-            "preemptions": (stats.preemptions, "Samples that lost their cache to others."),
-        }
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"fluxjax_serve_{name}", text, value)
+        for family, name, value, text in (
+            (GaugeMetricFamily, "running", stats.running, "Samples that hold a slot."),
+            (GaugeMetricFamily, "waiting", stats.waiting, "Samples that are queued."),
+            (GaugeMetricFamily, "slots", stats.slots, "Samples that can run at once."),
+            (GaugeMetricFamily, "weight_version", stats.version, "The version of the weights that are served."),
+            (CounterMetricFamily, "tokens", stats.tokens_generated, "Tokens that were generated."),
+            (CounterMetricFamily, "prefilled_tokens", stats.tokens_prefilled, "Tokens of prompts that were computed."),
+            (CounterMetricFamily, "preemptions", stats.preemptions, "Samples that lost their cache to others."),
+        ):
+            yield family(f"fluxjax_serve_{name}", text, value)
 
 
 @dataclasses.dataclass

@@ -34,6 +34,7 @@ from sharding.walk import HOST_MEMORY, Params
 from sharding.weights import by_path, map_weights
 
 from .engine import EngineError
+from .requests import EngineLimits
 from .slots import doubling
 from .streamed_programs import PARTS, KeyValues, Parts, programs
 from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
@@ -106,6 +107,7 @@ class StreamedModel:
             raise EngineError(f"{self.device} has no {HOST_MEMORY} memory, from which layers could be streamed")
         self._given, self._pace, self._free_bytes = resident, pace, free_bytes
         self._batch_tokens = batch_tokens
+        self._limits = EngineLimits(batch_tokens, sys.maxsize, self.text.vocab_size, small_model=False)
         self._on_device = SingleDeviceSharding(self.device, memory_kind="device")
         self._programs = programs(model.config)
         params: dict[str, Any] = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -229,15 +231,7 @@ class StreamedModel:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         behind = tuple(np.asarray(response, np.int32) for response in responses)
         prefixes = [Prefix(text_input(prompts[index]), behind) for index in order]
-        batches = plan(
-            prefixes,
-            row_tokens=sys.maxsize,
-            batch_tokens=self._batch_tokens,
-            batch_patches=0,
-            merge_unit=1,
-            least_area=1,
-        )
-        for members, batch in batches:
+        for members, batch in plan(prefixes, self._limits, self._batch_tokens, batch_patches=0):
             yield [order[member] for member in members], batch
 
     # --- passes through the layers ----------------------------------------------------------------

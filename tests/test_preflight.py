@@ -199,8 +199,7 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     assert described(arrays.params) == described(real.params)
     assert described(arrays.cache) == described(real._ready_cache())
     prompt = longest_prompt(_config(FSDP()), MODEL)
-    unit = MODEL.vision.merge_unit
-    sizes = {"slots": 8, "max_sequence_tokens": 64, "devices": devices, "prompt": prompt, "merge_unit": unit}
+    sizes = {"slots": 8, "max_sequence_tokens": 64, "devices": devices, "prompt": prompt}
     programs = lowered_programs(models.abstract(MODEL), arrays, **sizes)
     graphdef, _ = models.split(model)
     again = lowered_programs(models.merge(graphdef, models.split(model)[1]), arrays, **sizes)

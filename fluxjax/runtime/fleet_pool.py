@@ -66,7 +66,8 @@ class FleetPool:
         self._token = token or os.environ.get(TOKEN, "")
         rollout, servers = config.rollout, config.servers
         _check_installed(config)
-        if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and _nested(model):
+        nested = isinstance(model.config, Qwen25VLConfig) and model.config.names is NameLayout.NESTED
+        if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and nested:
             raise ConfigError(
                 f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start "
                 "from; set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
@@ -92,7 +93,6 @@ class FleetPool:
     def _fleet(self, degree: int, count: int) -> Fleet:
         """Returns the fleet of `count` servers that have `degree` devices each."""
         config, rollout, servers, model = self._config, self._config.rollout, self._config.servers, self._model
-        vision = model.vision if isinstance(model, Qwen25VLConfig) else None
         alone = not config.parallelism.enabled
         prefix = "server-" if alone else f"server-{degree}-"
         processes = [
@@ -101,7 +101,7 @@ class FleetPool:
         ]
         return Fleet(
             model,
-            EngineLimits(rollout.slots, rollout.max_sequence_tokens, model.text.vocab_size, vision),
+            EngineLimits.of(model, rollout.slots, rollout.max_sequence_tokens),
             self._folders,
             processes=processes,
             addresses=servers.addresses,
@@ -169,10 +169,6 @@ class FleetPool:
         """Returns the spans of a run with the lanes of its servers."""
         busy = {name: times for fleet in self._fleets.values() for name, times in fleet.busy().items()}
         return server_lanes(spans, busy, self._watch.down(time.perf_counter()))
-
-
-def _nested(model: Decoder) -> bool:
-    return isinstance(model.config, Qwen25VLConfig) and model.config.names is NameLayout.NESTED
 
 
 def _check_installed(config: Config) -> None:
@@ -257,24 +253,18 @@ def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: s
     return OrbaxFolders(folders, PULLED, agents, token=token, here=here)
 
 
-def _saves_memory(config: Config) -> bool:
-    """Returns True if SGLang servers must free their memory when asleep; on a CPU there is no memory saver."""
-    flags = config.servers.flags
-    on_cpu = "--device=cpu" in flags or ("--device", "cpu") in itertools.pairwise(flags)
-    return (config.servers.colocated or config.parallelism.enabled) and not on_cpu
-
-
-def _flags(config: Config) -> tuple[str, ...]:
+def _flags(config: Config) -> Sequence[str]:
     """Returns the command line flags of a server, from the configuration of the run."""
-    rollout, dtype = config.rollout, ("--dtype", config.model.compute_dtype.value)
-    if rollout.engine is RolloutEngine.SGLANG:
-        cache = ("--max-total-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
-        share = ("--mem-fraction-static", str(SERVER_MEMORY)) if config.servers.colocated else ()
-        saver = ("--enable-memory-saver",) if _saves_memory(config) else ()
-        return (*dtype, "--max-running-requests", str(rollout.slots), *cache, *share, *saver)
-    cache = ("--kv-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
-    return (
-        *dtype,
-        *("--slots", str(rollout.slots), "--max-sequence-tokens", str(rollout.max_sequence_tokens)),
-        *cache,
-    )
+    rollout, flags, sglang = config.rollout, config.servers.flags, config.rollout.engine is RolloutEngine.SGLANG
+    words = ["--dtype", config.model.compute_dtype.value]
+    words += ["--max-running-requests" if sglang else "--slots", str(rollout.slots)]
+    if rollout.kv_tokens:
+        words += ["--max-total-tokens" if sglang else "--kv-tokens", str(rollout.kv_tokens)]
+    if not sglang:
+        return [*words, "--max-sequence-tokens", str(rollout.max_sequence_tokens)]
+    if config.servers.colocated:
+        words += ["--mem-fraction-static", str(SERVER_MEMORY)]
+    on_cpu = "--device=cpu" in flags or ("--device", "cpu") in itertools.pairwise(flags)
+    if (config.servers.colocated or config.parallelism.enabled) and not on_cpu:  # there is no memory saver on a CPU
+        words.append("--enable-memory-saver")
+    return words

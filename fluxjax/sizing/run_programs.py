@@ -33,7 +33,7 @@ from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
 from .account import in_gib
-from .largest import largest_batch, longest_prompt, vision_of
+from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
 # A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
@@ -208,7 +208,6 @@ class RunShapes:
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
-                vision = vision_of(self.model)
                 lowered |= lowered_programs(
                     models.abstract(self.model),
                     self.engine,
@@ -217,7 +216,6 @@ class RunShapes:
                     devices=self.devices[: self.config.parallelism.degree],
                     prompt=longest_prompt(self.config, self.model),
                     begun=_begun(self.config),
-                    merge_unit=vision.merge_unit if vision is not None else 1,
                 )
         found = {}
         for name in names:

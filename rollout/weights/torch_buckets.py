@@ -192,17 +192,7 @@ class SharedBucket:
         if self._filled.is_cuda:  # the other process may see its GPUs under other numbers; SGLang looks for the UUID
             uuid = str(self._torch.cuda.get_device_properties(self._filled.device).uuid)
             arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
-        return bytes(ForkingPickler.dumps(_Reduced(rebuild, arguments)))[: -len(pickle.STOP)]
+        return _call(rebuild.__module__, rebuild.__name__, bytes(ForkingPickler.dumps(arguments))[: -len(pickle.STOP)])
 
 
 _DEVICE = 6  # its place among the arguments of `rebuild_cuda_tensor`
-
-
-class _Reduced:
-    """Pickles as a call."""
-
-    def __init__(self, *call: Any) -> None:
-        self._call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call

@@ -371,7 +371,7 @@ def test_25_the_preflight_counts_the_tower_by_groups(monkeypatch):
         monkeypatch.setattr(module, "PREFILL_PATCHES", 32)
     devices = jax.devices()[:2]
     arrays = EngineArrays.of(models.abstract(VL), 1024, None, devices)
-    how = {"slots": 16, "max_sequence_tokens": 64, "devices": devices, "merge_unit": 4}
+    how = {"slots": 16, "max_sequence_tokens": 64, "devices": devices}
     programs = lowered_programs(models.abstract(VL), arrays, prompt=PROMPTS["video"], **how)
     assert programs.keys() == {"prefill", "decode", "features"}
     values = VL.vision.patch_values
