@@ -38,8 +38,7 @@ from .jax_engine import JaxEngine
 from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.agent import pull_route
-from .weights.checksums import sha256
-from .weights.published import scratch_folder
+from .weights.published import scratch_folder, sha256
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]

@@ -2,29 +2,40 @@
 
 With `parallelism.min_degree` there is a fleet for each number of devices a server may have, all started before the
 first step and all on the same devices: those of one of them are awake, the others have given their memory back.
+
+Of several processes, each serves its embedded engines (`EngineServers`), and process 0 has a fleet of all of them, its
+own included.
 """
 
+from __future__ import annotations
+
 import asyncio
+import contextlib
+import copy
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import os
 import pathlib
 import shutil
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
+from models.processing import Processor
 from models.shadow import Fetch
 from rollout.engine_weights import served
 from rollout.fleet import Fleet, FleetEngine
 from rollout.fleet_server import FleetOptions, Seat, ServerStatus
-from rollout.listening import TOKEN
+from rollout.listening import TOKEN, address_of, bound_socket, http_server
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
@@ -36,10 +47,14 @@ from sharding.target import Target
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
 from ..config.servers import on_this_host
-from .engine_pool import SERVER_MEMORY, check_lent, degrees
+from .engine_pool import SERVER_MEMORY, EnginePool, check_lent, degrees, engine_count
 from .server_watch import ServerFile, ServerWatch, server_lanes
 
+if TYPE_CHECKING:
+    import uvicorn
+
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
+GRACE = 10.0  # seconds in which servers of this process end
 BUCKET_BYTES = 256 << 20  # of weights that are sent at once
 PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where each host of servers has a copy of weights in files
 
@@ -169,6 +184,92 @@ class FleetPool:
         """Returns the spans of a run with the lanes of its servers."""
         busy = {name: times for fleet in self._fleets.values() for name, times in fleet.busy().items()}
         return server_lanes(spans, busy, self._watch.down(time.perf_counter()))
+
+
+class EngineServers:
+    """Engines on the devices of this process, one of `processes`, served from a thread of their own. `model` may be
+    abstract: weights come over HTTP. `addresses` has the address of each engine.
+
+    The servers listen on `host`, for clients that know `token`. `failed` is called, from their thread, when they can't
+    go on. With `fetch`, they take tickets in the place of pixels. Raises what `EnginePool` raises, and ValueError for a
+    host that is none of this machine's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        processor: Processor,
+        processes: int,
+        *,
+        host: str,
+        token: str,
+        failed: Callable[[str], None],
+        fetch: Fetch | None = None,
+    ) -> None:
+        from rollout.serve_app import RolloutServer
+
+        process_config = copy.deepcopy(config)
+        process_config.rollout.engines = engine_count(config, jax.local_devices(), processes) // processes
+        self._pool, dtype = EnginePool(process_config, model, fetch=fetch), config.model.compute_dtype.value
+        served = [RolloutServer(e, model.config, processor, dtype=dtype, token=token) for e in self._pool.engines]
+        self._sockets = [bound_socket(host, 0) for _ in served]
+        self._servers = [http_server(server.app) for server in served]
+        self.addresses = [address_of(listening) for listening in self._sockets]
+        self._failed = failed
+        self._thread = threading.Thread(target=self._run, name="engine-servers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the servers; requests that run are lost. It may be called again."""
+        for server in self._servers:
+            server.should_exit = True
+        self._thread.join(GRACE)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._failed(f"its engines ended: {type(error).__name__}: {error}")
+
+    async def _serve(self) -> None:
+        async def serve(server: uvicorn.Server, listening: socket.socket) -> None:
+            with contextlib.closing(listening):
+                await server.serve([listening])
+
+        await asyncio.gather(*map(serve, self._servers, self._sockets))
+        for engine in self._pool.engines:
+            await engine.close()
+
+
+class SharedPool(FleetPool):
+    """The engines of all processes, at these addresses, as process 0 uses them; closing it also closes `local_servers`,
+    those of process 0. `shadows` says that every engine was made with a `fetch`. Raises ConfigError for a weight route
+    that does not reach the servers."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        local_servers: EngineServers,
+        addresses: Sequence[str],
+        logs: pathlib.Path,
+        token: str,
+        *,
+        fetch: Fetch | None = None,
+        shadows: bool = False,
+    ) -> None:
+        fleet = copy.deepcopy(config)
+        fleet.rollout.engine = RolloutEngine.SERVE
+        fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
+        fleet.rollout.engines = len(addresses)
+        fleet.weights.validate(fleet.rollout.engine, fleet.servers)
+        super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
+        self._own = local_servers
+
+    def close(self) -> None:
+        super().close()
+        self._own.close()
 
 
 def _check_installed(config: Config) -> None:

@@ -20,8 +20,7 @@ from models.config import AnyConfig
 from models.hf import SINGLE, StoredTensor
 
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
-from .checksums import as_bytes
-from .published import Published
+from .published import Published, as_bytes
 from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
 from .version_folders import VersionFolders, contents, pull, pulled
 

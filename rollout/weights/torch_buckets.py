@@ -31,7 +31,7 @@ from models.hf import StoredTensor, tensor_names
 from models.tensor_names import TensorName
 from sharding.weights import by_path
 
-from .checksums import as_bytes
+from .published import as_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -42,8 +42,7 @@ from models.folder import read_json, write_json
 from models.hf import DTYPES as NAMES
 from models.hf import INDEX, SINGLE, StoredTensor, write_weights
 
-from .checksums import as_bytes
-from .published import Published, sweep
+from .published import Published, as_bytes, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # of Orbax, in the folder of a whole version

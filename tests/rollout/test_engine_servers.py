@@ -18,7 +18,7 @@ from rollout_cases import collect, request, until
 
 import models
 from fluxjax.config import Config, ConfigError, Route
-from fluxjax.runtime.engine_servers import EngineServers, SharedPool
+from fluxjax.runtime.fleet_pool import EngineServers, SharedPool
 from models.shadow import Fetch
 from rollout.engine import GenerateRequest
 from rollout.jax_engine import JaxEngine

@@ -35,8 +35,7 @@ from rollout.fleet_server import FleetOptions, Server
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import sha256
-from rollout.weights.published import SHARED_MEMORY, SharedFolders
+from rollout.weights.published import SHARED_MEMORY, SharedFolders, sha256
 
 # --- without processes ----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from shadow_cases import Elsewhere
 from test_engine_servers import KIND, pool_of
 
 import models
-from fluxjax.runtime.engine_servers import SharedPool
+from fluxjax.runtime.fleet_pool import SharedPool
 from models.inputs import ModelInput
 from models.processing import MediaError
 from models.shadow import Rows
