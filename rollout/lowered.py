@@ -90,7 +90,7 @@ def lowered_programs(
     longest = len(prompt) + max(begun, default=0)
     if longest > whole:
         context = range(pages_for(longest - CHUNK_TOKENS))
-        last = text_input(np.zeros(CHUNK_TOKENS, np.int32))
+        last = text_input([0] * CHUNK_TOKENS)
         chunk = Prefix(last, (np.zeros(0, np.int32),), tuple(context))
         packed += plan([chunk], limits, PREFILL_TOKENS, PREFILL_PATCHES)
     largest = max((batch for _, batch in packed), key=_scores)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from safetensors import deserialize
 from starlette.requests import Request
@@ -26,14 +25,11 @@ from starlette.routing import Route
 
 import models
 from models.config import AnyConfig
-from models.decoder import Decoder
 from models.folder import write_json
 from models.hf import DTYPES, SINGLE, StoredTensor, write_weights
 from models.hf_config import write_config
-from sharding.walk import Params
-from sharding.weights import map_weights
 
-from .engine_weights import served
+from .engine_weights import on_host, served
 from .jax_engine import JaxEngine
 from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
@@ -138,7 +134,7 @@ class WeightRoutes:
         write_json(folder / "config.json", write_config(self._config))
 
     async def _serve(self, folder: str, version: int | None) -> None:
-        loaded = await asyncio.to_thread(models.load, folder, self._dtype, _on_host)
+        loaded = await asyncio.to_thread(models.load, folder, self._dtype, on_host)
         params = models.split(loaded)[1]
         del loaded
         await self._engine.update_weights(self._version if version is None else version, params)
@@ -198,13 +194,3 @@ def weight_version(text: object, name: str = "weight_version") -> int:
 def _given_version(body: Json) -> int | None:
     given: Any = body.get("weight_version")
     return None if given is None else weight_version(given)
-
-
-def _on_host(model: Decoder) -> Params:
-    """Shardings of weights from disk, on the host if JAX has a CPU backend. The engine then moves weights to its
-    devices piece by piece, and frees the old ones meanwhile."""
-    try:
-        place = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS=cuda
-        place = jax.local_devices()[0]
-    return map_weights(lambda *_: SingleDeviceSharding(place), model)

@@ -31,9 +31,10 @@ from models.inputs import PackedTokens
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
 from sharding.mesh import Device
 from sharding.walk import HOST_MEMORY, Params
-from sharding.weights import by_path, map_weights
+from sharding.weights import by_path
 
 from .engine import EngineError
+from .engine_weights import on_host
 from .requests import EngineLimits
 from .slots import doubling
 from .streamed_programs import PARTS, KeyValues, Parts, programs
@@ -77,11 +78,11 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on one device of this process; None: the first.
 
-    `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by
-    `pace` and by `free_bytes` of device memory for layers and activations. `free_bytes=None` takes the free memory that
-    the device reports; a device that reports none (a CPU) counts as large enough. At most `resident` + 2 layers are on
-    the device at once. `batch_tokens` (rows x row length) are computed together, or a single longer row.
-    `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once, in pinned memory.
+    `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by `pace` and by
+    the free memory that the device reports; a device that reports none (a CPU) counts as large enough. At most
+    `resident` + 2 layers are on the device at once. `batch_tokens` (rows x row length) are computed together, or a
+    single longer row. `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once,
+    in pinned memory.
 
     One batch runs at a time; one thread after another may use the model. Raises EngineError.
     """
@@ -94,7 +95,6 @@ class StreamedModel:
         compute_dtype: DTypeLike | None = None,
         resident: int | None = None,
         pace: DeviceSpeed = DeviceSpeed(),
-        free_bytes: int | None = None,
         batch_tokens: int = 8192,
     ) -> None:
         self.device = device or jax.local_devices()[0]
@@ -105,7 +105,7 @@ class StreamedModel:
             raise EngineError(f"batch_tokens must be positive, got {batch_tokens}")
         if not any(memory.kind == HOST_MEMORY for memory in self.device.addressable_memories()):
             raise EngineError(f"{self.device} has no {HOST_MEMORY} memory, from which layers could be streamed")
-        self._given, self._pace, self._free_bytes = resident, pace, free_bytes
+        self._given, self._pace = resident, pace
         self._batch_tokens = batch_tokens
         self._limits = EngineLimits(batch_tokens, sys.maxsize, self.text.vocab_size, small_model=False)
         self._on_device = SingleDeviceSharding(self.device, memory_kind="device")
@@ -129,8 +129,7 @@ class StreamedModel:
         """The model in a checkpoint folder; its weights never pass through the accelerator. `settings` as above.
 
         While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        return StreamedModel(models.load(path, shardings=lambda model: map_weights(lambda *_: host, model)), **settings)
+        return StreamedModel(models.load(path, shardings=on_host), **settings)
 
     def _pinned(self, stacks: dict[tuple, np.ndarray], layer: int) -> Parts:
         place = SingleDeviceSharding(self.device, memory_kind=HOST_MEMORY)
@@ -238,7 +237,8 @@ class StreamedModel:
 
     def _prefill(self, inputs: PackedTokens, kept: list[KeyValues], room: int = 0) -> Work[jax.Array]:
         """The hidden states after all layers. With `room`, `kept` gets keys and values."""
-        self._settle(*inputs.tokens_BT.shape, room)
+        rows, tokens = inputs.tokens_BT.shape
+        self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
         places = jax.device_put((inputs.segments_BT, inputs.branches_BT), self._on_device)
 
@@ -313,8 +313,7 @@ class StreamedModel:
         )
 
     def _free(self) -> int | float:
-        if self._free_bytes is not None:
-            return self._free_bytes
+        """The bytes of device memory for layers and activations."""
         memory = self.device.memory_stats() or {}
         if "bytes_limit" not in memory:
             return float("inf")
