@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import prometheus_client
 from jax.typing import DTypeLike
@@ -73,23 +73,21 @@ class RolloutServer:
         )
 
     def _routes(self) -> Iterator[Route]:
-        def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-            return Route(path, handler, methods=methods)
-
-        yield route("/generate", self._generate, "POST")
-        yield route("/abort_request", self._abort_request, "POST")
-        yield route("/pause_generation", self._pause, "POST")
-        yield route("/continue_generation", self._continue, "POST")
-        yield from self._weights.routes()
-        yield route("/release_memory_occupation", self._release_memory, "GET", "POST")
-        yield route("/resume_memory_occupation", self._resume_memory, "GET", "POST")
-        yield route("/flush_cache", self._flush_cache, "GET", "POST")
-        yield health_route()
-        yield health_route("/health_generate")
-        yield route("/model_info", self._model_info, "GET")
-        yield route("/server_info", self._server_info, "GET")
-        yield route("/v1/loads", self._loads, "GET")
-        yield route("/metrics", self._show_metrics, "GET")
+        for path, handler, *methods in (
+            ("/generate", self._generate, "POST"),
+            ("/abort_request", self._abort_request, "POST"),
+            ("/pause_generation", self._pause, "POST"),
+            ("/continue_generation", self._continue, "POST"),
+            ("/release_memory_occupation", self._release_memory, "GET", "POST"),
+            ("/resume_memory_occupation", self._resume_memory, "GET", "POST"),
+            ("/flush_cache", self._flush_cache, "GET", "POST"),
+            ("/model_info", self._model_info, "GET"),
+            ("/server_info", self._server_info, "GET"),
+            ("/v1/loads", self._loads, "GET"),
+            ("/metrics", self._show_metrics, "GET"),
+        ):
+            yield Route(path, handler, methods=methods)
+        yield from (health_route(), health_route("/health_generate"), *self._weights.routes())
 
     async def stop(self, grace: float) -> None:
         """Takes no more requests, aborts those that run, and waits at most `grace` seconds for their replies."""

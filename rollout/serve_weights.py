@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import deserialize
@@ -26,7 +25,7 @@ from starlette.routing import Route
 import models
 from models.config import AnyConfig
 from models.folder import write_json
-from models.hf import DTYPES, SINGLE, StoredTensor, write_weights
+from models.hf import SINGLE, StoredTensor, write_weights
 from models.hf_config import write_config
 
 from .engine_weights import on_host, served
@@ -35,6 +34,7 @@ from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.agent import pull_route
 from .weights.published import scratch_folder, sha256
+from .weights.version_folders import DTYPES
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]
@@ -56,10 +56,13 @@ class WeightRoutes:
         self._session_version: int | None = None
 
     def routes(self) -> Iterator[Route]:
-        yield Route("/update_weights_from_disk", self._reported(self._from_disk), methods=["POST"])
-        yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
-        yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
-        yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
+        for path, handler in (
+            ("/update_weights_from_disk", self._from_disk),
+            ("/begin_weight_update", self._begin),
+            ("/update_weights_from_tensor", self._from_tensors),
+            ("/end_weight_update", self._end),
+        ):
+            yield Route(path, self._reported(handler), methods=["POST"])
         yield pull_route(set())
         yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
@@ -177,9 +180,8 @@ class WeightRoutes:
 
 def _tensors(data: bytes) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file. Raises SafetensorError, and KeyError for a dtype that no weight has."""
-    dtypes = {name: jax.numpy.dtype(dtype) for dtype, name in DTYPES.items()}
     return {
-        name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"])
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         for name, tensor in deserialize(data)
     }
 

@@ -189,7 +189,7 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
 @pytest.mark.parametrize("degree", [1, 2])
 def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
-    limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
+    limits = EngineLimits.of(MODEL, 8, 64)
     real = DeviceState(model, limits, EngineLayout.of(devices), jnp.bfloat16)
     arrays = EngineArrays.of(models.abstract(MODEL), limits.pages * PAGE_TOKENS, "bfloat16", devices)
 
