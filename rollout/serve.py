@@ -67,54 +67,48 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    from models.folder import why_missing
+    from models.folder import read_json, why_missing
 
     if why := why_missing(options.model):
         raise ValueError(f"--model {why}")
     with bound_socket(options.host, options.port) as listening:
-        server, engine = _built(options)
+        import jax
+
+        import models
+        from models.processing import Processor
+
+        from .jax_engine import JaxEngine
+        from .serve_app import RolloutServer
+
+        folder = pathlib.Path(options.model)
+        processor = Processor.load(folder)
+        devices = jax.local_devices()
+        if options.tp > len(devices):
+            raise ValueError(f"--tp {options.tp}: there are {len(devices)} devices")
+        model = models.load(folder, options.dtype)
+        dtype = models.split(model)[1]["embedding"]["table"].dtype
+        engine = JaxEngine(
+            model,
+            slots=options.slots,
+            max_sequence_tokens=options.max_sequence_tokens,
+            steps_per_sync=options.steps_per_sync,
+            kv_tokens=options.kv_tokens or 0,
+            compute_dtype=dtype,
+            devices=devices[: options.tp],
+            version=int(options.weight_version),
+        )
+        config = model.config
+        del model  # the engine has its own copy of the layers
+        file = read_json(folder / "config.json", needed=True)
+        info = {
+            "model_path": options.model,
+            "model_type": file.get("model_type"),
+            "architectures": file.get("architectures"),
+            "max_sequence_tokens": options.max_sequence_tokens,
+            "dtype": str(dtype),
+        }
+        server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
         asyncio.Runner().run(_serve(server, engine, listening))  # closing it would wait for threads
-
-
-def _built(options: argparse.Namespace) -> tuple[RolloutServer, JaxEngine]:
-    import jax
-
-    import models
-    from models.folder import read_json
-    from models.processing import Processor
-
-    from .jax_engine import JaxEngine
-    from .serve_app import RolloutServer
-
-    folder = pathlib.Path(options.model)
-    processor = Processor.load(folder)
-    devices = jax.local_devices()
-    if options.tp > len(devices):
-        raise ValueError(f"--tp {options.tp}: there are {len(devices)} devices")
-    model = models.load(folder, options.dtype)
-    dtype = models.split(model)[1]["embedding"]["table"].dtype
-    engine = JaxEngine(
-        model,
-        slots=options.slots,
-        max_sequence_tokens=options.max_sequence_tokens,
-        steps_per_sync=options.steps_per_sync,
-        kv_tokens=options.kv_tokens or 0,
-        compute_dtype=dtype,
-        devices=devices[: options.tp],
-        version=int(options.weight_version),
-    )
-    config = model.config
-    del model  # the engine has its own copy of the layers
-    file = read_json(folder / "config.json", needed=True)
-    info = {
-        "model_path": options.model,
-        "model_type": file.get("model_type"),
-        "architectures": file.get("architectures"),
-        "max_sequence_tokens": options.max_sequence_tokens,
-        "dtype": str(dtype),
-    }
-    server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
-    return server, engine
 
 
 async def _serve(server: RolloutServer, engine: JaxEngine, listening: socket.socket) -> None:

@@ -79,15 +79,9 @@ class FleetPool:
         servers get tickets if `shadows` is set, else the pixels that `fetch` returns."""
         self._fetch, self._shadows = fetch, shadows
         self._token = token or os.environ.get(TOKEN, "")
-        rollout, servers = config.rollout, config.servers
-        _check_installed(config)
-        nested = isinstance(model.config, Qwen25VLConfig) and model.config.names is NameLayout.NESTED
-        if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and nested:
-            raise ConfigError(
-                f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start "
-                "from; set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
-                "servers.addresses"
-            )
+        servers = config.servers
+        if config.rollout.engine is RolloutEngine.SGLANG and not servers.addresses:
+            _check_sglang(servers.python, model.config, checkpoint)
         self._config, self._model, self._checkpoint, self._logs = config, model.config, checkpoint, logs
         named = config.weights.agents or ("",) * len(servers.addresses)
         addresses = [address.rstrip("/") for address in servers.addresses]
@@ -272,10 +266,8 @@ class SharedPool(FleetPool):
         self._own.close()
 
 
-def _check_installed(config: Config) -> None:
-    if config.rollout.engine is not RolloutEngine.SGLANG or config.servers.addresses:
-        return
-    python = config.servers.python
+def _check_sglang(python: str, model: AnyConfig, checkpoint: pathlib.Path) -> None:
+    """Raises `ConfigError` where SGLang is not installed, or can't start from the checkpoint."""
     if not python and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine is sglang, but this environment has none: pip install 'fluxjax[sglang]', or set "
@@ -284,6 +276,12 @@ def _check_installed(config: Config) -> None:
     if python and shutil.which(python) is None:
         raise ConfigError(
             f"servers.python: there is no program {python}; on a CPU, bash scripts/install_sglang.sh makes .sglang"
+        )
+    if isinstance(model, Qwen25VLConfig) and model.names is NameLayout.NESTED:
+        raise ConfigError(
+            f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start from; "
+            "set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
+            "servers.addresses"
         )
 
 
