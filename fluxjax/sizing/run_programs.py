@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 import models
 from models.config import AnyConfig, Qwen25VLConfig
 from models.decoder import Decoder
-from rollout.lowered import EngineArrays, lowered_programs
+from rollout.lowered import EngineArrays
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS, pages_for
 from sharding import low_rank
@@ -208,15 +208,7 @@ class RunShapes:
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
-                lowered |= lowered_programs(
-                    models.abstract(self.model),
-                    self.engine,
-                    slots=self.config.rollout.slots,
-                    max_sequence_tokens=self.config.rollout.max_sequence_tokens,
-                    devices=self.devices[: self.config.parallelism.degree],
-                    prompt=longest_prompt(self.config, self.model),
-                    begun=_begun(self.config),
-                )
+                lowered |= self.engine.lowered(longest_prompt(self.config, self.model), _begun(self.config))
         found = {}
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
@@ -263,8 +255,10 @@ def engine_arrays(
     config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
 ) -> EngineArrays:
     """Returns the arrays that an engine of `degree` devices with a cache of `kv_tokens` keeps (0: as configured)."""
-    degree, dtype = degree or config.parallelism.degree, config.model.compute_dtype.value
-    return EngineArrays.of(model, kv_tokens or cache_tokens(config), dtype, devices[:degree])
+    rollout, dtype = config.rollout, config.model.compute_dtype.value
+    kept = kv_tokens or rollout.kv_tokens
+    limits = EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, kv_tokens=kept)
+    return EngineArrays(model, limits, dtype, devices[: degree or config.parallelism.degree])
 
 
 def bytes_on_device(tree: PyTree) -> float:
