@@ -83,9 +83,9 @@ class DeviceState:
             from .prompt_pixels import FetchedPixels
 
             self.pixels = FetchedPixels(fetch)
-        self._engine_model, self._matrices = engine_model(model)
-        self._graphdef, params = models.split(self._engine_model)[0], models.split(shapes_only(model))[1]
-        self._abstract, self._text = models.abstract(model.config), model.config.text
+        self.engine_model, self._matrices = engine_model(model)
+        self._graphdef, params = models.split(self.engine_model)[0], models.split(shapes_only(model))[1]
+        self.abstract, self._text = models.abstract(model.config), model.config.text
         self._dtype = dtype
         self.limits = limits
         self._served = {  # every weight in the layout of updates and in the dtype that is served
@@ -100,10 +100,10 @@ class DeviceState:
 
     def _settle(self, layout: EngineLayout) -> None:
         self.layout = layout
-        self._stacked, self._rows = layout.weights(self._abstract), layout.rows(self._text)
-        layer = layout.weights(self._engine_model.layers, stacked=False)
-        self._by_layers = {**self._stacked, "layers": [layer] * self._text.num_layers}
-        rows = self._rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
+        self.stacked, self.rows = layout.weights(self.abstract), layout.rows(self._text)
+        layer = layout.weights(self.engine_model.layers, stacked=False)
+        self.by_layers = {**self.stacked, "layers": [layer] * self._text.num_layers}
+        rows = self.rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
         self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
@@ -120,7 +120,7 @@ class DeviceState:
     def take(self, source: DeviceState) -> None:
         """Serves the weights of `source`; arrays on the same device are shared."""
         if source.params is not None:
-            self.params = jax.block_until_ready(jax.device_put(source.params, self._by_layers))
+            self.params = jax.block_until_ready(jax.device_put(source.params, self.by_layers))
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
@@ -131,7 +131,7 @@ class DeviceState:
         layers = [by_path(layer) for layer in params["layers"]]
         outer = by_path({name: value for name, value in params.items() if name != "layers"})
         held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # the number of turned inputs
-        for entry in tensor_names(served(self._abstract.config)):
+        for entry in tensor_names(served(self.abstract.config)):
             if entry.path[0] == "layers":
                 path = entry.path[1:]
                 held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
@@ -157,7 +157,7 @@ class DeviceState:
     def _replace(self, params: Mapping[str, Any]) -> None:
         check_finite(params, self._dtype)
         try:
-            self.params = split_layers(params, self._dtype, self._stacked, self._by_layers, self._matrices, self.params)
+            self.params = split_layers(params, self._dtype, self.stacked, self.by_layers, self._matrices, self.params)
         except BaseException:  # no memory: some of the old weights are gone
             self.params = None
             raise
@@ -254,19 +254,19 @@ class DeviceState:
             known = "bytes_limit" in memory
             room.append(int(share * (memory["bytes_limit"] - memory["bytes_in_use"])) if known else unknown)
         shape = KVCache.shape(self._text, 1)
-        parts = shape[2] // self._rows.shard_shape(shape)[2]  # KV heads are divided between devices
-        return KVCache.tokens_in(self._text, self._cache_dtype, parts * min(room))
+        parts = shape[2] // self.rows.shard_shape(shape)[2]  # KV heads are divided between devices
+        return KVCache.tokens_in(self._text, self.cache_dtype, parts * min(room))
 
     @property
     def cache_bytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self.cache))
 
     @property
-    def _cache_dtype(self) -> jnp.dtype:
+    def cache_dtype(self) -> jnp.dtype:
         return next(iter(self._served.values())).dtype
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            shape, dtype = KVCache.shape(self._text, self.limits.pages), self._cache_dtype
-            self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self._rows) for _ in ("keys", "values")))
+            shape, dtype = KVCache.shape(self._text, self.limits.pages), self.cache_dtype
+            self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self.rows) for _ in ("keys", "values")))
         return self.cache

@@ -16,8 +16,8 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from sharding.weights import WeightSpec, by_path, map_weights
 
 from .engine import EngineError
 
+T = TypeVar("T")
 CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
 TOGETHER = 16 << 20  # bytes of weights that are copied at once: calls take longer than the copies of small ones
 LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is a list of the weights of one layer each
@@ -50,6 +51,16 @@ _placing = threading.Lock()
 def served(config: AnyConfig) -> AnyConfig:
     """The configuration under whose names servers read weights: SGLang reads no others."""
     return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
+
+
+def on_host(model: Decoder) -> Params:
+    """Shardings of weights from disk, on the host if JAX has a CPU backend. Whoever serves them then moves weights to
+    its devices piece by piece, and frees the old ones meanwhile."""
+    try:
+        place = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS=cuda
+        place = jax.local_devices()[0]
+    return map_weights(lambda *_: SingleDeviceSharding(place), model)
 
 
 def by_name(params: PyTree) -> dict[str, Any]:
@@ -70,28 +81,27 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
 def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
     """Raises EngineError, which names the tensor, where one of `params`, cast to `dtype` (None: as it is), has NaN or
     infinity. Nothing is moved: each device looks at what lies there, and numpy at what lies on the host."""
-    weights = by_path(params)
+    weights = by_name(params)
     found = dict.fromkeys(weights, True)
-    on_devices: dict[Device, list[tuple[tuple, jax.Array]]] = {}
-    for path, weight in weights.items():
+    on_devices: dict[Device, list[tuple[str, jax.Array]]] = {}
+    for name, weight in weights.items():
         if not isinstance(weight, jax.Array):
             with np.errstate(over="ignore"):  # what is beyond the range of `dtype` becomes infinite
-                found[path] = bool(np.isfinite(np.asarray(weight, dtype)).all())
+                found[name] = bool(np.isfinite(np.asarray(weight, dtype)).all())
             continue
         with _placing:
             pieces = {str(shard.index): shard for shard in weight.addressable_shards}  # a copy of a piece is as it is
         for shard in pieces.values():
-            on_devices.setdefault(shard.device, []).append((path, shard.data))
+            on_devices.setdefault(shard.device, []).append((name, shard.data))
     # One program a device, and all devices look before any answer is waited for.
     answers = [
-        ([path for path, _ in held], _are_finite([data for _, data in held], dtype)) for held in on_devices.values()
+        ([name for name, _ in held], _are_finite([data for _, data in held], dtype)) for held in on_devices.values()
     ]
-    for paths, finite in answers:
-        for path, holds in zip(paths, np.asarray(finite), strict=True):
-            found[path] &= bool(holds)
-    for path, holds in found.items():
+    for names, finite in answers:
+        for name, holds in zip(names, np.asarray(finite), strict=True):
+            found[name] &= bool(holds)
+    for name, holds in found.items():
         if not holds:
-            name = "".join(f"[{key!r}]" for key in path)
             raise EngineError(f"weight {name} has values that are not finite (NaN or infinity)")
 
 
@@ -113,7 +123,7 @@ def split_layers(
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
     layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
     outer: dict[tuple, jax.Array] = {}
-    for portion in _portions(by_path(params)):
+    for portion in map(dict, portions(by_path(params).items(), lambda weight: weight[1].nbytes, TOGETHER)):
         if old is not None:
             for path in portion:
                 _forget(old, path)
@@ -135,14 +145,16 @@ def split_layers(
     return {**unflatten_dict(outer), "layers": [unflatten_dict(layer) for layer in layers]}
 
 
-def _portions(weights: dict[tuple, jax.Array | np.ndarray]) -> Iterator[dict[tuple, jax.Array | np.ndarray]]:
-    """Yields all weights, in order: as many at a time as take `TOGETHER` bytes, or one."""
-    portion, size = dict[tuple, jax.Array | np.ndarray](), 0
-    for path, weight in weights.items():
-        if portion and size + weight.nbytes > TOGETHER:
+def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yields all items in order, as many at a time as take `most` bytes, or one."""
+    portion: list[T] = []
+    size = 0
+    for item in items:
+        if portion and size + nbytes(item) > most:
             yield portion
-            portion, size = {}, 0
-        portion[path], size = weight, size + weight.nbytes
+            portion, size = [], 0
+        portion.append(item)
+        size += nbytes(item)
     yield portion
 
 
@@ -247,9 +259,14 @@ class EngineLayout:
             for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
                 if axis in CUT:
                     return self._sharding(dim + (len(variable.shape) - len(spec.shape) if stacked else 0), size)
-            return self._sharding(0, 1)
+            return self.replicated
 
         return map_weights(sharding, model)
+
+    @property
+    def replicated(self) -> Sharding:
+        """The sharding of an array that is whole on each device."""
+        return self._sharding(0, 1)
 
     def rows(self, text: TextConfig) -> Sharding:
         """The sharding of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill."""

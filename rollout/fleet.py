@@ -15,8 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from models.config import AnyConfig
@@ -28,14 +27,14 @@ from .fleet_requests import FleetRequests
 from .fleet_server import FleetOptions, FleetState, Seat, Server, ServerStatus
 from .local_server import LocalServer
 from .requests import EngineLimits, Mailbox, TokenStream, checked
-from .sglang import ServerClient, ServerError
+from .sglang import ServerClient
 from .weights.published import Published, SharedFolders
 from .weights.routes import SharedMemory, SyncRoute
 
 Result = TypeVar("Result")
 
 
-class Fleet:
+class Fleet(FleetState):
     """Servers for `FleetEngine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
 
     `processes` are started by the fleet, `addresses` are of servers that others start; server `i` takes seat
@@ -60,14 +59,12 @@ class Fleet:
         fetch: Fetch | None = None,
         shadows: bool = False,
     ) -> None:
-        self.limits = dataclasses.replace(limits, shadows=shadows or fetch is not None)
-        self._first = [*processes, *addresses]
+        self._first, self._folders = [*processes, *addresses], folders
         if not self._first and not seats:
             raise EngineError("a fleet needs a server at least")
-        self._options, self._folders, self._route = options or FleetOptions(), folders, route or SharedMemory()
-        self._state = FleetState(config, self.limits, self._options, self._route, seats or len(self._first))
-        self.seats, self.members = self._state.seats, self._state.servers
-        self.requests = FleetRequests(self._state, fetch=fetch, shadows=shadows)
+        limits = dataclasses.replace(limits, shadows=shadows or fetch is not None)
+        super().__init__(config, limits, options or FleetOptions(), route or SharedMemory(), seats or len(self._first))
+        self.requests = FleetRequests(self, fetch=fetch, shadows=shadows)
         self._name, self._joined = name, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
@@ -103,7 +100,7 @@ class Fleet:
                 self._thread.join()
             self._closed = True
             self._loop.close()
-            self._route.close()
+            self.route.close()
             self._folders.close()
 
     @property
@@ -125,12 +122,12 @@ class Fleet:
 
     async def _join(self, member: LocalServer | str) -> str:
         local = member if isinstance(member, LocalServer) else None
-        client = ServerClient("" if local else str(member), token=self._options.token)
-        seat = min(self.seats, key=lambda seat: len(self._state.of_seat(seat)))
-        server = Server(self._state, f"{self._name} {self._joined}", seat, client, local)
+        client = ServerClient("" if local else str(member), token=self.options.token)
+        seat = min(self.seats, key=lambda seat: len(self.of_seat(seat)))
+        server = Server(self, f"{self._name} {self._joined}", seat, client, local)
         self._joined += 1
         self.members.append(server)
-        self._state.begin(server.live())
+        self.begin(server.live())
         return server.name
 
     def leave(self, name: str) -> None:
@@ -155,13 +152,13 @@ class Fleet:
         come back with them.
 
         Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
-        self._state.raise_fatal()
+        self.raise_fatal()
         written = await asyncio.to_thread(self._folders.write, version, params)
-        await asyncio.to_thread(self._route.publish, written, params)
+        await asyncio.to_thread(self.route.publish, written, params)
         seat.wanted = written
         await self.wake(seat)
-        await asyncio.to_thread(lambda: self._folders.keep(self._route.keep(self._wanted())))
-        self._state.raise_fatal()
+        await asyncio.to_thread(lambda: self._folders.keep(self.route.keep(self._wanted())))
+        self.raise_fatal()
 
     def _wanted(self) -> list[Published]:
         return [seat.wanted for seat in self.seats if seat.wanted is not None]
@@ -175,23 +172,23 @@ class Fleet:
         for seat in self.seats:
             seat.wanted = published
         if published is not None:
-            await asyncio.to_thread(self._route.publish, published)
+            await asyncio.to_thread(self.route.publish, published)
 
     async def _bring(self, seat: Seat) -> None:
-        await asyncio.gather(*(server.bring() for server in self._state.of_seat(seat) if server.up))
+        await asyncio.gather(*(server.bring() for server in self.of_seat(seat) if server.up))
 
     # --- orders to a seat -----------------------------------------------------------------------
 
     async def pause(self, seat: Seat) -> None:
         seat.paused = True
-        await self._on_seat(seat, lambda server: server.client.pause("in_place"))
+        await self._bring(seat)
 
     async def resume(self, seat: Seat) -> None:
         seat.paused = False
-        self._state.tell()
-        if self._options.together:
-            await self.requests.sent(seat, self._options.start_seconds)
-        await self._on_seat(seat, lambda server: server.client.resume())
+        self.tell()
+        if self.options.together:
+            await self.requests.sent(seat, self.options.start_seconds)
+        await self._bring(seat)
 
     async def sleep(self, seat: Seat) -> None:
         """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is
@@ -199,47 +196,25 @@ class Fleet:
         are shorter; samples of other seats end first. Raises EngineError where samples of this one run."""
         if running := self.requests.running(seat):
             raise EngineError(f"can't sleep: {running} samples are running; abort them first")
-        starting = {server: server.restarts for server in self._state.of_seat(seat) if server.starting}
-        await self._until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
+        starting = {server: server.restarts for server in self.of_seat(seat) if server.starting}
+        await self.until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
         seat.asleep = True
-        self._state.tell()
-        await self._until(lambda: not any(server.open for server in self._state.of_seat(seat) if server.up))
+        self.tell()
+        await self.until(lambda: not any(server.open for server in self.of_seat(seat) if server.up))
         await self._bring(seat)
-        await self._until(lambda: not seat.asleep or all(server.rests for server in self._state.of_seat(seat)))
-
-    async def _until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self._state.raise_fatal()
-            await self._state.news()
+        await self.until(lambda: not seat.asleep or all(server.rests for server in self.of_seat(seat)))
 
     async def wake(self, seat: Seat) -> None:
         """Servers that slept have no weights: they are given those of the seat."""
         seat.asleep = False
-        self._state.tell()
+        self.tell()
         await self._bring(seat)
-
-    async def _on_seat(self, seat: Seat, order: Callable[[Server], Awaitable[None]]) -> None:
-        """Gives an order to the seat's servers at once. One that does not take it is lost."""
-
-        async def give(server: Server) -> None:
-            try:
-                async with server.lock:
-                    if not server.asleep:  # else it hears of it when it wakes
-                        await order(server)
-            except ServerError as error:
-                server.lose(str(error))
-
-        await asyncio.gather(*(give(server) for server in self._state.of_seat(seat) if server.up))
 
     async def ready(self) -> None:
         """Returns when all servers are up, with the weights of their seats or asleep. Raises EngineError, which says
         what is wrong with the others, after `options.start_seconds`."""
-        deadline = time.monotonic() + self._options.start_seconds
-        while missing := [server for server in self.members if not server.up]:
-            self._state.raise_fatal()
-            if time.monotonic() > deadline:
-                raise EngineError("; ".join(server.state() for server in missing))
-            await self._state.news()
+        if not await self.until(lambda: all(server.up for server in self.members), self.options.start_seconds):
+            raise EngineError("; ".join(server.state() for server in self.members if not server.up))
 
     # --- what it says of itself, from any thread ------------------------------------------------
 
@@ -249,7 +224,7 @@ class Fleet:
             version=-1 if seat.wanted is None else seat.wanted.version,
             running=self.requests.running(seat),
             waiting=0,
-            slots=self.limits.slots * max(len(self._state.of_seat(seat)), 1),
+            slots=self.limits.slots * max(len(self.of_seat(seat)), 1),
             tokens_generated=seat.tokens,
             tokens_prefilled=0,
             preemptions=seat.preemptions,

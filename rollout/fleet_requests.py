@@ -70,9 +70,7 @@ class FleetRequests:
             jobs = (job for job in self._jobs.values() if job.seat is seat)
             return any(job.running is None or not job.running.accepted for job in jobs)
 
-        deadline = time.monotonic() + most
-        while missing() and time.monotonic() < deadline:
-            await self._state.news()
+        await self._state.until(lambda: not missing(), most)
 
     async def serve(self, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
         """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
@@ -114,10 +112,10 @@ class FleetRequests:
                 return None
             if job.seat.paused or job.seat.asleep:
                 deadline = time.monotonic() + self._options.start_seconds
-            elif usable := [server for server in self._state.servers if self._fits(server, job)]:
+            elif usable := [server for server in self._state.members if self._fits(server, job)]:
                 return min(usable, key=lambda s: (job.lost[s.name], s.seat is not job.seat, s.open, s.name))
             if time.monotonic() > deadline:
-                reasons = [server.state() for server in self._state.servers]
+                reasons = [server.state() for server in self._state.members]
                 raise EngineError(
                     f"request {job.request.rid!r}: no server for {self._options.start_seconds:g} s "
                     f"(servers.start_seconds); {'; '.join(reasons) or 'all have left'}"

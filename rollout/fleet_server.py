@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from models.config import AnyConfig
@@ -73,13 +73,13 @@ class FleetState:
     ) -> None:
         self.config, self.limits, self.options, self.route = config, limits, options, route
         self.seats = [Seat(number) for number in range(seats)]
-        self.servers: list[Server] = []
+        self.members: list[Server] = []
         self._fatal: Exception | None = None  # what no restart can mend
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
 
     def of_seat(self, seat: Seat) -> list[Server]:
-        return [server for server in list(self.servers) if server.seat is seat]
+        return [server for server in list(self.members) if server.seat is seat]
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts work that runs beside all else."""
@@ -97,6 +97,17 @@ class FleetState:
         """Returns when something was told, or after a second."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), 1.0)
+
+    async def until(self, done: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Returns whether something is done: when it is, or after so many seconds. Raises the error that ended the
+        fleet."""
+        deadline = time.monotonic() + seconds
+        while not done():
+            self.raise_fatal()
+            if time.monotonic() > deadline:
+                return False
+            await self.news()
+        return True
 
     def fail(self, error: Exception) -> None:
         """Ends the fleet for an error that no restart mends, such as weights that did not arrive, or a full disk."""
@@ -349,20 +360,19 @@ class Server:
     # --- weights --------------------------------------------------------------------------------
 
     async def bring(self) -> None:
-        """Brings the server to the weights of its seat, or puts it to sleep; one that can't is lost."""
+        """Has the server follow the orders of its seat; one that can't is lost."""
         client, seat = self.client, self.seat
         try:
             await self._bring()
         except EngineError as error:
             if self.client is client:  # else it is another life of it by now
-                weights = "an order" if seat.wanted is None else f"version {seat.wanted.version} of the weights"
-                self.lose(f"it did not {'sleep' if seat.asleep else f'take {weights}'}: {error}")
+                self.lose(f"it did not {'sleep' if seat.asleep else 'take its orders and weights'}: {error}")
         except Exception as error:
             self._fleet.fail(error)
 
     async def _bring(self) -> None:
-        """Brings the server to the weights of its seat, and proves it, before it generates anything with them; or puts
-        it to sleep."""
+        """Brings the server to the weights of its seat, and proves it, before it generates anything with them; then it
+        pauses or goes on. Or puts it to sleep."""
         seat = self.seat
         async with self.lock:
             while not seat.asleep:
@@ -377,8 +387,7 @@ class Server:
                         if seat.wanted is wanted:  # else its folder may be gone
                             raise
                     continue
-                if not seat.paused:
-                    await self.client.resume()
+                await (self.client.pause("in_place") if seat.paused else self.client.resume())
                 if seat.wanted is wanted and not seat.asleep:  # still
                     return
             await self._sleep()

@@ -15,12 +15,15 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from models.folder import read_json
 
-from .listening import Parser, exit_status
+from .listening import Parser, exit_status, number
 
 if TYPE_CHECKING:
     from models.processing import Processor
@@ -29,9 +32,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 128  # used if neither the flag nor the model's positions set a limit
 FILE = "generation_config.json"
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders write it for an incomplete character
-WINDOW, KEPT = 32, 16  # tokens in the window: at most, in ordinary text, and after the window has moved
-CHARACTER_BYTES = 4  # bytes of a UTF-8 character, at most
 # Fields that change sampling and that the engine lacks, each with its neutral value.
 UNKNOWN_TO_ENGINE = {
     "repetition_penalty": 1.0,
@@ -45,25 +45,6 @@ UNKNOWN_TO_ENGINE = {
 }
 
 
-def _number(
-    kind: Callable[[str], Any], low: float | int, high: float | int = float("inf"), *, above: bool = False
-) -> Callable[[str], Any]:
-    """An argparse type: a number from `low` (`above`: greater than `low`) to `high`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not (low < value if above else low <= value) or not value <= high or value == float("inf"):
-            whole = " whole" if kind is int else ""
-            bounds = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < 1e30 else "")
-            raise argparse.ArgumentTypeError(f"must be a{whole} number {bounds}, not {text}")
-        return value
-
-    return parse
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m models.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,17 +55,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="don't apply the chat template")
     parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE")
     parser.add_argument("--video", nargs="+", action="extend", default=[], metavar="FILE")
-    positive, largest = _number(int, 1), 2**31 - 1
+    positive, largest = number(int, 1), 2**31 - 1
     media = parser.add_argument_group("images and videos (default: as the checkpoint says)")
     media.add_argument("--min-pixels", type=positive, metavar="N", help="of an image or a frame; smaller ones grow")
     media.add_argument("--max-pixels", type=positive, metavar="N", help="of an image or a frame; larger ones shrink")
-    media.add_argument("--fps", type=_number(float, 0, above=True), metavar="X", help="frames read a second of video")
-    media.add_argument("--max-frames", type=_number(int, 2), metavar="N", help="frames read of a video, at most")
+    media.add_argument("--fps", type=number(float, 0, above=True), metavar="X", help="frames read a second of video")
+    media.add_argument("--max-frames", type=number(int, 2), metavar="N", help="frames read of a video, at most")
     sampling = parser.add_argument_group("sampling (default: as generation_config.json says)")
     sampling.add_argument("--max-tokens", type=positive, metavar="N", help=f"at most so many (default {MAX_TOKENS})")
-    sampling.add_argument("--temperature", type=_number(float, 0), metavar="X", help="0 is greedy")
-    sampling.add_argument("--top-p", type=_number(float, 0, 1, above=True), metavar="X", help="1 is off")
-    sampling.add_argument("--top-k", type=_number(int, 0, largest), metavar="N", help="0 is off")
+    sampling.add_argument("--temperature", type=number(float, 0), metavar="X", help="0 is greedy")
+    sampling.add_argument("--top-p", type=number(float, 0, 1, above=True), metavar="X", help="1 is off")
+    sampling.add_argument("--top-k", type=number(int, 0, largest), metavar="N", help="0 is off")
     sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens (default 0)")
     sampling.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
                           help="ends before the first of these strings")  # fmt: skip
@@ -121,63 +102,41 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
 
 
 class TextStream:
-    """Decodes the tokens of a response as they come; `decode` turns ids into text. The first of the `stops` that
-    appears ends the text, which does not include it.
+    """The text of a response as its tokens come, up to the first of the `stops` that appears.
 
-    Two kinds of text are held back until more tokens come: bytes that are no complete character yet, and an end that
-    may be the beginning of a stop string. Each step decodes only a window of the last tokens again.
+    Text is held back while more tokens may change it: bytes that are no complete character yet
+    (`tokenizers.decoders.DecodeStream`), and an end that may be the beginning of a stop string.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._decoding = DecodeStream(skip_special_tokens=True)
+        self._held = ""  # decoded, and perhaps the beginning of a stop string
         self.token_ids: list[int] = []  # up to the token that completed a stop string
+        self.text = ""  # the text returned so far
         self.stopped = False
-        self._pieces: list[str] = []  # the text returned so far
-        self._start = 0  # the token with which the window begins
-        self._shown = 0  # characters of the window's text that were returned
-
-    @property
-    def text(self) -> str:
-        """The text returned so far."""
-        return "".join(self._pieces)
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Adds tokens; returns the text that has become certain since the last call."""
-        before = len(self._pieces)
-        # With stop strings, tokens are added one by one: those behind the end of a stop string do not count.
-        for ids in [[id] for id in token_ids] if self._stops else [list(token_ids)]:
-            if not self.stopped:
-                self.token_ids += ids
-                self._grow()
-        return "".join(self._pieces[before:])
+        before = len(self.text)
+        for id in token_ids:
+            if self.stopped:
+                break
+            self.token_ids.append(id)
+            self._held += self._decoding.step(self._tokenizer, id) or ""
+            ends = [at for at in map(self._held.find, self._stops) if at >= 0]
+            self.stopped = bool(ends)
+            held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+            sure = min(ends, default=len(self._held) - held)
+            self.text, self._held = self.text + self._held[:sure], self._held[sure:]
+        return self.text[before:]
 
     def finish(self) -> str:
         """Returns the text that was held back: no more tokens will come."""
-        if self.stopped:
-            return ""
-        text = self._decode(self.token_ids[self._start :])
-        self._pieces.append(text[self._shown :])
-        self._shown = len(text)
-        return self._pieces[-1]
-
-    def _grow(self) -> None:
-        decoded = self._decode(self.token_ids[self._start :])
-        text = decoded.rstrip(INCOMPLETE)
-        ends = [at for at in (text.find(stop, self._shown) for stop in self._stops) if at >= 0]
-        self.stopped = bool(ends)
-        sure = min(ends) if ends else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._pieces.append(text[self._shown : sure])
-        self._shown = max(sure, self._shown)
-        if len(self.token_ids) - self._start > WINDOW:
-            self._move_window(decoded)
-
-    def _move_window(self, decoded: str) -> None:
-        """Moves the window's start, if the text before it was returned and no character spans the cut. Enough text must
-        follow to be sure of the character at the cut."""
-        cut = len(self.token_ids) - KEPT
-        head, tail = self._decode(self.token_ids[self._start : cut]), self._decode(self.token_ids[cut:])
-        if head + tail == decoded and len(tail) >= CHARACTER_BYTES and len(head) <= self._shown:
-            self._start, self._shown = cut, self._shown - len(head)
+        before = len(self.text)
+        if not self.stopped:
+            self.text = self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return self.text[before:]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -207,7 +166,7 @@ def run(options: argparse.Namespace) -> None:
 
     from .jax_engine import generate_once
 
-    answer = TextStream(processor.decode, options.stop)
+    answer = TextStream(processor.tokenizer, options.stop)
 
     def show(text: str) -> None:
         if not options.json:
@@ -218,10 +177,8 @@ def run(options: argparse.Namespace) -> None:
         return answer.stopped
 
     sampling = dataclasses.replace(sampling, max_new_tokens=max_tokens, stop_ids=processor.eos_ids)
-    dtype = None if options.dtype == "auto" else options.dtype
-    response = asyncio.run(
-        generate_once(models.load(options.model, dtype), prompt, sampling, seed=options.seed, on_chunk=take)
-    )
+    model = models.load(options.model, None if options.dtype == "auto" else options.dtype)
+    response = asyncio.run(generate_once(model, prompt, sampling, seed=options.seed, on_chunk=take))
     show(answer.finish() + "\n")
     if options.json:
         ids = answer.token_ids
@@ -229,8 +186,9 @@ def run(options: argparse.Namespace) -> None:
             "prompt_ids": prompt.token_ids_T.tolist(),
             "output_ids": ids,
             "logprobs": response.logprobs[: len(ids)],
+            "text": answer.text,
         }
-        print(json.dumps(fields | {"text": answer.text}), flush=True)
+        print(json.dumps(fields), flush=True)
 
 
 def _with_bounds(processor: Processor, options: argparse.Namespace) -> Processor:
@@ -256,29 +214,22 @@ def how_to_sample(
     `top_p` or `top_k` without effect because the result is greedy.
     """
     from .engine import SamplingParams
+    from .requests import checked_sampling
 
     said = read_json(folder / FILE)
-
-    def number(name: str, otherwise: float | int, low: float | int, high: float | int) -> float | int:
-        value = said.get(name)
-        if value is None:
-            return otherwise
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"{folder / FILE}: {name} must be a number from {low:g} to {high:g}, not {value!r}")
-        return value
-
-    if temperature is None:
-        temperature = float(number("temperature", 1.0, 0, 1e6)) if said.get("do_sample") else 0.0
-    if temperature == 0:
-        for flag, value in (("--top-p", top_p), ("--top-k", top_k)):
-            if value is not None:
-                raise ValueError(f"{flag} does nothing at temperature 0, which is greedy: give --temperature, too")
+    flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    given = {name: value for name, value in flags.items() if value is not None}
+    values = {name: said[name] for name in flags if said.get(name) is not None}
+    values |= ({} if said.get("do_sample") else {"temperature": 0.0}) | given
+    if values.get("temperature") == 0:
+        for name in given.keys() - {"temperature"}:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} does nothing at temperature 0, which is greedy: give --temperature, too")
         return SamplingParams(temperature=0.0)
-    return SamplingParams(
-        temperature=temperature,
-        top_p=float(number("top_p", 1.0, 1e-6, 1) if top_p is None else top_p),
-        top_k=int(number("top_k", 0, 0, 2**31 - 1) if top_k is None else top_k),
-    )
+    try:
+        return checked_sampling(SamplingParams(**values), vocabulary=1)  # there are no ids to check yet
+    except ValueError as error:
+        raise ValueError(f"{folder / FILE}: {error}") from None
 
 
 def not_applied(folder: pathlib.Path) -> str:
@@ -294,8 +245,6 @@ def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
 
     file = pathlib.Path(options.model) / "config.json"
     positions = read_config(read_json(file, needed=True)).text.max_position_embeddings
-    if not prompt_tokens:
-        raise ValueError("the prompt has no tokens: there is nothing to answer")
     room = positions - prompt_tokens
     if room < 1:
         raise ValueError(

@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.config import Qwen25VLConfig
 from models.decoder import Decoder, parameter_count
 from models.inputs import ModelInput
 from models.shadow import Fetch
@@ -83,22 +82,14 @@ class JaxEngine:
             raise EngineError(f"all of these must be positive: {sizes}")
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
             raise EngineError(f"kv_tokens={kv_tokens} must not be negative, kv_fraction={kv_fraction} be in (0, 1]")
-        config = model.config
-        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        small = jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL
-        vocabulary = config.text.vocab_size
-        self._limits = EngineLimits(
-            slots,
-            max_sequence_tokens,
-            vocabulary,
-            vision,
-            steps_per_sync,
-            small,
+        self._limits = EngineLimits.of(
+            model.config,
+            **sizes,
+            small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
             kv_tokens=kv_tokens,
             shadows=fetch is not None,
         )
-        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens > 0
-        self._kv_known = self._kv_given  # otherwise determined before the first request
+        self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # 0: determined before the first request
         layout = EngineLayout.of(devices)
         self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
@@ -121,7 +112,7 @@ class JaxEngine:
         self._attach()
         if not self.has_weights:
             raise EngineError("the engine has no weights: call update_weights first")
-        if not self._kv_known and not self._scheduler.jobs:
+        if not self._limits.kv_tokens and not self._scheduler.jobs:
             self._size_cache()
         mailbox = Mailbox()
         job, deliveries = self._scheduler.submit(request, mailbox)
@@ -137,7 +128,6 @@ class JaxEngine:
         tokens = max(min(full, room), pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS)
         self._limits = self._device.limits = dataclasses.replace(self._limits, kv_tokens=tokens)
         self._scheduler.resize(self._limits)
-        self._kv_known = True
 
     async def abort(self, rid: str) -> None:
         """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`."""
@@ -212,7 +202,7 @@ class JaxEngine:
                 )
             if layout != self._device.layout:
                 await self._in_thread(self._device.move, layout)
-                self._kv_known = self._kv_given
+                self._limits = dataclasses.replace(self._limits, kv_tokens=self._kv_given)
 
     async def pause(self) -> None:
         self._paused = True

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -43,10 +44,27 @@ def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Nam
     return 0
 
 
+def number(kind: type[int] | type[float], low: float, high: float = math.inf, *, above: bool = False) -> Any:
+    """An argparse type: a finite number from `low` (`above`: greater than `low`) to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
+            bounds = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < 1e30 else "")
+            whole = " whole" if kind is int else ""
+            raise argparse.ArgumentTypeError(f"must be a{whole} number {bounds}, not {text}")
+        return value
+
+    return parse
+
+
 def add_network_flags(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("network")
     network.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)")
-    network.add_argument("--port", type=_port, default=0, metavar="N", help="default: any free one")
+    network.add_argument("--port", type=number(int, 0, 65535), default=0, metavar="N", help="default: any free one")
     network.add_argument("--token", default=os.environ.get(TOKEN, ""), metavar="TEXT",
                          help="clients must send `Authorization: Bearer TEXT` to all routes but /health; needed "
                          f"beyond loopback addresses (default: {TOKEN} of the environment)")  # fmt: skip
@@ -60,12 +78,6 @@ def check_network_flags(parser: argparse.ArgumentParser, options: argparse.Names
         )
     if not options.token.isascii() or any(character.isspace() for character in options.token):
         parser.error("--token must be ASCII without white space")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port of 0 .. 65535, not {text}")
-    return int(text)
 
 
 def is_loopback(host: str) -> bool:

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import reprlib
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import VisionConfig
+from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput
 from models.shadow import ShadowTensor
 
@@ -46,6 +45,17 @@ class EngineLimits:
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
+
+    @staticmethod
+    def of(config: AnyConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
+        """The bounds of an engine with a model of this configuration; `more` are further fields."""
+        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
+        return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, **more)
+
+    @property
+    def merge_unit(self) -> int:
+        """The number of patches that make a feature."""
+        return 1 if self.vision is None else self.vision.merge_unit
 
     @property
     def pages(self) -> int:
@@ -261,38 +271,34 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._chunks: deque[TokenChunk] = deque()
+        self._items: asyncio.Queue[TokenChunk | Exception | None] = asyncio.Queue()  # behind chunks: the error or end
         self._closed = False
-        self._error: Exception | None = None
-        self._news = asyncio.Event()
 
     def put(self, chunk: TokenChunk) -> None:
         if not self._closed:
-            self._chunks.append(chunk)
-            self._news.set()
+            self._items.put_nowait(chunk)
 
     def discard(self) -> None:
         """Drops the chunks of a consumer that went away, and takes no more."""
-        self._chunks.clear()
+        while not self._items.empty():
+            self._items.get_nowait()
+        self._closed = False  # the end was among them, if there was one
         self.close()
 
     def close(self, error: Exception | None = None) -> None:
         """Takes no more chunks. The consumer gets the remaining chunks, then the error or the end."""
-        if not self._closed:
-            self._closed, self._error = True, error
-        if not self.loop.is_closed():
-            self._news.set()
+        if not self._closed and not self.loop.is_closed():
+            self._closed = True
+            self._items.put_nowait(error)
 
     async def get(self) -> TokenChunk | None:
         """The next chunk; None at the end. Raises the error that the mailbox was closed with."""
-        while not self._chunks:
-            if self._error is not None:
-                raise self._error
-            if self._closed:
-                return None
-            self._news.clear()
-            await self._news.wait()
-        return self._chunks.popleft()
+        item = await self._items.get()
+        if not isinstance(item, TokenChunk):
+            self._items.put_nowait(item)  # for the next call
+            if item is not None:
+                raise item
+        return item
 
 
 class TokenStream(AsyncIterator[TokenChunk]):

@@ -17,7 +17,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .listening import Parser, add_network_flags, bound_socket, check_network_flags, exit_status, serve_until_told
+from .listening import (
+    Parser,
+    add_network_flags,
+    bound_socket,
+    check_network_flags,
+    exit_status,
+    number,
+    serve_until_told,
+)
 
 if TYPE_CHECKING:
     from .jax_engine import JaxEngine
@@ -25,12 +33,6 @@ if TYPE_CHECKING:
 
 GRACE = 10.0  # seconds for the replies of aborted samples: a turn may be compiling
 TURN = 5.0  # seconds for the engine's turn in flight
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
-    return int(text)
 
 
 def _version(text: str) -> str:
@@ -47,15 +49,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weight-version", type=_version, default="0", metavar="N",
                         help="version of the weights in DIR (default 0)")  # fmt: skip
     add_network_flags(parser)
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--slots", type=_count, default=256, metavar="N", help="samples that run at once (default 256)")
-    engine.add_argument("--max-sequence-tokens", type=_count, default=4096, metavar="N",
+    engine, count = parser.add_argument_group("engine"), number(int, 1)
+    engine.add_argument("--slots", type=count, default=256, metavar="N", help="samples that run at once (default 256)")
+    engine.add_argument("--max-sequence-tokens", type=count, default=4096, metavar="N",
                         help="of a prompt and its response, at most (default 4096)")  # fmt: skip
-    engine.add_argument("--kv-tokens", type=_count, metavar="N",
+    engine.add_argument("--kv-tokens", type=count, metavar="N",
                         help="that the cache holds (default: as the memory allows)")  # fmt: skip
-    engine.add_argument("--steps-per-sync", type=_count, default=4, metavar="N",
+    engine.add_argument("--steps-per-sync", type=count, default=4, metavar="N",
                         help="tokens a sample between two looks at aborts and weights (default 4)")  # fmt: skip
-    engine.add_argument("--tp", type=_count, default=1, metavar="N",
+    engine.add_argument("--tp", type=count, default=1, metavar="N",
                         help="devices that compute together: 1, 2, 4, ... (default 1)")  # fmt: skip
     engine.add_argument("--dtype", choices=["float32", "bfloat16"],
                         help="of weights and compute (default: as the checkpoint's embedding)")  # fmt: skip
@@ -65,54 +67,48 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    from models.folder import why_missing
+    from models.folder import read_json, why_missing
 
     if why := why_missing(options.model):
         raise ValueError(f"--model {why}")
     with bound_socket(options.host, options.port) as listening:
-        server, engine = _built(options)
+        import jax
+
+        import models
+        from models.processing import Processor
+
+        from .jax_engine import JaxEngine
+        from .serve_app import RolloutServer
+
+        folder = pathlib.Path(options.model)
+        processor = Processor.load(folder)
+        devices = jax.local_devices()
+        if options.tp > len(devices):
+            raise ValueError(f"--tp {options.tp}: there are {len(devices)} devices")
+        model = models.load(folder, options.dtype)
+        dtype = models.split(model)[1]["embedding"]["table"].dtype
+        engine = JaxEngine(
+            model,
+            slots=options.slots,
+            max_sequence_tokens=options.max_sequence_tokens,
+            steps_per_sync=options.steps_per_sync,
+            kv_tokens=options.kv_tokens or 0,
+            compute_dtype=dtype,
+            devices=devices[: options.tp],
+            version=int(options.weight_version),
+        )
+        config = model.config
+        del model  # the engine has its own copy of the layers
+        file = read_json(folder / "config.json", needed=True)
+        info = {
+            "model_path": options.model,
+            "model_type": file.get("model_type"),
+            "architectures": file.get("architectures"),
+            "max_sequence_tokens": options.max_sequence_tokens,
+            "dtype": str(dtype),
+        }
+        server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
         asyncio.Runner().run(_serve(server, engine, listening))  # closing it would wait for threads
-
-
-def _built(options: argparse.Namespace) -> tuple[RolloutServer, JaxEngine]:
-    import jax
-
-    import models
-    from models.folder import read_json
-    from models.processing import Processor
-
-    from .jax_engine import JaxEngine
-    from .serve_app import RolloutServer
-
-    folder = pathlib.Path(options.model)
-    processor = Processor.load(folder)
-    devices = jax.local_devices()
-    if options.tp > len(devices):
-        raise ValueError(f"--tp {options.tp}: there are {len(devices)} devices")
-    model = models.load(folder, options.dtype)
-    dtype = models.split(model)[1]["embedding"]["table"].dtype
-    engine = JaxEngine(
-        model,
-        slots=options.slots,
-        max_sequence_tokens=options.max_sequence_tokens,
-        steps_per_sync=options.steps_per_sync,
-        kv_tokens=options.kv_tokens or 0,
-        compute_dtype=dtype,
-        devices=devices[: options.tp],
-        version=int(options.weight_version),
-    )
-    config = model.config
-    del model  # the engine has its own copy of the layers
-    file = read_json(folder / "config.json", needed=True)
-    info = {
-        "model_path": options.model,
-        "model_type": file.get("model_type"),
-        "architectures": file.get("architectures"),
-        "max_sequence_tokens": options.max_sequence_tokens,
-        "dtype": str(dtype),
-    }
-    server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
-    return server, engine
 
 
 async def _serve(server: RolloutServer, engine: JaxEngine, listening: socket.socket) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import prometheus_client
 from jax.typing import DTypeLike
@@ -31,7 +32,7 @@ from .engine import FinishReason, GenerateRequest, TokenChunk
 from .jax_engine import JaxEngine
 from .requests import TokenStream
 from .serve_guard import Guarded, error_handlers, error_json, health_route
-from .serve_requests import Body, BodySample, RequestReader, read_body, read_json_object
+from .serve_requests import Body, BodySample, read_body, read_json_object, requests_of
 from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
 from .wire import BadRequest, Json, finish_json, spans_json
@@ -59,7 +60,6 @@ class RolloutServer:
     ) -> None:
         self._engine, self._config, self._processor = engine, config, processor
         self._info = info or {}
-        self._reader = RequestReader(config, processor, shadows=engine.shadows)
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
@@ -73,23 +73,21 @@ class RolloutServer:
         )
 
     def _routes(self) -> Iterator[Route]:
-        def route(path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-            return Route(path, handler, methods=methods)
-
-        yield route("/generate", self._generate, "POST")
-        yield route("/abort_request", self._abort_request, "POST")
-        yield route("/pause_generation", self._pause, "POST")
-        yield route("/continue_generation", self._continue, "POST")
-        yield from self._weights.routes()
-        yield route("/release_memory_occupation", self._release_memory, "GET", "POST")
-        yield route("/resume_memory_occupation", self._resume_memory, "GET", "POST")
-        yield route("/flush_cache", self._flush_cache, "GET", "POST")
-        yield health_route()
-        yield health_route("/health_generate")
-        yield route("/model_info", self._model_info, "GET")
-        yield route("/server_info", self._server_info, "GET")
-        yield route("/v1/loads", self._loads, "GET")
-        yield route("/metrics", self._show_metrics, "GET")
+        for path, handler, *methods in (
+            ("/generate", self._generate, "POST"),
+            ("/abort_request", self._abort_request, "POST"),
+            ("/pause_generation", self._pause, "POST"),
+            ("/continue_generation", self._continue, "POST"),
+            ("/release_memory_occupation", self._release_memory, "GET", "POST"),
+            ("/resume_memory_occupation", self._resume_memory, "GET", "POST"),
+            ("/flush_cache", self._flush_cache, "GET", "POST"),
+            ("/model_info", self._model_info, "GET"),
+            ("/server_info", self._server_info, "GET"),
+            ("/v1/loads", self._loads, "GET"),
+            ("/metrics", self._show_metrics, "GET"),
+        ):
+            yield Route(path, handler, methods=methods)
+        yield from (health_route(), health_route("/health_generate"), *self._weights.routes())
 
     async def stop(self, grace: float) -> None:
         """Takes no more requests, aborts those that run, and waits at most `grace` seconds for their replies."""
@@ -109,13 +107,14 @@ class RolloutServer:
         raw = await request.body()
         eos_ids = self._processor.eos_ids
         body = await asyncio.to_thread(read_body, raw, self._config.text.vocab_size, eos_ids)
+        requests = functools.partial(requests_of, body, self._config, self._processor, shadows=self._engine.shadows)
         del raw
         for sample in body.samples:
             if sample.rid in self._answers:
                 raise BadRequest(f"rid: {sample.rid!r} is in flight already")
         call = Call(body, self._engine, self._processor, self._answers)
         try:
-            call.submit(await asyncio.to_thread(self._reader.requests, body))
+            call.submit(await asyncio.to_thread(requests))
             await self._end(answer for answer in call.answers if answer.aborted or self._stopping)
         except BaseException:
             await call.close()
@@ -224,21 +223,16 @@ class _EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        gauges = {
-            "running": (stats.running, "Samples that hold a slot."),
-            "waiting": (stats.waiting, "Samples that are queued."),
-            "slots": (stats.slots, "Samples that can run at once."),
-            "weight_version": (stats.version, "The version of the weights that are served."),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"fluxjax_serve_{name}", text, value)
-        counters = {
-            "tokens": (stats.tokens_generated, "Tokens that were generated."),
-            "prefilled_tokens": (stats.tokens_prefilled, "Tokens of prompts that were computed."),
-            "preemptions": (stats.preemptions, "Samples that lost their cache to others."),
-        }
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"fluxjax_serve_{name}", text, value)
+        for family, name, value, text in (
+            (GaugeMetricFamily, "running", stats.running, "Samples that hold a slot."),
+            (GaugeMetricFamily, "waiting", stats.waiting, "Samples that are queued."),
+            (GaugeMetricFamily, "slots", stats.slots, "Samples that can run at once."),
+            (GaugeMetricFamily, "weight_version", stats.version, "The version of the weights that are served."),
+            (CounterMetricFamily, "tokens", stats.tokens_generated, "Tokens that were generated."),
+            (CounterMetricFamily, "prefilled_tokens", stats.tokens_prefilled, "Tokens of prompts that were computed."),
+            (CounterMetricFamily, "preemptions", stats.preemptions, "Samples that lost their cache to others."),
+        ):
+            yield family(f"fluxjax_serve_{name}", text, value)
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones for SGLang.
 
 A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its prompts, whose patches are
-laid out (`RequestReader`). Samples that differ only in their number and their tokens so far become one request, whose
+laid out (`requests_of`). Samples that differ only in their number and their tokens so far become one request, whose
 prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
@@ -20,10 +20,9 @@ from models.inputs import ModelInput
 from models.processing import Processor
 
 from .engine import GenerateRequest, SamplingParams
-from .requests import checked_sampling
+from .requests import as_integer, checked_sampling
 from .wire import FIELDS, BadRequest, Json, array_of, given_prompt, is_shadow, our_media, sampling_of
 
-MOST = (1 << 31) - 1
 # The fields of a body that are read, and hints for routers and logs, which change no answer.
 READ = {
     *FIELDS, "input_ids", "rid", "sampling_params", "stream", "return_logprob", "session_id", "modalities", "mm_hashes",
@@ -81,23 +80,11 @@ def read_body(raw: bytes, vocabulary: int, eos_ids: tuple[int, ...]) -> Body:
         raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
     batch, seed = isinstance(ids[0], list), secrets.randbits(63)
     n = len(ids) if batch else 1
-    rids = _column(content, "rid", n, batch)
-    sampling = _column(content, "sampling_params", n, batch)
-    media = {field: _column(content, field, n, batch) for field in FIELDS}
+    columns = {name: _column(content, name, n, batch) for name in ("rid", "sampling_params", *FIELDS)}
     samples = []
     for place, tokens in enumerate(ids if batch else [ids]):
-        rid = uuid.uuid4().hex if rids[place] is None else rids[place]
-        if not isinstance(rid, str) or not rid:
-            raise BadRequest("rid must be a string that is not empty")
-        if not isinstance(tokens, list) or not tokens or set(map(type, tokens)) != {int}:
-            raise BadRequest(f"input_ids of {rid!r} must be a list of integers that is not empty")
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise BadRequest(f"input_ids of {rid!r}: there are ids outside of the vocabulary of {vocabulary}")
-        params = {} if sampling[place] is None else sampling[place]
-        if not isinstance(params, dict):
-            raise BadRequest(f"sampling_params of {rid!r} must be an object")
-        shown = {field: _media(field, column[place]) for field, column in media.items() if column[place]}
-        samples.append(_sample(rid, tuple(tokens), params, shown, place, seed, vocabulary, eos_ids))
+        given = {name: column[place] for name, column in columns.items()}
+        samples.append(_sample(place, tokens, given, seed, vocabulary, eos_ids))
     if len({sample.rid for sample in samples}) < n:
         raise BadRequest("rid: two samples have the same one")
     return Body(tuple(samples), batch, content.get("stream") is True)
@@ -130,116 +117,104 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
             raise BadRequest(f"{where}{name[:99]} is not known here: only null and {json.dumps(nothing)} are possible")
 
 
-def _sample(
-    rid: str,
-    ids: tuple[int, ...],
-    params: Json,
-    media: Mapping[str, Json],
-    place: int,
-    seed: int,
-    vocabulary: int,
-    eos_ids: tuple[int, ...],
-) -> BodySample:
-    custom = params.get("custom_params")
-    custom = {} if custom is None else custom
-    if not isinstance(custom, dict):
-        raise BadRequest("sampling_params.custom_params must be an object")
-    begun = _integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
-    # Without a seed, the samples of a prompt must still differ.
-    given = custom.get("seed", params.get("sampling_seed"))
-    number = _integer("custom_params.sample", custom.get("sample", place if given is None else 0), 0, MOST)
-    interval = params.get("stream_interval")
-    _integer("n", 1 if params.get("n") is None else params["n"], 1, 1)
+def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
+    """Reads the sample at a place of a body; `seed` is for one that names none."""
+    rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
+    if not isinstance(rid, str) or not rid:
+        raise BadRequest("rid must be a string that is not empty")
+    if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
+        raise BadRequest(f"input_ids of {rid!r} must be a list of integers that is not empty")
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise BadRequest(f"input_ids of {rid!r}: there are ids outside of the vocabulary of {vocabulary}")
+    params = _object(f"sampling_params of {rid!r}", given["sampling_params"])
     _refuse_wishes("sampling_params.", params, SAMPLING)
+    params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
+    custom = _object("sampling_params.custom_params", params.get("custom_params"))
+    named = custom.get("seed", params.get("sampling_seed"))
+    number = custom.get(
+        "sample", place if named is None else 0
+    )  # without a seed, samples of a prompt must still differ
     try:
+        as_integer("n", params.get("n", 1), 1, 1)
+        begun = as_integer("custom_params.begun", custom.get("begun", 0), 0, len(ids) - 1)
         sampling = checked_sampling(sampling_of(params, begun), vocabulary)
+        stop = () if params.get("ignore_eos") else tuple(sorted({*sampling.stop_ids, *eos_ids}))  # as in SGLang
+        return BodySample(
+            rid,
+            tuple(ids),
+            begun,
+            as_integer("custom_params.sample", number, 0),
+            as_integer("sampling_seed", seed if named is None else named, -(1 << 63), (1 << 64) - 1),
+            dataclasses.replace(sampling, stop_ids=stop),
+            as_integer("stream_interval", params.get("stream_interval", 1), 1),
+            params.get("skip_special_tokens") is not False,
+            {field: _media(field, given[field]) for field in FIELDS if given[field]},
+        )
     except ValueError as error:
-        raise BadRequest(f"sampling_params of {rid!r}: {error}") from None
-    stop = () if params.get("ignore_eos") else tuple(sorted({*sampling.stop_ids, *eos_ids}))  # as in SGLang
-    sampling = dataclasses.replace(sampling, stop_ids=stop)
-    return BodySample(
-        rid,
-        ids,
-        begun,
-        number,
-        seed if given is None else _integer("sampling_seed", given, -(1 << 63), (1 << 64) - 1),
-        sampling,
-        1 if interval is None else _integer("stream_interval", interval, 1, MOST),
-        params.get("skip_special_tokens") is not False,
-        media,
-    )
+        raise error if isinstance(error, BadRequest) else BadRequest(f"sampling_params of {rid!r}: {error}") from None
 
 
-def _integer(name: str, value: Any, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise BadRequest(f"sampling_params.{name} must be an integer of {least} .. {most}")
-    return value
+def _object(name: str, value: Any) -> Json:
+    if not isinstance(value, dict | None):
+        raise BadRequest(f"{name} must be an object")
+    return value or {}
 
 
-class RequestReader:
-    """Prepares the prompts of bodies for one model. `shadows`: patches may be tickets, for an engine that fetches
-    pixels."""
-
-    def __init__(self, config: AnyConfig, processor: Processor, *, shadows: bool = False) -> None:
-        self._config, self._processor, self._shadows = config, processor, shadows
-
-    def requests(self, body: Body) -> list[tuple[GenerateRequest, list[int]]]:
-        """The requests of a body, not yet checked by the engine, each with the places of its samples in the body.
-        Reads the arrays of media: call it in a thread."""
-        sent = self._sent(body)
-        shown = list(map(_prompt_key, body.samples))
-        groups: dict[Hashable, list[int]] = {}
-        seen: collections.Counter[Hashable] = collections.Counter()  # samples of one request have different numbers
-        for place, sample in enumerate(body.samples):
-            alike = (shown[place], sample.sampling, sample.seed)
-            groups.setdefault((alike, seen[alike, sample.number]), []).append(place)
-            seen[alike, sample.number] += 1
-        prompts: dict[Hashable, ModelInput] = {}
-        incoming = []
-        for places in groups.values():
-            samples = [body.samples[place] for place in places]
-            first, key = samples[0], shown[places[0]]
-            if key not in prompts:
-                prompts[key] = self._prompt(first, sent)
-            request = GenerateRequest(
-                f"{first.rid}/",  # never a sample's name, which ends with a number
-                prompts[key],
-                first.sampling,
-                n=len(samples),
-                seed=first.seed,
-                prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
-                samples=tuple(sample.number for sample in samples),
+def requests_of(
+    body: Body, config: AnyConfig, processor: Processor, *, shadows: bool
+) -> list[tuple[GenerateRequest, list[int]]]:
+    """The requests of a body, not yet checked by the engine, each with the places of its samples in the body. Reads the
+    arrays of media: call it in a thread. `shadows`: patches may be tickets, for an engine that fetches pixels."""
+    sent: dict[str, Json] = {}  # the media that come with patches, by key: only one sample of a batch has them
+    for field, media in (pair for sample in body.samples for pair in sample.media.items()):
+        if is_shadow(media.get("patches")) and not shadows:
+            raise BadRequest(
+                f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
+                "`fetch`; send the pixels"
             )
-            incoming.append((request, places))
-        return incoming
+        if "patches" in media:
+            sent[media["key"]] = media
+    shown = list(map(_prompt_key, body.samples))
+    groups: dict[Hashable, list[int]] = {}
+    seen: collections.Counter[Hashable] = collections.Counter()  # samples of one request have different numbers
+    for place, sample in enumerate(body.samples):
+        alike = (shown[place], sample.sampling, sample.seed)
+        groups.setdefault((alike, seen[alike, sample.number]), []).append(place)
+        seen[alike, sample.number] += 1
+    prompts: dict[Hashable, ModelInput] = {}
+    incoming = []
+    for places in groups.values():
+        samples = [body.samples[place] for place in places]
+        first, key = samples[0], shown[places[0]]
+        if key not in prompts:
+            prompts[key] = _prompt(first, sent, config, processor)
+        request = GenerateRequest(
+            f"{first.rid}/",  # never a sample's name, which ends with a number
+            prompts[key],
+            first.sampling,
+            n=len(samples),
+            seed=first.seed,
+            prefix_ids=tuple(sample.ids[len(sample.ids) - sample.begun :] for sample in samples),
+            samples=tuple(sample.number for sample in samples),
+        )
+        incoming.append((request, places))
+    return incoming
 
-    def _sent(self, body: Body) -> dict[str, Json]:
-        """The media that come with patches, by key: only one sample of a batch has them."""
-        sent: dict[str, Json] = {}
-        for field, media in (pair for sample in body.samples for pair in sample.media.items()):
-            if is_shadow(media.get("patches")) and not self._shadows:
-                raise BadRequest(
-                    f"{field}: tickets in the place of patches, which this server can't fetch: it was made without "
-                    "`fetch`; send the pixels"
-                )
-            if "patches" in media:
-                sent[media["key"]] = media
-        return sent
 
-    def _prompt(self, sample: BodySample, sent: Mapping[str, Json]) -> ModelInput:
-        if not sample.media:
-            try:
-                return self._processor.prepare_ids(sample.ids[: len(sample.ids) - sample.begun])
-            except ValueError as error:
-                raise BadRequest(f"input_ids of {sample.rid!r}: {error}") from None
-        if not isinstance(self._config, Qwen25VLConfig):
-            raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
-        whole = {}
-        for field, media in sample.media.items():
-            if (patches := sent.get(media["key"])) is None:
-                raise BadRequest(f"{field}: no sample of this body has the patches of media {media['key']!r}")
-            whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
-        return given_prompt(sample.ids, sample.begun, whole, self._config)
+def _prompt(sample: BodySample, sent: Mapping[str, Json], config: AnyConfig, processor: Processor) -> ModelInput:
+    if not sample.media:
+        try:
+            return processor.prepare_ids(sample.ids[: len(sample.ids) - sample.begun])
+        except ValueError as error:
+            raise BadRequest(f"input_ids of {sample.rid!r}: {error}") from None
+    if not isinstance(config, Qwen25VLConfig):
+        raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
+    whole = {}
+    for field, media in sample.media.items():
+        if (patches := sent.get(media["key"])) is None:
+            raise BadRequest(f"{field}: no sample of this body has the patches of media {media['key']!r}")
+        whole[field] = {**media, "patches": patches["patches"], "grid_thw": patches.get("grid_thw")}
+    return given_prompt(sample.ids, sample.begun, whole, config)
 
 
 def _prompt_key(sample: BodySample) -> Hashable:

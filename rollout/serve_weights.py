@@ -15,9 +15,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from safetensors import deserialize
 from starlette.requests import Request
@@ -26,20 +24,17 @@ from starlette.routing import Route
 
 import models
 from models.config import AnyConfig
-from models.decoder import Decoder
 from models.folder import write_json
-from models.hf import DTYPES, SINGLE, StoredTensor, write_weights
+from models.hf import SINGLE, StoredTensor, write_weights
 from models.hf_config import write_config
-from sharding.walk import Params
-from sharding.weights import map_weights
 
-from .engine_weights import served
+from .engine_weights import on_host, served
 from .jax_engine import JaxEngine
 from .serve_guard import AsciiJSON
 from .serve_requests import read_json_object
 from .weights.agent import pull_route
-from .weights.checksums import sha256
-from .weights.published import scratch_folder
+from .weights.published import scratch_folder, sha256
+from .weights.version_folders import DTYPES
 from .wire import BadRequest, Json
 
 Handler = Callable[[Json], Awaitable[Json]]
@@ -61,10 +56,13 @@ class WeightRoutes:
         self._session_version: int | None = None
 
     def routes(self) -> Iterator[Route]:
-        yield Route("/update_weights_from_disk", self._reported(self._from_disk), methods=["POST"])
-        yield Route("/begin_weight_update", self._reported(self._begin), methods=["POST"])
-        yield Route("/update_weights_from_tensor", self._reported(self._from_tensors), methods=["POST"])
-        yield Route("/end_weight_update", self._reported(self._end), methods=["POST"])
+        for path, handler in (
+            ("/update_weights_from_disk", self._from_disk),
+            ("/begin_weight_update", self._begin),
+            ("/update_weights_from_tensor", self._from_tensors),
+            ("/end_weight_update", self._end),
+        ):
+            yield Route(path, self._reported(handler), methods=["POST"])
         yield pull_route(set())
         yield Route("/update_weight_version", self._rename, methods=["POST"])
         yield Route("/weights_checker", self._check, methods=["GET", "POST"])
@@ -139,7 +137,7 @@ class WeightRoutes:
         write_json(folder / "config.json", write_config(self._config))
 
     async def _serve(self, folder: str, version: int | None) -> None:
-        loaded = await asyncio.to_thread(models.load, folder, self._dtype, _on_host)
+        loaded = await asyncio.to_thread(models.load, folder, self._dtype, on_host)
         params = models.split(loaded)[1]
         del loaded
         await self._engine.update_weights(self._version if version is None else version, params)
@@ -182,9 +180,8 @@ class WeightRoutes:
 
 def _tensors(data: bytes) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file. Raises SafetensorError, and KeyError for a dtype that no weight has."""
-    dtypes = {name: jax.numpy.dtype(dtype) for dtype, name in DTYPES.items()}
     return {
-        name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"])
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         for name, tensor in deserialize(data)
     }
 
@@ -199,13 +196,3 @@ def weight_version(text: object, name: str = "weight_version") -> int:
 def _given_version(body: Json) -> int | None:
     given: Any = body.get("weight_version")
     return None if given is None else weight_version(given)
-
-
-def _on_host(model: Decoder) -> Params:
-    """Shardings of weights from disk, on the host if JAX has a CPU backend. The engine then moves weights to its
-    devices piece by piece, and frees the old ones meanwhile."""
-    try:
-        place = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS=cuda
-        place = jax.local_devices()[0]
-    return map_weights(lambda *_: SingleDeviceSharding(place), model)

@@ -136,13 +136,11 @@ class ServerClient:
 
     async def weight_version(self, seconds: float = CONTROL) -> str:
         """The version that the server takes its weights for."""
-        answer = await self._order("/model_info", None, seconds=seconds)
-        return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
+        return str((await self._info("/model_info", seconds)).get("weight_version"))
 
     async def ranks(self) -> int:
         """The number of processes that a model stands on together."""
-        answer = await self._order("/server_info", None)
-        size = answer.get("tp_size") if isinstance(answer, dict) else None
+        size = (await self._info("/server_info")).get("tp_size")
         if type(size) is not int or size < 1:
             raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
         return size
@@ -150,8 +148,11 @@ class ServerClient:
     async def asleep(self) -> bool:
         """Asks whether the server gave its memory back, for who did not order it. `rollout.serve` tells; SGLang does
         not."""
-        answer = await self._order("/server_info", None)
-        return isinstance(answer, dict) and answer.get("asleep") is True
+        return (await self._info("/server_info")).get("asleep") is True
+
+    async def _info(self, route: str, seconds: float = CONTROL) -> Json:
+        answer = await self._order(route, None, seconds=seconds)
+        return answer if isinstance(answer, dict) else {}
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
         """The number of samples that run and wait, and of tokens a second. The scheduler answers, unless it hangs."""

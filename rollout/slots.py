@@ -181,7 +181,7 @@ class SlotTable:
 
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
         """The sampling parameters of these slots, filled up to `size` rows with those of slot 0 (never read)."""
-        slots_B = _filled(slots_B, size, 0)
+        slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
         return SlotSampling(
             self.temperature_N[slots_B],
             self.top_p_N[slots_B],
@@ -216,10 +216,6 @@ class SlotTable:
             remaining_B=fill(self.limit_N[slots_B] - produced_B),
             sampling=self.sampling(slots_B, size),
         )
-
-
-def _filled(x_B: np.ndarray, size: int, value: int) -> np.ndarray:
-    return np.pad(x_B, (0, size - len(x_B)), constant_values=value).astype(np.int32)
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:

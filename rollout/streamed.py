@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,18 +27,21 @@ from jax.typing import DTypeLike
 import models
 from models.config import TextConfig
 from models.decoder import Decoder
+from models.inputs import PackedTokens
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
 from sharding.mesh import Device
 from sharding.walk import HOST_MEMORY, Params
-from sharding.weights import by_path, map_weights
+from sharding.weights import by_path
 
 from .engine import EngineError
-from .slots import doubling, geometric
+from .engine_weights import on_host
+from .requests import EngineLimits
+from .slots import doubling
 from .streamed_programs import PARTS, KeyValues, Parts, programs
+from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
-LEAST_TOKENS = 16  # least tokens of a row
 BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
 
 # One layer: (its weights, parts that travel meanwhile, hidden states, its number) -> (hidden states, those parts)
@@ -74,11 +78,11 @@ class DeviceSpeed:
 class StreamedModel:
     """A text model, or the decoder of a model with vision, on one device of this process; None: the first.
 
-    `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by
-    `pace` and by `free_bytes` of device memory for layers and activations. `free_bytes=None` takes the free memory that
-    the device reports; a device that reports none (a CPU) counts as large enough. At most `resident` + 2 layers are on
-    the device at once. `batch_tokens` (rows x row length) are computed together, or a single longer row.
-    `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once, in pinned memory.
+    `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by `pace` and by
+    the free memory that the device reports; a device that reports none (a CPU) counts as large enough. At most
+    `resident` + 2 layers are on the device at once. `batch_tokens` (rows x row length) are computed together, or a
+    single longer row. `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once,
+    in pinned memory.
 
     One batch runs at a time; one thread after another may use the model. Raises EngineError.
     """
@@ -91,7 +95,6 @@ class StreamedModel:
         compute_dtype: DTypeLike | None = None,
         resident: int | None = None,
         pace: DeviceSpeed = DeviceSpeed(),
-        free_bytes: int | None = None,
         batch_tokens: int = 8192,
     ) -> None:
         self.device = device or jax.local_devices()[0]
@@ -102,8 +105,9 @@ class StreamedModel:
             raise EngineError(f"batch_tokens must be positive, got {batch_tokens}")
         if not any(memory.kind == HOST_MEMORY for memory in self.device.addressable_memories()):
             raise EngineError(f"{self.device} has no {HOST_MEMORY} memory, from which layers could be streamed")
-        self._given, self._pace, self._free_bytes = resident, pace, free_bytes
+        self._given, self._pace = resident, pace
         self._batch_tokens = batch_tokens
+        self._limits = EngineLimits(batch_tokens, sys.maxsize, self.text.vocab_size, small_model=False)
         self._on_device = SingleDeviceSharding(self.device, memory_kind="device")
         self._programs = programs(model.config)
         params: dict[str, Any] = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -125,8 +129,7 @@ class StreamedModel:
         """The model in a checkpoint folder; its weights never pass through the accelerator. `settings` as above.
 
         While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        return StreamedModel(models.load(path, shardings=lambda model: map_weights(lambda *_: host, model)), **settings)
+        return StreamedModel(models.load(path, shardings=on_host), **settings)
 
     def _pinned(self, stacks: dict[tuple, np.ndarray], layer: int) -> Parts:
         place = SingleDeviceSharding(self.device, memory_kind=HOST_MEMORY)
@@ -158,27 +161,20 @@ class StreamedModel:
         self.check("answer", answers)
         if not answers:
             raise EngineError("there are no answers to score")
-        tail = sum(len(answer) - 1 for answer in answers)  # an answer's last token predicts nothing
+        targets_A = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
+        ends = np.cumsum([len(answer) for answer in answers])[:-1]
         scores: dict[int, tuple[float, ...]] = {}
-        for members, T in self._batches(prompts, tail):
-            rows = doubling(len(members), 1)
-            tokens_BT, segments_BT, branches_BT, positions_BT = np.zeros((4, rows, T), np.int32)
-            before_BA, targets_BA = np.zeros((2, rows, tail + len(answers)), np.int32)
-            for row, index in enumerate(members):
-                column = P = len(prompts[index])
-                tokens_BT[row, :P], positions_BT[row, :P] = prompts[index], np.arange(P)
-                before: list[int] = []
-                for branch, answer in enumerate(answers, start=1):
-                    end = column + len(answer) - 1
-                    tokens_BT[row, column:end], branches_BT[row, column:end] = answer[:-1], branch
-                    positions_BT[row, column:end] = np.arange(P, P + len(answer) - 1)
-                    before += [P - 1, *range(column, end)]
-                    column = end
-                segments_BT[row, :column] = 1
-                before_BA[row], targets_BA[row] = before, np.concatenate([np.asarray(answer) for answer in answers])
-            x = yield from self._prefill(tokens_BT, positions_BT, segments_BT, branches_BT, [])
+        for members, batch in self._batches(prompts, [answer[:-1] for answer in answers]):  # a last token predicts none
+            before_BA, targets_BA = np.zeros((2, len(batch.inputs.tokens_BT), len(targets_A)), np.int32)
+            for row, places in enumerate(batch.places):
+                targets_BA[row] = targets_A
+                before_BA[row] = [
+                    column
+                    for place in places
+                    for column in (place.prompt_tokens - 1, *(place.response_start + np.arange(place.response_tokens)))
+                ]
+            x = yield from self._prefill(batch.inputs, [])
             logprobs_BA = np.asarray(self._programs.logprobs(self._outer, x, before_BA, targets_BA))
-            ends = np.cumsum([len(answer) for answer in answers])[:-1]
             for row, index in enumerate(members):
                 scores[index] = tuple(float(part.sum()) for part in np.split(logprobs_BA[row], ends))
         return [scores[index] for index in range(len(prompts))]
@@ -193,16 +189,13 @@ class StreamedModel:
         if max_new_tokens < 1:
             raise EngineError(f"max_new_tokens must be positive, got {max_new_tokens}")
         texts: dict[int, tuple[int, ...]] = {}
-        for members, T in self._batches(prompts, 0):
-            rows, room = doubling(len(members), 1), doubling(max_new_tokens, LEAST_TOKENS)
-            tokens_BT, segments_BT = np.zeros((2, rows, T), np.int32)
+        room = doubling(max_new_tokens, LEAST_TOKENS)
+        for members, batch in self._batches(prompts, [()]):
+            rows, T = batch.inputs.tokens_BT.shape
             length_B = np.ones(rows, np.int32)
-            for row, index in enumerate(members):
-                length_B[row] = P = len(prompts[index])
-                tokens_BT[row, :P], segments_BT[row, :P] = prompts[index], 1
-            positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
+            length_B[: len(members)] = [len(prompts[index]) for index in members]
             kept: list[KeyValues] = []
-            x = yield from self._prefill(tokens_BT, positions_BT, segments_BT, np.zeros_like(tokens_BT), kept, room)
+            x = yield from self._prefill(batch.inputs, kept, room)
             last_B = length_B - 1
             new: list[np.ndarray] = []
             while True:
@@ -229,35 +222,25 @@ class StreamedModel:
                     f"the model knows 0 to {self.text.vocab_size - 1}"
                 )
 
-    def _batches(self, prompts: Sequence[Sequence[int]], tail: int) -> Iterator[tuple[list[int], int]]:
-        """(numbers of the prompts, row length) of each batch; similar lengths go together, the shortest first."""
-        members: list[int] = []
-        length = 0
-        for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-            longer = geometric(len(prompts[index]) + tail, LEAST_TOKENS)
-            if members and doubling(len(members) + 1, 1) * longer > self._batch_tokens:
-                yield members, length
-                members = []
-            members, length = [*members, index], longer
-        if members:
-            yield members, length
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[list[int], PrefillBatch]]:
+        """(numbers of the prompts, a batch of these with all `responses` behind each, a row a prompt); similar lengths
+        go together, the shortest first."""
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        behind = tuple(np.asarray(response, np.int32) for response in responses)
+        prefixes = [Prefix(text_input(prompts[index]), behind) for index in order]
+        for members, batch in plan(prefixes, self._limits, self._batch_tokens, batch_patches=0):
+            yield [order[member] for member in members], batch
 
     # --- passes through the layers ----------------------------------------------------------------
 
-    def _prefill(
-        self,
-        tokens_BT: np.ndarray,
-        positions_BT: np.ndarray,
-        segments_BT: np.ndarray,
-        branches_BT: np.ndarray,
-        kept: list[KeyValues],
-        room: int = 0,
-    ) -> Work[jax.Array]:
+    def _prefill(self, inputs: PackedTokens, kept: list[KeyValues], room: int = 0) -> Work[jax.Array]:
         """The hidden states after all layers. With `room`, `kept` gets keys and values."""
-        B, T = tokens_BT.shape
-        self._settle(B, T, room)
-        x, rotary = self._programs.embed(self._outer, tokens_BT, positions_BT)
-        places = jax.device_put((segments_BT, branches_BT), self._on_device)
+        rows, tokens = inputs.tokens_BT.shape
+        self._settle(rows, tokens, room)
+        x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
+        places = jax.device_put((inputs.segments_BT, inputs.branches_BT), self._on_device)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, number: int) -> tuple[jax.Array, Parts]:
             x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, *places, room=room)
@@ -271,7 +254,8 @@ class StreamedModel:
         self, token_B: np.ndarray, kept: list[KeyValues], length_B: np.ndarray, first: int, number: int
     ) -> Work[jax.Array]:
         """The hidden states of token `number` of each response; its keys and values go into `kept`."""
-        x, rotary = self._programs.embed(self._outer, token_B[:, None], (length_B + number)[:, None])
+        positions_3B1 = np.broadcast_to(length_B[:, None] + np.int32(number), (3, len(length_B), 1))
+        x, rotary = self._programs.embed(self._outer, token_B[:, None], positions_3B1)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, i: int) -> tuple[jax.Array, Parts]:
             place = np.int32(first), np.int32(number)
@@ -329,8 +313,7 @@ class StreamedModel:
         )
 
     def _free(self) -> int | float:
-        if self._free_bytes is not None:
-            return self._free_bytes
+        """The bytes of device memory for layers and activations."""
         memory = self.device.memory_stats() or {}
         if "bytes_limit" not in memory:
             return float("inf")

@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
 from .engine import EngineError
 from .streamed import StreamedModel, Work
@@ -20,11 +20,8 @@ from .streamed import StreamedModel, Work
 Result = TypeVar("Result")
 
 
-@runtime_checkable
-class Turns(Protocol):
-    """The owner of the device: `JaxEngine.between_turns`."""
-
-    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
+# The owner of the device: `JaxEngine.between_turns`, which returns the result of the work.
+Turns: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:

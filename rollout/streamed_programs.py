@@ -56,12 +56,8 @@ class StreamedPrograms:
 
     def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
         """The parts of one layer, from its weights by path."""
-        flat = np.zeros(self.part_size * PARTS, dtype)
-        start = 0
-        for path, shape in self.shapes.items():
-            flat[start : start + math.prod(shape)] = weights[path].reshape(-1)
-            start += math.prod(shape)
-        return np.split(flat, PARTS)
+        flat = np.concatenate([weights[path].reshape(-1) for path in self.shapes]).astype(dtype)
+        return np.split(np.pad(flat, (0, self.part_size * PARTS - len(flat))), PARTS)
 
     def _unpack(self, parts: Parts) -> Params:
         weights: dict[tuple, Array] = {}
@@ -82,10 +78,9 @@ class StreamedPrograms:
         return nnx.merge(self._layer, layer if isinstance(layer, dict) else self._unpack(layer))
 
     def _embed(
-        self, outer: Params, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]
+        self, outer: Params, tokens_BT: Int[Array, "B T"], positions_3BT: Int[Array, "3 B T"]
     ) -> tuple[Float[Array, "B T D"], Rotary]:
         model = models.merge(self._outer, outer)
-        positions_3BT = jnp.broadcast_to(positions_BT[None], (3, *positions_BT.shape))
         return model.embed(self.walk, tokens_BT), model.rotary(positions_3BT)
 
     def _prefill(

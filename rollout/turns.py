@@ -125,14 +125,8 @@ def plan_starts(scheduler: Scheduler) -> StartPlan:
             wanted += prefixes
     for behind in (False, True):  # rows with a context run in another program
         group = [(prefix, samples) for prefix, samples in wanted if bool(prefix.context) is behind]
-        for members, batch in plan(
-            [prefix for prefix, _ in group],
-            row_tokens=scheduler.limits.max_sequence_tokens,
-            batch_tokens=PREFILL_TOKENS,
-            batch_patches=PREFILL_PATCHES,
-            merge_unit=_merge_unit(scheduler.limits),
-            least_area=_least_area(scheduler.limits),
-        ):
+        prefixes = [prefix for prefix, _ in group]
+        for members, batch in plan(prefixes, scheduler.limits, PREFILL_TOKENS, PREFILL_PATCHES):
             for i, places in zip(members, batch.places, strict=True):
                 for sample, place in zip(group[i][1], places, strict=True):
                     sample.place = batch, place
@@ -143,14 +137,6 @@ def plan_starts(scheduler: Scheduler) -> StartPlan:
     for sample in sorted(ready, key=lambda sample: sample.slot):
         by_batch.setdefault(sample.place[0], []).append(sample)
     return steps + [_start(scheduler, batch, samples) for batch, samples in by_batch.items()]
-
-
-def _merge_unit(limits: EngineLimits) -> int:
-    return 1 if limits.vision is None else limits.vision.merge_unit
-
-
-def _least_area(limits: EngineLimits) -> int:
-    return LEAST_AREA if limits.small_model else 1
 
 
 def _cut(
@@ -210,7 +196,7 @@ def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> Fea
         return None
     from .prompt_pixels import FeatureWork, PromptFeatures
 
-    kept = job.features or PromptFeatures.of(prompt, _merge_unit(scheduler.limits), PREFILL_PATCHES)
+    kept = job.features or PromptFeatures.of(prompt, scheduler.limits.merge_unit, PREFILL_PATCHES)
     job.features = None if end > shown[-1] else kept
     return None if part.vision is None else FeatureWork(job.request.rid, kept, kept.plan(part.feature_index_T))
 
@@ -230,7 +216,7 @@ def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
             continue
         tensors: list[np.ndarray | ShadowTensor] = [prompt.vision.patches_PX]
         if by_groups(prompt.vision):
-            kept = job.features or PromptFeatures.of(prompt, _merge_unit(scheduler.limits), PREFILL_PATCHES)
+            kept = job.features or PromptFeatures.of(prompt, scheduler.limits.merge_unit, PREFILL_PATCHES)
             tensors = list(map(kept.patches, kept.missing(rest_T)))
         for tensor in tensors:
             if isinstance(tensor, ShadowTensor):  # some patches may be in memory
@@ -266,12 +252,19 @@ def part(prompt: ModelInput, response_T: np.ndarray, start: int, end: int) -> Mo
     return ModelInput(token_ids_T.astype(np.int32), positions_3T, feature_index_T, following, vision)
 
 
+def text_input(token_ids: Sequence[int]) -> ModelInput:
+    """The input of a text without media."""
+    T = len(token_ids)
+    positions_3T = np.tile(np.arange(T, dtype=np.int32), (3, 1))
+    return ModelInput(np.asarray(token_ids, np.int32), positions_3T, np.full(T, -1, np.int32), T)
+
+
 def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> StartStep:
     done, job = sample.written, sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])
     features = _features(scheduler, job, part, done + len(part))
     prefix = Prefix(part, (np.zeros(0, np.int32),), context, job.request.rid, features)
-    batch = _pack([prefix], scheduler.limits.max_sequence_tokens, _merge_unit(scheduler.limits), 1)
+    batch = _pack([prefix], scheduler.limits, 1)
     writes = _writes(scheduler, batch, [sample], [batch.places[0][0]])
     sample.filled = done + len(part)
     job.filled = min(sample.filled, len(job.pages) * PAGE_TOKENS)
@@ -350,37 +343,32 @@ def _shape(rows: int, longest: int, least_area: int) -> tuple[int, int]:
 
 
 def plan(
-    prefixes: Sequence[Prefix],
-    *,
-    row_tokens: int,
-    batch_tokens: int,
-    batch_patches: int,
-    merge_unit: int,
-    least_area: int = LEAST_AREA,
+    prefixes: Sequence[Prefix], limits: EngineLimits, batch_tokens: int, batch_patches: int
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
     """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
 
     Yields (indices of the prefixes in a batch, the batch). A row is a prompt, followed by its samples' tokens so far,
-    each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided between batches, so that a large
-    one has its own batch. `merge_unit` patches make a feature. Batches are filled up to `least_area`.
+    each sample as a branch (`models.inputs.PackedTokens`), as long as `limits` allow. A prefix is never divided between
+    batches, so that a large one has its own batch. For a small model, batches are filled up to `LEAST_AREA`.
     """
+    least_area = LEAST_AREA if limits.small_model else 1
     members: list[int] = []
     rows = longest = patches = 0
     for index, prefix in enumerate(prefixes):
-        lengths, _ = _layout(prefix, row_tokens)
+        lengths, _ = _layout(prefix, limits.max_sequence_tokens)
         more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
         B, T = _shape(rows + len(lengths), max(longest, *lengths), least_area)
         if members and (batch_tokens < B * T or patches + more > batch_patches):
-            yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit, least_area)
+            yield members, _pack([prefixes[i] for i in members], limits, least_area)
             members, rows, longest, patches = [], 0, 0, 0
         members.append(index)
         rows, longest, patches = rows + len(lengths), max(longest, *lengths), patches + more
     if members:
-        yield members, _pack([prefixes[i] for i in members], row_tokens, merge_unit, least_area)
+        yield members, _pack([prefixes[i] for i in members], limits, least_area)
 
 
-def _pack(prefixes: Sequence[Prefix], row_tokens: int, merge_unit: int, least_area: int) -> PrefillBatch:
-    layouts = [_layout(prefix, row_tokens) for prefix in prefixes]
+def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> PrefillBatch:
+    merge_unit, layouts = limits.merge_unit, [_layout(prefix, limits.max_sequence_tokens) for prefix in prefixes]
     lengths = [length for row_lengths, _ in layouts for length in row_lengths]
     B, T = _shape(len(lengths), max(lengths), least_area)
     tokens_BT, segments_BT, branches_BT = np.zeros((3, B, T), np.int32)

@@ -27,7 +27,7 @@ from models.qwen2_5_vl.positions import Grid
 from models.shadow import Rows, ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
-from .requests import as_integer, as_number
+from .requests import as_integer
 
 Json: TypeAlias = dict[str, Any]
 FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; servers that can't read it say that it is no image
@@ -314,23 +314,19 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
 
 def sampling_of(params: Json, begun: int) -> SamplingParams:
     """`sampling_params` of a body, with SGLang's defaults. Raises ValueError, naming the field, for settings that an
-    embedded engine lacks; `requests.checked_sampling` checks the numbers."""
-    params = {name: value for name, value in params.items() if value is not None or name == "max_new_tokens"}
+    embedded engine lacks; `requests.checked_sampling` checks the rest."""
     bias = params.get("logit_bias") or {}
     if not isinstance(bias, dict) or not all(id.isdecimal() and len(id) < 10 for id in bias):
         raise ValueError("logit_bias must have a value for each of some token ids")
     if not all(isinstance(value, int | float) and value <= NEVER / 10 for value in bias.values()):
         raise ValueError(f"logit_bias: only {NEVER:g} is possible, which forbids a token")
-    stop = params.get("stop_token_ids") or []
+    stop, top_k = params.get("stop_token_ids") or [], params.get("top_k", -1)
     if not isinstance(stop, list) or any(type(id) is not int for id in stop):
         raise ValueError("stop_token_ids must be a list of integers")
-    tokens, top_k = params.get("max_new_tokens", 128), as_integer("top_k", params.get("top_k", -1))
-    if type(tokens) is not int:
-        raise ValueError("max_new_tokens must be an integer")
     return SamplingParams(
-        max_new_tokens=tokens + begun,
-        temperature=as_number("temperature", params.get("temperature", 1.0)),
-        top_p=as_number("top_p", params.get("top_p", 1.0)),
+        max_new_tokens=as_integer("max_new_tokens", params.get("max_new_tokens", 128)) + begun,
+        temperature=params.get("temperature", 1.0),
+        top_p=params.get("top_p", 1.0),
         top_k=0 if top_k == -1 else top_k,
         stop_ids=tuple(stop),
         forbidden_ids=tuple(int(id) for id in bias),

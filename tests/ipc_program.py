@@ -51,8 +51,7 @@ def send(file):
     import models
     from models.hf import SINGLE
     from rollout.engine_weights import served
-    from rollout.weights.checksums import as_bytes
-    from rollout.weights.published import SharedFolders
+    from rollout.weights.published import SharedFolders, as_bytes
     from rollout.weights.routes import CudaIpc
     from rollout.weights.version_folders import tensors_of
 

@@ -29,7 +29,6 @@ ROOMS = (  # by the beginning of their files' names
     "fluxjax/rewards/process_caller",
     "fluxjax/rewards/sandbox/",
     "fluxjax/run/follower",
-    "fluxjax/runtime/engine_servers",
     "fluxjax/runtime/fleet_pool",
     "fluxjax/runtime/flight_store",
     "fluxjax/runtime/places",

@@ -28,9 +28,8 @@ from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
-from rollout.lowered import EngineArrays, lowered_programs
+from rollout.lowered import EngineArrays
 from rollout.requests import EngineLimits
-from rollout.slots import PAGE_TOKENS
 from sharding.kernels.tiles import tile_size
 from sharding.mesh import Target, compiling_for, make_mesh
 
@@ -190,9 +189,9 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
 @pytest.mark.parametrize("degree", [1, 2])
 def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     model, devices = models.create(MODEL), jax.devices()[:degree]
-    limits = EngineLimits(8, 64, MODEL.text.vocab_size, MODEL.vision)
+    limits = EngineLimits.of(MODEL, 8, 64)
     real = DeviceState(model, limits, EngineLayout.of(devices), jnp.bfloat16)
-    arrays = EngineArrays.of(models.abstract(MODEL), limits.pages * PAGE_TOKENS, "bfloat16", devices)
+    arrays = EngineArrays(models.abstract(MODEL), limits, "bfloat16", devices)
 
     def described(tree):
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
@@ -200,12 +199,8 @@ def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
     assert described(arrays.params) == described(real.params)
     assert described(arrays.cache) == described(real._ready_cache())
     prompt = longest_prompt(_config(FSDP()), MODEL)
-    unit = MODEL.vision.merge_unit
-    sizes = {"slots": 8, "max_sequence_tokens": 64, "devices": devices, "prompt": prompt, "merge_unit": unit}
-    programs = lowered_programs(models.abstract(MODEL), arrays, **sizes)
-    graphdef, _ = models.split(model)
-    again = lowered_programs(models.merge(graphdef, models.split(model)[1]), arrays, **sizes)
-    assert programs["decode"].as_text() == again["decode"].as_text()
+    again = EngineArrays(model, limits, "bfloat16", devices).lowered(prompt)
+    assert arrays.lowered(prompt)["decode"].as_text() == again["decode"].as_text()
 
 
 @pytest.mark.medium

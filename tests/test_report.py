@@ -35,7 +35,7 @@ from fluxjax.report.prometheus import PrometheusPort, ServerCollector
 from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Reporter
 from fluxjax.runtime.ports import StepReport
-from fluxjax.runtime.server_watch import ServerNews, ServerWatch, server_lanes
+from fluxjax.runtime.server_watch import ServerWatch, server_lanes
 from rollout.fleet_server import Attempt, Seat, Server, ServerStatus
 from rollout.sglang import SampleReply, ServerClient
 
@@ -240,7 +240,7 @@ def test_words_in_brackets_are_no_style():
 
 
 def test_each_event_of_a_server_is_told_once():
-    news = ServerNews()
+    news = ServerWatch(tuple)
     down = server(up=False, version=-1)
     assert news.hear([down], 0.0) == []
     assert news.hear([server(version=-1)], 7.5) == ["server 0 is up after 7.5 s: http://127.0.0.1:0"]
@@ -259,14 +259,14 @@ def test_each_event_of_a_server_is_told_once():
 
 
 def test_a_server_that_was_away_between_two_looks_is_told_of():
-    news = ServerNews()
+    news = ServerWatch(tuple)
     news.hear([server()], 0.0)
     lost, back = news.hear([server(restarts=1, reason="gone")], 1.0)
     assert lost == "server 0 is lost: gone" and back == "server 0 is back with version 3 after 0.0 s"
 
 
 def test_servers_that_never_start_or_leave_are_told_of():
-    news = ServerNews()
+    news = ServerWatch(tuple)
     never = server(up=False, version=-1, restarts=1, reason="no such program")
     assert news.hear([never, server(1)], 0.0)[0] == "server 0 did not start: no such program"
     assert news.hear([never], 1.0) == ["server 1 has left"]
@@ -285,7 +285,7 @@ def test_the_watch_tells_from_its_own_thread_until_it_is_stopped():
     assert line.startswith("server 0 is lost") and thread == "server watch"
     watch.stop()
     servers[:] = [server(restarts=1)]
-    assert told.empty() and [span.name for span in watch.down()][-1] == "restart"
+    assert told.empty() and [span.name for span in watch.down(time.perf_counter())][-1] == "restart"
     ServerWatch(tuple).stop()  # it was never started
 
 

@@ -34,8 +34,7 @@ from ..hosts.orders import (
 )
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
-from ..runtime.engine_servers import EngineServers
-from ..runtime.fleet_pool import check_allocator
+from ..runtime.fleet_pool import EngineServers, check_allocator
 from . import snapshot_folder
 from .artifacts import process_log
 from .build import describe_model, training_prompts

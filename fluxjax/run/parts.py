@@ -37,8 +37,7 @@ from .checkpoint import Checkpoints
 if TYPE_CHECKING:
     from ..batch.composer import Composer
     from ..learner.learner import Learner
-    from ..runtime.engine_servers import EngineServers
-    from ..runtime.fleet_pool import FleetPool
+    from ..runtime.fleet_pool import EngineServers, FleetPool
     from ..sizing.check import DeviceRoom
 
 JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes by itself
@@ -195,12 +194,10 @@ def make_pool(
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
         return EnginePool(config, model, fetch=fetch)
+    from ..runtime.fleet_pool import FleetPool, SharedPool
+
     if not embedded:
-        from ..runtime.fleet_pool import FleetPool
-
         return FleetPool(config, model, checkpoint(), logs, fetch=fetch)
-    from ..runtime.engine_servers import SharedPool
-
     servers = serve_engines(parts, gang, token)
     addresses = [*itertools.chain.from_iterable(gang.exchange(servers.addresses))]
     return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
@@ -208,7 +205,7 @@ def make_pool(
 
 def serve_engines(parts: Parts, gang: Gang, token: str) -> EngineServers:
     """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
-    from ..runtime.engine_servers import EngineServers
+    from ..runtime.fleet_pool import EngineServers
 
     links = gang.links
     assert links is not None

@@ -66,13 +66,12 @@ class EnginePool:
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"
             )
-        self._config, self._fetch = config, fetch
         self.devices = tuple(devices[number % len(devices)] for number in range(wanted))
         if parallelism.profile:
             _check_profile(parallelism.profile, model)
         if config.stream_trainer:
             check_lent(config, model, self.devices)
-        self._model, self._fetch = model, fetch
+        self._config, self._model, self._fetch = config, model, fetch
         self.engines = [self._make(dealt) for dealt in deal(self.devices, parallelism.degree)]
 
     def _make(self, devices: Sequence[Any]) -> JaxEngine:
@@ -82,7 +81,7 @@ class EnginePool:
             slots=rollout.slots,
             max_sequence_tokens=rollout.max_sequence_tokens,
             kv_tokens=rollout.kv_tokens,
-            kv_fraction=KV_FRACTION / self._a_device,
+            kv_fraction=KV_FRACTION / engines_a_device(self.devices),
             compute_dtype=self._config.model.compute_dtype.value,
             devices=devices,
             fetch=self._fetch,
@@ -103,11 +102,6 @@ class EnginePool:
         """Engines have their lanes already."""
         return spans
 
-    @property
-    def _a_device(self) -> int:
-        """The most engines that share one device."""
-        return -(-len(self.devices) // len(set(self.devices)))
-
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
         """Makes engines on `degree` devices each, awake, with the weights that the first engine serves. Surplus engines
         are closed first, so that no device holds the weights of two engines unless it did before."""
@@ -125,6 +119,11 @@ class EnginePool:
             await engine.copy_weights(self.engines[0])
             self.engines.append(engine)
         return self.engines
+
+
+def engines_a_device(devices: Sequence[Any]) -> int:
+    """Returns the most engines of one device each that share one of these."""
+    return -(-len(devices) // len(set(devices)))
 
 
 def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
@@ -145,12 +144,11 @@ def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
     """Checks that the devices of half of the engines, which are lent to training, can hold what is trained on, at every
     degree that may come. Raises `ConfigError`."""
     vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
-    a_device = -(-len(devices) // len(set(devices)))
     for degree in degrees(config, len(devices)):
         half = len(deal(devices, degree)) // 2
         try:
             if half:
-                Composer(config, -(-half // a_device) * degree, vision, model.config.text).check()
+                Composer(config, -(-half // engines_a_device(devices)) * degree, vision, model.config.text).check()
         except ConfigError as error:
             raise ConfigError(f"stream_trainer: on the devices of half of the engines: {error}") from error
 

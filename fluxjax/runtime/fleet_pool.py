@@ -2,28 +2,40 @@
 
 With `parallelism.min_degree` there is a fleet for each number of devices a server may have, all started before the
 first step and all on the same devices: those of one of them are awake, the others have given their memory back.
+
+Of several processes, each serves its embedded engines (`EngineServers`), and process 0 has a fleet of all of them, its
+own included.
 """
 
+from __future__ import annotations
+
 import asyncio
+import contextlib
+import copy
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import os
 import pathlib
 import shutil
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from models.config import AnyConfig, NameLayout, Qwen25VLConfig
 from models.decoder import Decoder
+from models.processing import Processor
 from models.shadow import Fetch
 from rollout.engine_weights import served
 from rollout.fleet import Fleet, FleetEngine
 from rollout.fleet_server import FleetOptions, Seat, ServerStatus
-from rollout.listening import TOKEN
+from rollout.listening import TOKEN, address_of, bound_socket, http_server
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
@@ -34,10 +46,14 @@ from sharding.mesh import Device, Target
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
 from ..config.servers import on_this_host
-from .engine_pool import SERVER_MEMORY, check_lent, degrees
+from .engine_pool import SERVER_MEMORY, EnginePool, check_lent, degrees, engine_count
 from .server_watch import ServerFile, ServerWatch, server_lanes
 
+if TYPE_CHECKING:
+    import uvicorn
+
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"  # JAX reads it when it first looks for devices
+GRACE = 10.0  # seconds in which servers of this process end
 BUCKET_BYTES = 256 << 20  # of weights that are sent at once
 PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where each host of servers has a copy of weights in files
 
@@ -62,14 +78,9 @@ class FleetPool:
         servers get tickets if `shadows` is set, else the pixels that `fetch` returns."""
         self._fetch, self._shadows = fetch, shadows
         self._token = token or os.environ.get(TOKEN, "")
-        rollout, servers = config.rollout, config.servers
-        _check_installed(config)
-        if rollout.engine is RolloutEngine.SGLANG and not servers.addresses and _nested(model):
-            raise ConfigError(
-                f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start "
-                "from; set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
-                "servers.addresses"
-            )
+        servers = config.servers
+        if config.rollout.engine is RolloutEngine.SGLANG and not servers.addresses:
+            _check_sglang(servers.python, model.config, checkpoint)
         self._config, self._model, self._checkpoint, self._logs = config, model.config, checkpoint, logs
         named = config.weights.agents or ("",) * len(servers.addresses)
         addresses = [address.rstrip("/") for address in servers.addresses]
@@ -90,7 +101,6 @@ class FleetPool:
     def _fleet(self, degree: int, count: int) -> Fleet:
         """Returns the fleet of `count` servers that have `degree` devices each."""
         config, rollout, servers, model = self._config, self._config.rollout, self._config.servers, self._model
-        vision = model.vision if isinstance(model, Qwen25VLConfig) else None
         alone = not config.parallelism.enabled
         prefix = "server-" if alone else f"server-{degree}-"
         processes = [
@@ -99,7 +109,7 @@ class FleetPool:
         ]
         return Fleet(
             model,
-            EngineLimits(rollout.slots, rollout.max_sequence_tokens, model.text.vocab_size, vision),
+            EngineLimits.of(model, rollout.slots, rollout.max_sequence_tokens),
             self._folders,
             processes=processes,
             addresses=servers.addresses,
@@ -166,17 +176,97 @@ class FleetPool:
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the spans of a run with the lanes of its servers."""
         busy = {name: times for fleet in self._fleets.values() for name, times in fleet.busy().items()}
-        return server_lanes(spans, busy, self._watch.down())
+        return server_lanes(spans, busy, self._watch.down(time.perf_counter()))
 
 
-def _nested(model: Decoder) -> bool:
-    return isinstance(model.config, Qwen25VLConfig) and model.config.names is NameLayout.NESTED
+class EngineServers:
+    """Engines on the devices of this process, one of `processes`, served from a thread of their own. `model` may be
+    abstract: weights come over HTTP. `addresses` has the address of each engine.
+
+    The servers listen on `host`, for clients that know `token`. `failed` is called, from their thread, when they can't
+    go on. With `fetch`, they take tickets in the place of pixels. Raises what `EnginePool` raises, and ValueError for a
+    host that is none of this machine's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        processor: Processor,
+        processes: int,
+        *,
+        host: str,
+        token: str,
+        failed: Callable[[str], None],
+        fetch: Fetch | None = None,
+    ) -> None:
+        from rollout.serve_app import RolloutServer
+
+        process_config = copy.deepcopy(config)
+        process_config.rollout.engines = engine_count(config, jax.local_devices(), processes) // processes
+        self._pool, dtype = EnginePool(process_config, model, fetch=fetch), config.model.compute_dtype.value
+        served = [RolloutServer(e, model.config, processor, dtype=dtype, token=token) for e in self._pool.engines]
+        self._sockets = [bound_socket(host, 0) for _ in served]
+        self._servers = [http_server(server.app) for server in served]
+        self.addresses = [address_of(listening) for listening in self._sockets]
+        self._failed = failed
+        self._thread = threading.Thread(target=self._run, name="engine-servers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the servers; requests that run are lost. It may be called again."""
+        for server in self._servers:
+            server.should_exit = True
+        self._thread.join(GRACE)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._failed(f"its engines ended: {type(error).__name__}: {error}")
+
+    async def _serve(self) -> None:
+        async def serve(server: uvicorn.Server, listening: socket.socket) -> None:
+            with contextlib.closing(listening):
+                await server.serve([listening])
+
+        await asyncio.gather(*map(serve, self._servers, self._sockets))
+        for engine in self._pool.engines:
+            await engine.close()
 
 
-def _check_installed(config: Config) -> None:
-    if config.rollout.engine is not RolloutEngine.SGLANG or config.servers.addresses:
-        return
-    python = config.servers.python
+class SharedPool(FleetPool):
+    """The engines of all processes, at these addresses, as process 0 uses them; closing it also closes `local_servers`,
+    those of process 0. `shadows` says that every engine was made with a `fetch`. Raises ConfigError for a weight route
+    that does not reach the servers."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        local_servers: EngineServers,
+        addresses: Sequence[str],
+        logs: pathlib.Path,
+        token: str,
+        *,
+        fetch: Fetch | None = None,
+        shadows: bool = False,
+    ) -> None:
+        fleet = copy.deepcopy(config)
+        fleet.rollout.engine = RolloutEngine.SERVE
+        fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
+        fleet.rollout.engines = len(addresses)
+        fleet.weights.validate(fleet.rollout.engine, fleet.servers)
+        super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
+        self._own = local_servers
+
+    def close(self) -> None:
+        super().close()
+        self._own.close()
+
+
+def _check_sglang(python: str, model: AnyConfig, checkpoint: pathlib.Path) -> None:
+    """Raises `ConfigError` where SGLang is not installed, or can't start from the checkpoint."""
     if not python and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine is sglang, but this environment has none: pip install 'fluxjax[sglang]', or set "
@@ -185,6 +275,12 @@ def _check_installed(config: Config) -> None:
     if python and shutil.which(python) is None:
         raise ConfigError(
             f"servers.python: there is no program {python}; on a CPU, bash scripts/install_sglang.sh makes .sglang"
+        )
+    if isinstance(model, Qwen25VLConfig) and model.names is NameLayout.NESTED:
+        raise ConfigError(
+            f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start from; "
+            "set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
+            "servers.addresses"
         )
 
 
@@ -255,24 +351,18 @@ def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: s
     return OrbaxFolders(folders, PULLED, agents, token=token, here=here)
 
 
-def _saves_memory(config: Config) -> bool:
-    """Returns True if SGLang servers must free their memory when asleep; on a CPU there is no memory saver."""
-    flags = config.servers.flags
-    on_cpu = "--device=cpu" in flags or ("--device", "cpu") in itertools.pairwise(flags)
-    return (config.servers.colocated or config.parallelism.enabled) and not on_cpu
-
-
-def _flags(config: Config) -> tuple[str, ...]:
+def _flags(config: Config) -> Sequence[str]:
     """Returns the command line flags of a server, from the configuration of the run."""
-    rollout, dtype = config.rollout, ("--dtype", config.model.compute_dtype.value)
-    if rollout.engine is RolloutEngine.SGLANG:
-        cache = ("--max-total-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
-        share = ("--mem-fraction-static", str(SERVER_MEMORY)) if config.servers.colocated else ()
-        saver = ("--enable-memory-saver",) if _saves_memory(config) else ()
-        return (*dtype, "--max-running-requests", str(rollout.slots), *cache, *share, *saver)
-    cache = ("--kv-tokens", str(rollout.kv_tokens)) if rollout.kv_tokens else ()
-    return (
-        *dtype,
-        *("--slots", str(rollout.slots), "--max-sequence-tokens", str(rollout.max_sequence_tokens)),
-        *cache,
-    )
+    rollout, flags, sglang = config.rollout, config.servers.flags, config.rollout.engine is RolloutEngine.SGLANG
+    words = ["--dtype", config.model.compute_dtype.value]
+    words += ["--max-running-requests" if sglang else "--slots", str(rollout.slots)]
+    if rollout.kv_tokens:
+        words += ["--max-total-tokens" if sglang else "--kv-tokens", str(rollout.kv_tokens)]
+    if not sglang:
+        return [*words, "--max-sequence-tokens", str(rollout.max_sequence_tokens)]
+    if config.servers.colocated:
+        words += ["--mem-fraction-static", str(SERVER_MEMORY)]
+    on_cpu = "--device=cpu" in flags or ("--device", "cpu") in itertools.pairwise(flags)
+    if (config.servers.colocated or config.parallelism.enabled) and not on_cpu:  # there is no memory saver on a CPU
+        words.append("--enable-memory-saver")
+    return words

@@ -38,21 +38,47 @@ class _SeenServer:
     told: str = ""  # the reason of this loss, as it was told last
 
 
-class ServerNews:
-    """Compares the servers from look to look. `now` is on the clock of the timeline."""
+class ServerWatch:
+    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members` has
+    servers join and leave before each look, and returns what it can't do. Times are on the clock of the timeline."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        self._servers, self._members = servers, members
         self._known: dict[str, _SeenServer] = {}
         self._down: collections.deque[Span] = collections.deque(maxlen=1024)
+        self._lock = threading.Lock()  # of the two above
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, tell: Callable[[str], None]) -> None:
+        """Begins to tell; `tell` is called from the thread. It may be called again: the first `tell` stays."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(tell,), name="server watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, tell: Callable[[str], None]) -> None:
+        while not self._stopping.is_set():
+            complaints = self._members()
+            for line in (*complaints, *self.hear(self._servers(), time.perf_counter())):
+                tell(line)
+            self._stopping.wait(_LOOK_SECONDS)
 
     def hear(self, servers: Sequence[ServerStatus], now: float) -> list[str]:
         """Returns a line for each event since the last look: a server is up, lost, back, or has left."""
         lines: list[str] = []
-        for server in servers:
-            lines += self._changes(server, self._known.setdefault(server.name, _SeenServer(now)), now)
-        for name in sorted(self._known.keys() - {server.name for server in servers}):
-            lines.append(f"{name} has left")
-            del self._known[name]
+        with self._lock:
+            for server in servers:
+                lines += self._changes(server, self._known.setdefault(server.name, _SeenServer(now)), now)
+            for name in sorted(self._known.keys() - {server.name for server in servers}):
+                lines.append(f"{name} has left")
+                del self._known[name]
         return lines
 
     def _changes(self, server: ServerStatus, known: _SeenServer, now: float) -> list[str]:
@@ -77,7 +103,9 @@ class ServerNews:
 
     def down(self, now: float) -> list[Span]:
         """Returns when servers were down up to now: spans `start`, of one that was never up before, and `restart`."""
-        return [*self._down, *(_down(name, known, now) for name, known in self._known.items() if not known.up)]
+        with self._lock:
+            still = [_down(name, known, now) for name, known in self._known.items() if not known.up]
+            return [*self._down, *still]
 
 
 def _down(name: str, known: _SeenServer, now: float) -> Span:
@@ -89,44 +117,6 @@ def first_line(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}..."
-
-
-class ServerWatch:
-    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members` has
-    servers join and leave before each look, and returns what it can't do."""
-
-    def __init__(
-        self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
-    ) -> None:
-        self._servers, self._members = servers, members
-        self._news = ServerNews()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, tell: Callable[[str], None]) -> None:
-        """Begins to tell; `tell` is called from the thread. It may be called again: the first `tell` stays."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(tell,), name="server watch", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, tell: Callable[[str], None]) -> None:
-        while not self._stopping.is_set():
-            complaints = self._members()
-            with self._lock:
-                lines = self._news.hear(self._servers(), time.perf_counter())
-            for line in (*complaints, *lines):
-                tell(line)
-            self._stopping.wait(_LOOK_SECONDS)
-
-    def down(self) -> list[Span]:
-        with self._lock:
-            return self._news.down(time.perf_counter())
 
 
 def server_lanes(

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 import models
 from models.config import AnyConfig, Qwen25VLConfig
 from models.decoder import Decoder
-from rollout.lowered import EngineArrays, lowered_programs
+from rollout.lowered import EngineArrays
 from rollout.requests import EngineLimits
 from rollout.slots import PAGE_TOKENS, pages_for
 from sharding.mesh import Target, compiling_for, make_mesh
@@ -30,8 +30,8 @@ from ..learner.critic import Critic
 from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
-from .account import ENGINE, in_gib
-from .largest import largest_batch, longest_prompt, vision_of
+from .account import in_gib
+from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
 # A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
@@ -187,17 +187,7 @@ class RunShapes:
             if {"accumulate", "update", "logprobs"} & set(names):
                 lowered |= self.learner.lowered(self.batch)
             if {"prefill", "decode"} & set(names):
-                vision = vision_of(self.model)
-                lowered |= lowered_programs(
-                    models.abstract(self.model),
-                    self.engine,
-                    slots=self.config.rollout.slots,
-                    max_sequence_tokens=self.config.rollout.max_sequence_tokens,
-                    devices=self.devices[: self.config.parallelism.degree],
-                    prompt=longest_prompt(self.config, self.model),
-                    begun=_begun(self.config),
-                    merge_unit=vision.merge_unit if vision is not None else 1,
-                )
+                lowered |= self.engine.lowered(longest_prompt(self.config, self.model), _begun(self.config))
         found = {}
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
@@ -244,8 +234,10 @@ def engine_arrays(
     config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
 ) -> EngineArrays:
     """Returns the arrays that an engine of `degree` devices with a cache of `kv_tokens` keeps (0: as configured)."""
-    degree, dtype = degree or config.parallelism.degree, config.model.compute_dtype.value
-    return EngineArrays.of(model, kv_tokens or cache_tokens(config), dtype, devices[:degree])
+    rollout, dtype = config.rollout, config.model.compute_dtype.value
+    kept = kv_tokens or rollout.kv_tokens
+    limits = EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, kv_tokens=kept)
+    return EngineArrays(model, limits, dtype, devices[: degree or config.parallelism.degree])
 
 
 def bytes_on_device(tree: PyTree) -> float:

@@ -24,20 +24,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from ..listening import Parser, add_network_flags, bound_socket, check_network_flags
+    from ..listening import Parser, add_network_flags, bound_socket, check_network_flags, exit_status
+
+    def run(options: argparse.Namespace) -> None:
+        with bound_socket(options.host, options.port) as listening:
+            asyncio.run(_serve(listening, options.token))
 
     parser = Parser(prog="python -m rollout.weights.agent", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_network_flags(parser)
     options = parser.parse_args(arguments)
     check_network_flags(parser, options)
-    try:
-        with bound_socket(options.host, options.port) as listening:
-            asyncio.run(_serve(listening, options.token))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(run, options)
 
 
 async def _serve(listening: socket.socket, token: str) -> None:

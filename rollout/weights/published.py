@@ -1,20 +1,34 @@
-"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with checksums."""
+"""A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
+that servers must answer after an update.
+
+`rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up), fills the
+vocabulary up, divides them over its ranks, and hashes what each rank holds: by SHA-256 on CPUs, by a hash of its own on
+GPUs. Seen to agree with SGLang 0.5.23 on CPUs, with one rank and with two (sizes that do not divide into 32s are padded
+there, and refused here); its GPU hash in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, UInt32
+from safetensors import safe_open
 
 import models
 from models.config import AnyConfig
@@ -22,11 +36,33 @@ from models.folder import write_json
 from models.hf import SINGLE, disk_tensors, stored, write_weights
 from models.hf_config import write_config
 
+from ..engine import WeightsMismatch
 from ..engine_weights import by_name, check_shapes, served
-from .checksums import Checksums
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
+VOCABULARY_MULTIPLE = 64  # rows of embedding and head in SGLang; what is missing is zeros
+_VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
+_JOINED = (
+    (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+)
+_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # of the parts of a joined one
+_MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
+_KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
+_BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # of the tensor: each rank has some outputs
+_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # some inputs
+_WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
+Hash = Callable[[Sequence[np.ndarray]], str]
+
+# Constants of SGLang's hash of a tensor on a GPU.
+TILE = 8192  # words of a tile
+TILES = 64  # of a call: 2 MiB; one program for tensors of all sizes
+SEEDS = np.array([0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF], np.uint32)
+PLACES = np.array([0x27D4EB2D, 0x165667B1], np.uint32)
+TURNS = np.array([15, 13], np.uint32)
+MIX = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+ALL = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,3 +152,156 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
             continue
         if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- checksums, one a tensor ----------------------------------------------------------------------
+
+
+class Checksums:
+    """The checksums of the tensors of a safetensors file. Computed when first asked for, from any thread."""
+
+    def __init__(self, file: pathlib.Path, kv_heads: int) -> None:
+        self._file, self._kv_heads = file, kv_heads
+        with safe_open(file, framework="numpy") as tensors:
+            self._names = sorted(tensors.keys())
+        self._expected = functools.cache(self._compute)
+
+    def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
+        """Compares the checksums with those of what each rank of a server holds, under either kind of names. Raises
+        WeightsMismatch, which names server and tensor."""
+        as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
+        for rank, held in enumerate(ranks):
+            options = [self._expected(as_served, len(ranks), rank, sha256)]
+            if as_served and not any(held.get(name) == value for name, value in options[0].items()):
+                options.append(self._expected(True, len(ranks), rank, gpu_hash))
+            where = f"{server}, rank {rank}" if len(ranks) > 1 else server
+            wanted = min(options, key=lambda wanted: _differ(wanted, held))
+            if len(wanted) > 1 and _differ(wanted, held) == len(wanted):
+                raise WeightsMismatch(
+                    f"{where}: after the update of its weights, none of its tensors has the checksum of what was sent: "
+                    "the update did nothing, or the server computes in another dtype than model.compute_dtype (--dtype)"
+                )
+            _compare(wanted, held, where)
+
+    def _compute(self, as_served: bool, size: int, rank: int, hashed: Hash) -> dict[str, str]:
+        parts: dict[str, list[str]] = {}
+        for name in sorted(self._names, key=_part):
+            parts.setdefault(sglang_name(name) if as_served else name, []).append(name)
+
+        def checksum(names: Sequence[str]) -> str:
+            with safe_open(self._file, framework="numpy") as tensors:
+                whole = [tensors.get_tensor(name) for name in names]
+            if as_served:
+                whole = [self._shard(name, tensor, size, rank) for name, tensor in zip(names, whole, strict=True)]
+            return hashed(whole)
+
+        with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="checksums") as threads:
+            return dict(zip(parts, threads.map(checksum, parts.values()), strict=True))
+
+    def _shard(self, name: str, tensor: np.ndarray, size: int, rank: int) -> np.ndarray:
+        """The part of a tensor that a rank of SGLang holds."""
+        if _VOCABULARY.search(name):
+            missing = -len(tensor) % VOCABULARY_MULTIPLE
+            tensor = np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
+            return _cut(name, tensor, size, 0)[rank]
+        if ".attn.qkv." in name:
+            return np.concatenate([_cut(name, part, size, 0)[rank] for part in np.split(tensor, 3)])
+        if _KEYS_VALUES.search(name):  # a head may be on several ranks
+            shards = min(size, self._kv_heads)
+            return _cut(name, tensor, shards, 0)[rank * shards // size]
+        if _BY_ROWS.search(name):
+            return _cut(name, tensor, size, 0)[rank]
+        return _cut(name, tensor, size, 1)[rank] if _BY_COLUMNS.search(name) else tensor
+
+
+def _cut(name: str, tensor: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
+    if tensor.shape[axis] % size:
+        raise WeightsMismatch(f"{name} of shape {tensor.shape} does not divide over {size} ranks, as SGLang would")
+    return np.split(tensor, size, axis)
+
+
+def _compare(wanted: Mapping[str, str], held: Mapping[str, str], server: str) -> None:
+    for name, checksum in wanted.items():
+        if held.get(name) != checksum:
+            state = "is missing" if name not in held else f"has the checksum {held[name]}, not {checksum}"
+            raise WeightsMismatch(f"{server}: after the update of its weights, {name} {state}")
+    for name in held:
+        if name not in wanted and name.endswith(_WEIGHTS):
+            raise WeightsMismatch(f"{server}: holds a tensor {name}, which was not sent")
+
+
+def _differ(wanted: Mapping[str, str], held: Mapping[str, str]) -> int:
+    return sum(held.get(name) != checksum for name, checksum in wanted.items())
+
+
+def as_bytes(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
+def sha256(parts: Sequence[np.ndarray]) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(as_bytes(part).data)
+    return hashed.hexdigest()[:16]
+
+
+def _part(name: str) -> tuple[str, int]:
+    """The key that sorts the parts of a joined tensor as SGLang does."""
+    module = name.rsplit(".", 2)[-2]
+    return sglang_name(name), _ORDER.get(module, 0)
+
+
+def sglang_name(name: str) -> str:
+    """The parameter of SGLang's Qwen models that a tensor of a checkpoint becomes, or becomes a part of."""
+    for old, new in _MOVED:
+        name = name.replace(old, new)
+    for pattern, new in _JOINED:
+        name = pattern.sub(new, name)
+    return name
+
+
+def gpu_hash(parts: Sequence[np.ndarray]) -> str:
+    """SGLang's hash of a tensor on a GPU (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23), of arrays that follow
+    each other in one tensor: sixteen hexadecimal digits.
+
+    32-bit words are mixed with their place, added up by tiles of 8,192, and the tiles' 64-bit hashes added up. The test
+    compares with SGLang's own kernel in Triton's interpreter."""
+    data = b"".join(as_bytes(part).data for part in parts)
+    words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+    total = 0
+    for start in range(0, len(words), TILE * TILES):
+        block = np.zeros(TILE * TILES, np.uint32)
+        piece = words[start : start + TILE * TILES]
+        block[: len(piece)] = piece
+        tiles = -(-len(piece) // TILE)
+        high, low = np.asarray(_tiles(block.reshape(TILES, TILE), np.uint32(start), np.uint32(len(words))), np.uint64)[
+            :, :tiles
+        ]
+        total += int(np.sum((high << np.uint64(32)) | low, dtype=np.uint64))
+    return f"{_spread(total & ALL):016x}"
+
+
+@jax.jit
+def _tiles(words_KT: UInt32[Array, "K T"], first: UInt32[Array, ""], count: UInt32[Array, ""]) -> UInt32[Array, "2 K"]:
+    """The halves of each tile's hash, high first. The block begins with word `first` of `count`."""
+    index_KT = first + jnp.arange(words_KT.size, dtype=jnp.uint32).reshape(words_KT.shape)
+    halves = []
+    for seed, place, turn in zip(SEEDS, PLACES, TURNS, strict=True):
+        turned_KT = (index_KT << turn) | (index_KT >> (np.uint32(32) - turn))
+        mixed_KT = _mixed(words_KT ^ ((index_KT * place + seed) ^ turned_KT))
+        sums_K = jnp.where(index_KT < count, mixed_KT, np.uint32(0)).sum(axis=1, dtype=jnp.uint32)
+        halves.append(_mixed(sums_K ^ (count * np.uint32(4))))
+    return jnp.stack(halves)
+
+
+def _mixed(x: Array) -> Array:
+    for constant, shift in zip(MIX, (16, 13), strict=True):
+        x = (x ^ (x >> np.uint32(shift))) * constant
+    return x ^ (x >> np.uint32(16))
+
+
+def _spread(x: int) -> int:
+    """The last step: SplitMix64's finaliser."""
+    for shift, constant in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * constant) & ALL
+    return x ^ (x >> 31)

@@ -19,9 +19,9 @@ from safetensors.numpy import save
 from models.config import AnyConfig
 from models.hf import SINGLE, StoredTensor
 
+from ..engine_weights import portions
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
-from .checksums import as_bytes
-from .published import Published
+from .published import Published, as_bytes
 from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
 from .version_folders import VersionFolders, contents, pull, pulled
 
@@ -65,7 +65,8 @@ class Buckets(SyncRoute):
         self._size, self._form = size, "flattened_bucket" if pickled else "safetensors"
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
-        parts, pack = buckets(contents(published.folder), self._size), self._packer(published, await client.ranks())
+        parts = list(portions(contents(published.folder), lambda tensor: tensor.nbytes, self._size))
+        pack = self._packer(published, await client.ranks())
         await pause()
         try:
             await client.begin_weight_update()
@@ -164,13 +165,3 @@ class OrbaxFolders(SyncRoute):
         with contextlib.suppress(OSError):  # servers of this host have ended; others are for the next pull there
             shutil.rmtree(pulled(self._local, self._folders.source))
         self._folders.close()
-
-
-def buckets(tensors: Sequence[StoredTensor], size: int) -> list[list[StoredTensor]]:
-    """The tensors in order, as many together as take `size` bytes, or one."""
-    parts: list[list[StoredTensor]] = [[]]
-    for tensor in tensors:
-        if parts[-1] and sum(packed.nbytes for packed in parts[-1]) + tensor.nbytes > size:
-            parts.append([])
-        parts[-1].append(tensor)
-    return parts

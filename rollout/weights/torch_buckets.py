@@ -31,10 +31,10 @@ from models.hf import StoredTensor, tensor_names
 from models.tensor_names import TensorName
 from sharding.weights import by_path
 
-from .checksums import as_bytes
+from .published import as_bytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
@@ -166,23 +166,22 @@ class SharedBucket:
 
     def fill(self, parts: Sequence[np.ndarray | jax.Array]) -> None:
         """Puts these bytes (uint8, `[N]` each) there, one behind the other: on a GPU, if any of them is on one."""
-        found = [self._opened(part) for part in parts]
+        torch = self._torch
+        found = [
+            torch.from_numpy(part) if isinstance(part, np.ndarray) else torch.from_dlpack(part.block_until_ready())
+            for part in parts
+        ]
         device = next((part.device for part in found if part.is_cuda), found[0].device)
         size = sum(part.numel() for part in found)
         if self._memory.numel() < size or self._memory.device != device:
-            self._memory = self._torch.empty(size, dtype=self._torch.uint8, device=device)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
             if not self._memory.is_cuda:
-                self._torch.multiprocessing.set_sharing_strategy("file_system")  # the other way passes descriptors
+                torch.multiprocessing.set_sharing_strategy("file_system")  # the other way passes descriptors
                 self._memory.share_memory_()
         self._filled = self._memory[:size]
-        self._torch.cat(found if device.type == "cpu" else [part.to(device) for part in found], out=self._filled)
+        torch.cat(found if device.type == "cpu" else [part.to(device) for part in found], out=self._filled)
         if device.type == "cuda":
-            self._torch.cuda.synchronize(device)
-
-    def _opened(self, part: np.ndarray | jax.Array) -> torch.Tensor:
-        if isinstance(part, np.ndarray):
-            return self._torch.from_numpy(part)
-        return self._torch.from_dlpack(part.block_until_ready())
+            torch.cuda.synchronize(device)
 
     def handle(self) -> bytes:
         """A pickle, without its end, of what is in it, for one process."""
@@ -192,17 +191,7 @@ class SharedBucket:
         if self._filled.is_cuda:  # the other process may see its GPUs under other numbers; SGLang looks for the UUID
             uuid = str(self._torch.cuda.get_device_properties(self._filled.device).uuid)
             arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
-        return bytes(ForkingPickler.dumps(_Reduced(rebuild, arguments)))[: -len(pickle.STOP)]
+        return _call(rebuild.__module__, rebuild.__name__, bytes(ForkingPickler.dumps(arguments))[: -len(pickle.STOP)])
 
 
 _DEVICE = 6  # its place among the arguments of `rebuild_cuda_tensor`
-
-
-class _Reduced:
-    """Pickles as a call."""
-
-    def __init__(self, *call: Any) -> None:
-        self._call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call

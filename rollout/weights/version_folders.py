@@ -42,8 +42,7 @@ from models.folder import read_json, write_json
 from models.hf import DTYPES as NAMES
 from models.hf import INDEX, SINGLE, StoredTensor, write_weights
 
-from .checksums import as_bytes
-from .published import Published, sweep
+from .published import Published, as_bytes, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # of Orbax, in the folder of a whole version
@@ -130,7 +129,7 @@ class VersionFolders:
                 raise OSError(f"{folder}: {error}") from error
         shutil.copy(published.folder / CONFIG, folder / CONFIG)
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-        write_json(folder / SUMS, sums | {CONFIG: file_checksum(folder / CONFIG)})
+        write_json(folder / SUMS, sums | {CONFIG: checksum(np.fromfile(folder / CONFIG, np.uint8))})
         metadata = {"version": f"{published.version:06d}", "checksum_format": FORMAT["checksum_format"]}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": {}})
         self._since_full = 0
@@ -243,9 +242,8 @@ def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) ->
     folder.mkdir()
     write_weights(folder / SINGLE, entries, _after(tensors, deltas))
     shutil.copy(seed / CONFIG, folder / CONFIG)
-    wanted = deltas[-1].config_checksum() if deltas else read_json(seed / SUMS).get(CONFIG)
-    if (has := file_checksum(folder / CONFIG)) != wanted:
-        raise DeltaError(f"{seed / CONFIG} has the checksum {has}, not {wanted}: it is damaged")
+    for delta in deltas[-1:]:
+        delta.apply(CONFIG, np.fromfile(folder / CONFIG, np.uint8))
 
 
 def _after(tensors: Iterator[tuple[str, np.ndarray]], deltas: Sequence[Delta]) -> Iterator[np.ndarray]:
@@ -277,12 +275,12 @@ def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
             tensors = reader.restore(item, restore_args=how)
         except (ValueError, KeyError, AttributeError) as error:
             raise PullError(f"{item}: can't be read: {error}") from error
-    sums.pop(CONFIG, None)
+    tensors[CONFIG] = np.fromfile(folder / CONFIG, np.uint8)
     for name in sorted(sums.keys() | tensors.keys()):
         has = checksum(tensors[name]) if name in tensors else "none"
         if has != sums.get(name):
             raise DeltaError(f"{folder}: {name} has the checksum {has}, not {sums.get(name)}: it is damaged")
-    return {name: tensors[name] for name in sums}
+    return {name: tensors[name] for name in sums if name != CONFIG}
 
 
 def contents(folder: pathlib.Path) -> list[StoredTensor]:
@@ -319,10 +317,6 @@ def checksum(tensor: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(as_bytes(tensor).data)
 
 
-def file_checksum(file: pathlib.Path) -> str:
-    return xxhash.xxh3_128_hexdigest(file.read_bytes())
-
-
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
     """Writes the way from one safetensors file to another of the same tensors. Returns the bytes of the delta; None,
     and writes nothing, where they are not fewer than those of the tensors. Raises OSError for a folder that is full."""
@@ -341,7 +335,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
     if written >= whole:
         return None
     if (config := new.with_name(CONFIG)).exists():
-        sums[CONFIG] = file_checksum(config)
+        sums[CONFIG] = checksum(np.fromfile(config, np.uint8))
     folder.mkdir()
     try:
         save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
@@ -372,16 +366,9 @@ class Delta:
     version: int
     base: int
 
-    def config_checksum(self) -> str | None:
-        """Returns the checksum of the version's configuration. Raises DeltaError for a file that can't be read."""
-        try:
-            with safe_open(self.folder / FILE, framework="numpy") as changes:
-                return (changes.metadata() or {}).get(CONFIG)
-        except (OSError, SafetensorError) as error:
-            raise DeltaError(f"{self.folder}: {error}") from None
-
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """The tensor of `version`, given that of `base`. Raises DeltaError where it is not what was written."""
+        """The tensor of `version`, given that of `base`, or the bytes of its configuration. Raises DeltaError where it
+        is not what was written."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None

@@ -55,8 +55,8 @@ async def exact(seat: FleetEngine, here: JaxEngine, wanted: GenerateRequest, ver
 
 def fleet_of(*, seats: int = 0, options: FleetOptions = QUICK, longest: int = 64, **members: Any) -> Fleet:
     config = model("text").config
-    room = EngineLimits(SLOTS, longest, config.text.vocab_size)
-    return Fleet(config, room, SharedFolders(config, "float32"), seats=seats, options=options, **members)
+    folders = SharedFolders(config, "float32")
+    return Fleet(config, EngineLimits.of(config, SLOTS, longest), folders, seats=seats, options=options, **members)
 
 
 class Script(ServerCommand):

@@ -22,7 +22,7 @@ from rollout_cases import build
 import models
 from fluxjax.config import TINY, ModelConfig
 from fluxjax.run.build import tiny_model, tiny_vision
-from models.config import AnyConfig, PatchLayout, Qwen25VLConfig
+from models.config import AnyConfig, PatchLayout
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from models.processing import Processor
@@ -168,9 +168,7 @@ def sglang_python() -> str:
 
 
 def limits(kind: str) -> EngineLimits:
-    config = model(kind).config
-    vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-    return EngineLimits(SLOTS, LONGEST, config.text.vocab_size, vision)
+    return EngineLimits.of(model(kind).config, SLOTS, LONGEST)
 
 
 @contextlib.contextmanager

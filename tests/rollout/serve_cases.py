@@ -120,8 +120,7 @@ class Served:
 
     def body(self, request: GenerateRequest, samples: Any = None, **changes: Any) -> dict[str, Any]:
         """As our client would write it; rids are those of the request, with the number of the sample."""
-        vision = self.config.vision if self.processor.vision else None
-        limits = EngineLimits(16, LONGEST, self.config.text.vocab_size, vision, shadows=True)
+        limits = EngineLimits.of(self.config, 16, LONGEST, shadows=True)
         rids = {i: f"{request.rid}-{i}" for i in samples or range(request.n)}
         return wire.request_body(checked(request, limits), rids, self.config, interval=1) | changes
 

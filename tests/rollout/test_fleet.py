@@ -35,8 +35,7 @@ from rollout.fleet_server import FleetOptions, Server
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import ServerClient
-from rollout.weights.checksums import sha256
-from rollout.weights.published import SHARED_MEMORY, SharedFolders
+from rollout.weights.published import SHARED_MEMORY, SharedFolders, sha256
 
 # --- without processes ----------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
     places: Any = {"lost here": 0, "elsewhere": 1, "busy": 0, "best": 0}
     with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=2)) as fleet:
         for name, seat in places.items():
-            server = Server(fleet._state, name, fleet.seats[seat], ServerClient(""), None)
+            server = Server(fleet, name, fleet.seats[seat], ServerClient(""), None)
             server.up, server.holds = True, places
             fleet.members.append(server)
         job = FleetJob(asked(), fleet.seats[0], lambda chunk: None)

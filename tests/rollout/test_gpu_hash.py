@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from protocol_cases import sglang_python
 
-from rollout.weights.checksums import TILE, TILES, gpu_hash
+from rollout.weights.published import TILE, TILES, gpu_hash
 
 # By bytes: what SGLang 0.5.23's kernel says of `content(bytes)`.
 SAID = {

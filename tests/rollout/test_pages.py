@@ -351,7 +351,7 @@ def entries(place: Place) -> np.ndarray:
 @given(st.lists(described, max_size=7), st.integers(1, 1024), st.integers(1, 200))
 def test_every_sample_finds_its_own_entries(descriptions, batch_tokens, batch_patches):
     items = [prefix_of(*each) for each in descriptions]
-    batches = list(plan(items, row_tokens=ROW, batch_tokens=batch_tokens, batch_patches=batch_patches, merge_unit=4))
+    batches = list(plan(items, EngineLimits.of(VL, 1, ROW), batch_tokens, batch_patches))
     assert [i for members, _ in batches for i in members] == list(range(len(items)))
     for members, batch in batches:
         inputs = batch.inputs
@@ -398,10 +398,10 @@ def test_every_sample_finds_its_own_entries(descriptions, batch_tokens, batch_pa
 def test_a_prompt_stands_once_in_a_row_of_many_samples():
     prompt = text_prompt(10)
     responses = tuple(np.zeros(length, np.int32) for length in (0, 5, 0, 7))
-    ((_, batch),) = plan([Prefix(prompt, responses)], row_tokens=64, batch_tokens=64, batch_patches=1, merge_unit=1)
+    ((_, batch),) = plan([Prefix(prompt, responses)], EngineLimits.of(VL, 1, 64), batch_tokens=64, batch_patches=1)
     assert batch.tokens == 10 + 12
     long = (np.zeros(40, np.int32),) * 3
-    ((_, batch),) = plan([Prefix(prompt, long)], row_tokens=64, batch_tokens=64, batch_patches=1, merge_unit=1)
+    ((_, batch),) = plan([Prefix(prompt, long)], EngineLimits.of(VL, 1, 64), batch_tokens=64, batch_patches=1)
     assert batch.tokens == 3 * (10 + 40) and [place.row for place in batch.places[0]] == [0, 1, 2]
 
 

@@ -27,6 +27,8 @@ from serve_cases import (
     single,
 )
 
+from rollout import serve_app
+
 # --- 1, 2, 3: what is generated -------------------------------------------------------------------
 
 
@@ -145,16 +147,16 @@ async def test_aborts_end_samples_by_rid_by_prefix_and_all(checkpoints):
 
 async def test_an_abort_reaches_a_sample_whose_media_are_being_decoded(checkpoints, monkeypatch):
     async with serving(checkpoints["vl"]) as served:
-        requests = served.server._reader.requests
+        requests = serve_app.requests_of
         decoding, may_end = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def slowly(body: Any) -> Any:
+        def slowly(*args: Any, **how: Any) -> Any:
             loop.call_soon_threadsafe(decoding.set)
             asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(HANG)
-            return requests(body)
+            return requests(*args, **how)
 
-        monkeypatch.setattr(served.server._reader, "requests", slowly)
+        monkeypatch.setattr(serve_app, "requests_of", slowly)
         call = asyncio.create_task(served.ok("/generate", single(served, "m", stream=False)))
         await decoding.wait()
         await served.ok("/abort_request", {"rid": "m"})

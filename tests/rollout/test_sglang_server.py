@@ -28,7 +28,7 @@ from rollout import wire
 from rollout.engine import FinishReason, WeightsMismatch
 from rollout.requests import checked
 from rollout.sglang import Refused, SampleReply, ServerClient
-from rollout.weights.checksums import Checksums
+from rollout.weights.published import Checksums
 
 # Tests that share one server run in every turn; those that start servers of their own say in which.
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.turn(0, 1, 2)]

@@ -43,8 +43,9 @@ from models.shadow import ShadowTensor
 from rollout import lowered, prompt_pixels, turns
 from rollout.engine import EngineError, SamplingParams
 from rollout.jax_engine import JaxEngine
-from rollout.lowered import EngineArrays, lowered_programs
+from rollout.lowered import EngineArrays
 from rollout.prompt_pixels import FetchedPixels, PromptFeatures
+from rollout.requests import EngineLimits
 from sharding.walk import Walk
 
 WORDS = (36, 37, 38, 39)  # never generated
@@ -370,9 +371,8 @@ def test_25_the_preflight_counts_the_tower_by_groups(monkeypatch):
     for module in (turns, lowered):
         monkeypatch.setattr(module, "PREFILL_PATCHES", 32)
     devices = jax.devices()[:2]
-    arrays = EngineArrays.of(models.abstract(VL), 1024, None, devices)
-    how = {"slots": 16, "max_sequence_tokens": 64, "devices": devices, "merge_unit": 4}
-    programs = lowered_programs(models.abstract(VL), arrays, prompt=PROMPTS["video"], **how)
+    arrays = EngineArrays(models.abstract(VL), EngineLimits.of(VL, 16, 64, kv_tokens=1024), None, devices)
+    programs = arrays.lowered(PROMPTS["video"])
     assert programs.keys() == {"prefill", "decode", "features"}
     values = VL.vision.patch_values
     assert f"tensor<32x{values}xf32>" in programs["features"].as_text(), "two frame pairs"

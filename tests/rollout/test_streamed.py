@@ -141,7 +141,7 @@ def test_a_pass_that_is_given_up_leaves_the_model_usable():
 
 
 @pytest.mark.medium
-def test_longer_batches_leave_fewer_layers_on_the_device():
+def test_longer_batches_leave_fewer_layers_on_the_device(monkeypatch):
     pace = DeviceSpeed(flops=1e10, memory_bytes=1e12, link_bytes=4e8)
     model = StreamedModel(deep(), pace=pace)
     counts = []
@@ -150,7 +150,8 @@ def test_longer_batches_leave_fewer_layers_on_the_device():
         counts.append(len(model.resident))
     assert counts == sorted(counts, reverse=True) and counts[0] == LAYERS and counts[-1] == 0
     room = 4 * model.layer_bytes + pass_bytes(model.text, 1, 16, 0, 4)
-    tight = StreamedModel(deep(), pace=pace, free_bytes=room)
+    tight = StreamedModel(deep(), pace=pace)
+    monkeypatch.setattr(tight, "_free", lambda: room)
     finish(tight.score(prompts_of((4,)), ANSWERS))
     assert len(tight.resident) == 2
     with pytest.raises(EngineError, match="needs room for 2 layers"):
@@ -211,9 +212,10 @@ async def test_what_waits_is_computed_together():
     await judge.close()
 
 
-async def test_a_prompt_that_is_too_long_fails_alone():
+async def test_a_prompt_that_is_too_long_fails_alone(monkeypatch):
     room = 8 * 2**20
-    model = StreamedModel(deep(), free_bytes=room)
+    model = StreamedModel(deep())
+    monkeypatch.setattr(model, "_free", lambda: room)
     judge, prompts = StreamedJudge(model), prompts_of((9, 5, 20000, 12))
     found = await asyncio.gather(*(judge.score([prompt], ANSWERS) for prompt in prompts), return_exceptions=True)
     assert [isinstance(scores, EngineError) for scores in found] == [False, False, True, False]

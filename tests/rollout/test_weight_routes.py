@@ -23,11 +23,12 @@ from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serv
 import models
 from models.hf import StoredTensor
 from rollout.engine import EngineError
+from rollout.engine_weights import portions
 from rollout.sglang import Refused, ServerClient
 from rollout.weights import published as published_module
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute, buckets
+from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 TOKEN = "secret"
@@ -66,7 +67,7 @@ async def never() -> None:
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_buckets_have_all_in_order_and_are_as_full_as_they_may(sizes: list[int], room: int) -> None:
     tensors = [StoredTensor(str(number), (size,), np.dtype(np.float32)) for number, size in enumerate(sizes)]
-    parts = buckets(tensors, room)
+    parts = list(portions(tensors, lambda tensor: tensor.nbytes, room))
     assert [tensor for part in parts for tensor in part] == tensors
     filled = [sum(tensor.nbytes for tensor in part) for part in parts]
     assert all(part for part in parts) or not tensors
