@@ -30,7 +30,7 @@ from ..learner.critic import Critic
 from ..learner.learner import Learner
 from ..learner.loss_inputs import shaped
 from ..runtime.engine_pool import KV_FRACTION, SERVER_MEMORY, degrees, engine_count
-from .account import in_gib
+from .account import ENGINE, in_gib
 from .largest import largest_batch, longest_prompt
 from .schedule import CollectiveTraffic, traffic
 
