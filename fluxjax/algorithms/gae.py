@@ -10,7 +10,7 @@ The critic learns the returns A_t + V_t (TD(lambda)). Arrays are flat, response 
 
 import numpy as np
 
-from .advantages import VARIANCE_EPSILON
+VARIANCE_EPSILON = 1e-8  # under the root, where advantages are normalised over all tokens of a step
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
-from .advantages import rewards_of, with_advantages
-from .grpo import GRPO
+from .grpo import GRPO, rewards_of
 from .loss import masked
 from .rl_algorithm import LossAndMetrics, TokenValues
 
@@ -32,7 +31,7 @@ class PPO(GRPO):
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns the rewards unchanged: the estimation of advantages (`gae`) begins with them."""
-        return [with_advantages(group, rewards_of(group)) for group in groups]
+        return [group.with_advantages(rewards_of(group)) for group in groups]
 
 
 def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:

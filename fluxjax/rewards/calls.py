@@ -1,7 +1,4 @@
-"""Calls of rewards that take time: in slots, in batches, within seconds; here in this process, in threads and loops.
-
-`process_caller.py` calls in processes.
-"""
+"""Calls of rewards that take time: in slots, in batches, within seconds; in threads, event loops and processes."""
 
 from __future__ import annotations
 
@@ -9,19 +6,51 @@ import abc
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
+import inspect
+import pickle
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import said
-from ..base.scored import Completion
-from .answers import Failing, RewardFailure, as_batch
-from .named import Callee
+from ..base.scored import Completion, Reward
+from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from ..config import RewardKindConfig
+from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
 BATCH = 64  # responses that a batched reward gets at once, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
 _PING_SECONDS = 0.5  # in which a loop answers that is not blocked
+MEMORY_GIB = 4.0  # that a process of a user's reward may need beside what it imports
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
+    its kind, by which calls are bounded."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
+    kind: str
+    batched: bool = False
+
+    @classmethod
+    def of(cls, reward: Any) -> Callee:
+        if callable(compute := getattr(reward, "compute", None)):
+            callee = cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), "batch", True)
+        elif callable(score := getattr(reward, "score", None)):
+            callee = cls(score, lambda batch: (batch[0],), "function")
+        else:
+            callee = cls(reward, lambda batch: (batch[0].prompt, batch[0].text), "function")
+        kind = getattr(reward, "kind", None)
+        return dataclasses.replace(callee, kind=kind) if isinstance(kind, str) else callee
+
+    @property
+    def asynchronous(self) -> bool:
+        called = getattr(self.function, "__call__", None)  # noqa: B004 - the method, which may be `async def`
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
 
 class Slots:
@@ -235,3 +264,62 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
         raise
     except BaseException as error:
         raise _no_end(error) from None
+
+
+# --- in processes -----------------------------------------------------------------------------------
+
+
+class ProcessCaller(Caller):
+    """Calls a reward that has an import path in processes: one that takes too long, or too much memory, is killed."""
+
+    def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
+        super().__init__(slots, Callee.of(found.value).batched)
+        self._pool = WorkerPool(
+            f"{__name__}:scoring_function",
+            bounds.concurrency,
+            seconds=bounds.seconds,
+            memory_gib=MEMORY_GIB,
+            name=found.name,
+            made_with={"name": found.name, "arguments": dict(found.arguments)},
+        )
+
+    async def call(self, completions: Sequence[Completion]) -> list[Any]:
+        try:
+            answers = await self._pool.acall(pickle.dumps(list(completions)))
+        except WorkerTimeout as error:
+            raise RewardFailure(Failing.TIMED_OUT, str(error)) from None
+        except WorkerDied as error:
+            raise RewardFailure(Failing.DIED, error.reason) from None
+        except WorkerError as error:
+            raise RewardFailure(Failing.RAISED, str(error)) from None
+        return [RewardFailure(Failing.INVALID, *a) if len(a) == 1 else Reward(*a) for a in answers]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
+    """Returns the function by which a process scores: by the reward of this `name` and `arguments`, built once.
+
+    The function takes completions as the run pickled them, and returns an answer for each as plain values, or for all
+    the one reason why they have none: the run takes no objects from a user's code."""
+    callee = Callee.of(find_reward(**reward))
+
+    def scored(completions: bytes) -> list[Sequence[Any]]:
+        batch = pickle.loads(completions)
+        result = callee.function(*callee.arguments(batch))
+        try:
+            answers = as_batch(result, len(batch)) if callee.batched else [result]
+        except RewardFailure as failure:
+            return [[failure.reason]] * len(batch)
+        return [plain_answer(answer) for answer in answers]
+
+    return scored
+
+
+def plain_answer(result: Any) -> Sequence[Any]:
+    """Returns the values of an answer's `Reward`, or alone the reason why it is none."""
+    try:
+        return dataclasses.astuple(as_reward(result))
+    except RewardFailure as failure:
+        return [failure.reason]

@@ -1,27 +1,32 @@
-"""Finds rewards: by name in `REWARDS`, or a user's by import path; a function, a class or an object.
+"""Finds rewards, by name in `REWARDS` or a user's by import path, and reads what they answer.
 
 A reward is one of these:
 
 - a function `f(prompt, text) -> Reward | float`, also `async`;
 - an object with `score(completion) -> Reward | float`, also `async`;
 - an object with `compute(prompts, responses)`, which returns a `Reward` or a number for each response of a batch.
+
+What is neither a `Reward` nor a finite number is no answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import decimal
+import enum
 import functools
 import inspect
 import math
+import numbers
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sharding.door import ByName
 
 from ..base.errors import ConfigError
 from ..base.import_path import imported
-from ..base.scored import Completion
+from ..base.scored import Reward
 
 REWARDS: Mapping[str, Any] = ByName(
     __name__,
@@ -117,28 +122,59 @@ def is_reward(value: Any) -> bool:
     return callable(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
-    its kind, by which calls are bounded."""
+# --- answers ----------------------------------------------------------------------------------------
 
-    function: Callable[..., Any]
-    arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
-    kind: str
-    batched: bool = False
 
-    @classmethod
-    def of(cls, reward: Any) -> Callee:
-        if callable(compute := getattr(reward, "compute", None)):
-            callee = cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), "batch", True)
-        elif callable(score := getattr(reward, "score", None)):
-            callee = cls(score, lambda batch: (batch[0],), "function")
-        else:
-            callee = cls(reward, lambda batch: (batch[0].prompt, batch[0].text), "function")
-        kind = getattr(reward, "kind", None)
-        return dataclasses.replace(callee, kind=kind) if isinstance(kind, str) else callee
+class Failing(enum.Enum):
+    """The ways in which a reward can fail, as metrics count them."""
 
-    @property
-    def asynchronous(self) -> bool:
-        called = getattr(self.function, "__call__", None)  # noqa: B004 - the method, which may be `async def`
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+    TIMED_OUT = "timed_out"
+    RAISED = "raised"
+    DIED = "died"  # its process ended, or needed too much memory
+    INVALID = "invalid"  # it answered, but with no reward
+
+
+class RewardFailure(Exception):
+    """A reward failed on a response, which is then scored 0 with the `reason`."""
+
+    def __init__(self, failing: Failing, reason: str) -> None:
+        super().__init__(reason)
+        self.failing, self.reason = failing, reason
+
+
+def as_reward(result: Any) -> Reward:
+    """Returns a reward's answer as a `Reward`, with values of the types that it declares, which checkpoints hold; a
+    bool or a number of at least 1, but for rounding, is correct. Raises RewardFailure."""
+    if not isinstance(result, Reward):
+        value = _number(result)
+        return Reward(value, value > 1.0 - 1e-6)  # shares of a sum, or of float32
+    try:
+        parts = {str(name): _number(value) for name, value in result.parts.items()}
+        return Reward(_number(result.value), bool(result.correct), str(result.reason), parts, _number(result.seconds))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RewardFailure(Failing.INVALID, f"returned a Reward with wrong values: {error}") from None
+
+
+def _number(value: Any) -> float:
+    """Returns a finite number of Python, numpy, JAX or the like, also an array without dimensions. Raises
+    RewardFailure."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, numbers.Real | decimal.Decimal):
+        raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
+    try:
+        if not math.isfinite(number):
+            raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
+        return float(number)
+    except (OverflowError, ValueError) as error:  # an integer or a fraction beyond floats, a signalling NaN
+        raise RewardFailure(Failing.INVALID, f"returned {type(number).__name__}, which is no float: {error}") from None
+
+
+def as_batch(results: Any, count: int) -> list[Any]:
+    """Returns the answers to a batch of `count` responses, one for each. Raises RewardFailure for another number."""
+    if callable(tolist := getattr(results, "tolist", None)):  # an array
+        results = tolist()
+    if not isinstance(results, Sequence) or isinstance(results, str | bytes):
+        raise RewardFailure(Failing.INVALID, f"returned {type(results).__name__}, expected {count} rewards")
+    if len(results) != count:
+        raise RewardFailure(Failing.INVALID, f"answered {len(results)} times for {count} responses")
+    return list(results)

@@ -24,7 +24,7 @@ from rollout.listening import is_loopback
 from ...base.errors import ConfigError
 from ...base.medium import Media, MediaKind
 from ...base.scored import Prompt
-from ..answers import Failing, RewardFailure
+from ..named import Failing, RewardFailure
 from .questions import Answer, Question
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import ClassVar
 from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
-from ..answers import Failing, RewardFailure
-from ..named import check_parameters
+from ..named import Failing, RewardFailure, check_parameters
 from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
 from .questions import JudgeModel, Question, Rubric, VerdictReader
 
