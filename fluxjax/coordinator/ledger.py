@@ -11,9 +11,9 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..base.scored import SavedState, State, responses_from_json, responses_to_json
 from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
 from .messages import ABORTED, Park, Request, response_id
-from .saved import SavedState, State, responses_from_json, responses_to_json
 
 
 class CoordinatorError(RuntimeError):

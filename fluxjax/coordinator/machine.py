@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
+from ..base.scored import SavedState, State
 from ..base.types import Group, Prompt
 from ..config.schedules import RunSchedule
 from . import messages
@@ -23,7 +24,6 @@ from .ledger import NOTHING_DROPPED, CoordinatorError, Ledger, PromptStage, RunG
 from .lengths import LengthPredictor
 from .messages import Handlers
 from .run_settings import Settings
-from .saved import SavedState, State
 
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base.scored import SavedState, State, responses_from_json, responses_to_json
 from ..base.types import Group, PreparedPrompt, Reward, Sample
 from ..config import ReplayConfig
-from ..coordinator.saved import SavedState, State, responses_from_json, responses_to_json
 
 GROUPS = 256  # the most groups that are remembered; the oldest are forgotten first
 

@@ -20,7 +20,7 @@ import math
 import numbers
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from sharding.door import ByName
 
@@ -97,20 +97,26 @@ def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] |
     return find(name, field, arguments).build()
 
 
-def check_parameters(name: str, reward: Any) -> None:
-    """Raises `ConfigError`, naming the parameter of the reward `name`, a dataclass, unless each field has the type of
-    its default and is within the bound declared beside it (`config.bounds`). An int may stand for a float. A field that
-    may hold an object is not looked at."""
-    for field in dataclasses.fields(reward):
-        if "object" in field.metadata:
-            continue
-        value, kind = getattr(reward, field.name), type(field.default)
-        allowed = (int, float) if kind is float else (kind,)
-        if type(value) not in allowed or (kind is float and not math.isfinite(value)):
-            number = "a finite number" if kind is float else f"of type {kind.__name__}"
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must be {number}")
-        if "holds" in field.metadata and not field.metadata["holds"](value):
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+class BuiltIn:
+    """The base of built-in rewards that are dataclasses of parameters. `name` is theirs in `REWARDS`, `kind` that by
+    which their calls are bounded."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str] = "rule"
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`, naming the parameter, unless each has the type of its default and is within the bound
+        declared beside it (`config.bounds`). An int may stand for a float. What may be an object is not looked at."""
+        for field in dataclasses.fields(cast(Any, self)):
+            if "object" in field.metadata:
+                continue
+            value, kind = getattr(self, field.name), type(field.default)
+            allowed = (int, float) if kind is float else (kind,)
+            if type(value) not in allowed or (kind is float and not math.isfinite(value)):
+                number = "a finite number" if kind is float else f"of type {kind.__name__}"
+                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must be {number}")
+            if "holds" in field.metadata and not field.metadata["holds"](value):
+                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
 
 
 def is_reward(value: Any) -> bool:

@@ -6,9 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engine import Engine
 
+from ..base.scored import State
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
 from ..coordinator.messages import Finish
-from ..coordinator.saved import State
 
 
 @runtime_checkable

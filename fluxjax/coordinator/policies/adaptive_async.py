@@ -17,12 +17,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from ...base.scored import SavedState, State
 from ...config import AdaptiveAsyncConfig
 from ...config.schedules import Pid
 from ..ledger import PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveCheckpoint, Train
-from ..saved import SavedState, State
 from ..selection import compose, versions_behind
 from .rounds import Base, generate
 

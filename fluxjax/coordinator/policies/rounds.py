@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ...base.scored import SavedState, State
 from ...base.types import Group
 from .. import messages
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
-from ..saved import SavedState, State
 
 if TYPE_CHECKING:
     from .speculative_sync import SpeculativeSync

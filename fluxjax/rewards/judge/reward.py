@@ -9,12 +9,11 @@ import hashlib
 import logging
 import statistics
 import time
-from typing import ClassVar
 
 from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
-from ..named import Failing, RewardFailure, check_parameters
+from ..named import BuiltIn, Failing, RewardFailure
 from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
 from .questions import JudgeModel, Question, Rubric, VerdictReader
 
@@ -27,7 +26,7 @@ _SHOWN = 300  # characters of them, from the end
 
 
 @dataclasses.dataclass(eq=False)
-class Judge:
+class Judge(BuiltIn):
     """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
 
     `server` is the address of a server, or an object of the protocol `JudgeModel`. An answer without a verdict is asked
@@ -35,8 +34,7 @@ class Judge:
     value is the mean of the `votes` that came to a verdict.
     """
 
-    kind: ClassVar[str] = "judge"
-
+    name = kind = "judge"
     server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
     # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
     api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
@@ -59,7 +57,7 @@ class Judge:
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
-        check_parameters("judge", self)
+        super().__post_init__()
         if self.votes > 1 and not self.temperature:
             raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all of them are the same")
         if self.images and self.api != "chat":
