@@ -21,7 +21,7 @@ from . import inside
 from .code_tasks import CodeTask, find_code, read_task
 from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
 
-_INSIDE = "import sys; sys.path.insert(0, '.'); from inside import {0}; {0}.main('{1}')"
+_INSIDE = "import sys; sys.path.insert(0, '.'); from inside.{0} import {1}; {1}('{2}')"
 _REASONS = {"memory": "used too much memory", "output": "printed too much", "files": "made too many files"}
 
 
@@ -140,7 +140,7 @@ class CodeReward:
                 results.append(_Result(case, 0.0, f"input {number}: all inputs took more than {self.seconds:g} s"))
                 break
             limits = self._within(case, left, expected)
-            job = self._job("program", "solution.py", code, limits, given.encode(errors="replace"))
+            job = self._job("candidate", "run_program", "solution.py", code, limits, given.encode(errors="replace"))
             outcome = await self.sandbox.run(job)
             self._count(outcome)
             failure = _ended(outcome, limits)
@@ -155,8 +155,8 @@ class CodeReward:
         limits = self._within(name)
         response = {"code": code, "setup": task.setup, "entry_point": task.entry_point}
         outcome, partner = await self.sandbox.converse(
-            self._job("driver", "task.json", json.dumps(dataclasses.asdict(task)), limits),
-            self._job("candidate", "response.json", json.dumps(response), limits),
+            self._job("driver", "run_tests", "task.json", json.dumps(dataclasses.asdict(task)), limits),
+            self._job("candidate", "answer_calls", "response.json", json.dumps(response), limits),
         )
         self._count(outcome, partner)
         return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
@@ -167,10 +167,12 @@ class CodeReward:
         self._counts["timed_out"] += any(map(_timed_out, outcomes))
         self._counts["killed"] += any(outcome.reason in _REASONS for outcome in outcomes)
 
-    def _job(self, module: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b"") -> SandboxJob:
-        """A job that runs a module of `inside/` with a file."""
+    def _job(
+        self, module: str, function: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b""
+    ) -> SandboxJob:
+        """A job that calls a function of `inside/` with a file."""
         files = {**self._inside, name: content.encode(errors="replace")}
-        return SandboxJob((*self._python, _INSIDE.format(module, name)), files, stdin, limits)
+        return SandboxJob((*self._python, _INSIDE.format(module, function, name)), files, stdin, limits)
 
 
 @dataclasses.dataclass(frozen=True)

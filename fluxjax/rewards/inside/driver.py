@@ -143,7 +143,7 @@ def solution(conversation: Conversation, names: Iterable[str]) -> types.ModuleTy
     return module
 
 
-def main(path: str) -> None:
+def run_tests(path: str) -> None:
     """Runs the task in the JSON file `path`."""
     conversation = Conversation()
     verdicts = os.fdopen(os.dup(2), "w")
