@@ -14,8 +14,8 @@ import numpy as np
 
 from ..base.types import Group
 from ..config import AlgorithmConfig
-from .gae import VARIANCE_EPSILON
 from .grpo import GRPO, centred, rewards_of
+from .ppo import VARIANCE_EPSILON
 
 
 class ReinforcePlusPlus(GRPO):

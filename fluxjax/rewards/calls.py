@@ -167,11 +167,7 @@ class LocalCaller(Caller):
         self._in_run_loop = getattr(reward, "in_run_loop", built_in)
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        result = await self._result(*self._callee.arguments(completions))
-        return as_batch(result, len(completions)) if self._callee.batched else [result]
-
-    async def _result(self, *arguments: Any) -> Any:
-        function = self._callee.function
+        function, arguments = self._callee.function, self._callee.arguments(completions)
         if not self._callee.asynchronous:
             running = asyncio.wrap_future(in_daemon_thread(function, *arguments))
         elif self._in_run_loop:
@@ -191,7 +187,7 @@ class LocalCaller(Caller):
             raise error
         if error is not None:
             raise RewardFailure(Failing.RAISED, said(error)) from error
-        return running.result()
+        return as_batch(running.result(), len(completions)) if self._callee.batched else [running.result()]
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:

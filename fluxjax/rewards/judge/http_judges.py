@@ -153,11 +153,11 @@ def _url(media: Media) -> str:
 
 
 class _Trouble(Exception):
-    """A try failed. `passes`: another one may succeed, after `pause` seconds where the server says so."""
+    """A try failed; another one may succeed, after `pause` seconds where the server says so."""
 
-    def __init__(self, why: str, *, passes: bool = True, pause: float = 0.0, timed_out: bool = False) -> None:
+    def __init__(self, why: str, *, pause: float = 0.0, timed_out: bool = False) -> None:
         super().__init__(why)
-        self.passes, self.pause, self.timed_out = passes, pause, timed_out
+        self.pause, self.timed_out = pause, timed_out
 
 
 class JudgeServer:
@@ -195,8 +195,6 @@ class JudgeServer:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if not trouble.passes:
-                    raise RewardFailure(Failing.RAISED, f"{self._name}: {trouble}")
                 if worst is None or not trouble.timed_out:  # the last one has little time: what was before says more
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # apart, so that not all come at once
@@ -211,7 +209,7 @@ class JudgeServer:
         """Waits until the server wants to hear anything again."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
-                raise RewardFailure(Failing.RAISED, f"{self._name}: it wants no questions (Retry-After) for too long")
+                raise self._final("it wants no questions (Retry-After) for too long")
             await asyncio.sleep(wait)
 
     async def _once(self, session: aiohttp.ClientSession, data: bytes, deadline: float) -> Any:
@@ -232,13 +230,16 @@ class JudgeServer:
             return json.loads(raw)
         if 300 <= status < 400:
             where = response.headers.get("Location", "nowhere")[:200]
-            raise _Trouble(f"status {status}, a redirect to {where}: give that address", passes=False)
+            raise self._final(f"status {status}, a redirect to {where}: give that address")
         if status in _PASSING or status >= 500:
             pause = _retry_after(response.headers.get("Retry-After", ""))
             self._not_before = max(self._not_before, time.monotonic() + min(pause, _LONGEST_SHARED))
             raise _Trouble(f"status {status}", pause=pause)
         hint = "; is judge.token_env right?" if status in (401, 403) else ""
-        raise _Trouble(f"status {status}: {self._said(raw)}{hint}", passes=False)
+        raise self._final(f"status {status}: {self._said(raw)}{hint}")
+
+    def _final(self, why: str) -> RewardFailure:
+        return RewardFailure(Failing.RAISED, f"{self._name}: {why}")
 
     def _said(self, raw: bytes) -> str:
         """Returns what an error reply says, on one line, without the token."""

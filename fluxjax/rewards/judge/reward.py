@@ -113,7 +113,7 @@ class Judge(BuiltIn):
             self._counts["answers"] += 1
             self._counts["answer_seconds"] += time.monotonic() - begin
             number = await self._reader.read(answer.text, nonce) if answer.whole else None
-            share = None if number is None else self._rubric.scale.share(number)
+            share = None if number is None else self._rubric.share(number)
             if share is not None:
                 return share
             why = "a verdict beside the scale" if number is not None else "no verdict"
