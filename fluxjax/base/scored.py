@@ -113,6 +113,19 @@ class Response:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def to_json(self) -> State:
+        """Returns the fields, for a checkpoint; versions as runs of [version, tokens]."""
+        runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
+        columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
+        return dataclasses.asdict(self) | columns
+
+    @classmethod
+    def from_json(cls, saved: SavedState) -> "Response":
+        versions = tuple(version for version, count in saved["versions"] for _ in range(count))
+        tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
+        fields = {**saved, "token_ids": tokens, "logprobs": logprobs, "versions": versions}
+        return cls(**fields).packed()
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -230,29 +243,3 @@ def version_span_of(data: bytes) -> tuple[int, int]:
     _, _, runs, _, _ = _HEAD.unpack_from(data)
     versions = struct.unpack_from(f"<{2 * runs}i", data, _HEAD.size)[::2]
     return (min(versions), max(versions)) if versions else (-1, -1)
-
-
-# --- JSON, for checkpoints ------------------------------------------------------------------------
-
-
-def responses_to_json(responses: Mapping[int, Response]) -> list[State]:
-    """Writes versions as runs of [version, tokens]."""
-    return [
-        dataclasses.asdict(response)
-        | {
-            "token_ids": list(response.token_ids),
-            "logprobs": list(response.logprobs),
-            "versions": [[version, len(list(run))] for version, run in groupby(response.versions)],
-        }
-        for _, response in sorted(responses.items())
-    ]
-
-
-def responses_from_json(values: list[State]) -> dict[int, Response]:
-    responses = {}
-    for value in values:
-        versions = tuple(version for version, count in value["versions"] for _ in range(count))
-        tokens = {"token_ids": tuple(value["token_ids"]), "logprobs": tuple(value["logprobs"]), "versions": versions}
-        fields: State = value | tokens
-        responses[value["sample"]] = Response(**fields).packed()
-    return responses

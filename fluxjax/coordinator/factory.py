@@ -51,11 +51,11 @@ def make_policy(config: Config) -> SchedulingPolicy:
     chosen, dynamic = config.policy, bool(config.rollout.dynamic_sampling)
     rounds: dict[str, Any] = {"dynamic_sampling": dynamic}
     if config.stream_trainer:
-        from .policies.stream_trainer import StreamTrainer
+        from .policies.early_training import StreamTrainer
 
         rounds["stream"] = StreamTrainer()
     if config.speculative_sync:
-        from .policies.speculative_sync import SpeculativeSync
+        from .policies.early_training import SpeculativeSync
 
         rounds["speculative"] = SpeculativeSync(config.speculative_sync)
     match chosen:

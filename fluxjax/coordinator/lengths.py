@@ -20,8 +20,7 @@ import zlib
 import numpy as np
 from scipy.special import erfcx, log_ndtr
 
-from ..base.scored import SavedState, State
-from ..base.types import MediaKind, Prompt
+from ..base.types import MediaKind, Prompt, SavedState, State
 
 WORDS = 32  # hashed words: prompts that share words are similar, and so are the lengths of their responses
 _WORD = re.compile(r"[^\W\d_]+")

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ..base.scored import SavedState, State
-from ..base.types import Group, Prompt
+from ..base.types import Group, Prompt, SavedState, State
 from ..config.schedules import RunSchedule
 from . import messages
 from .engine_states import EngineStates, Pace, ParallelismPlanner

@@ -6,8 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engine import Engine
 
-from ..base.scored import State
-from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, State, TrainedStep
 from ..coordinator.messages import Finish
 
 

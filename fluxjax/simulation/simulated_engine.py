@@ -91,7 +91,7 @@ class SimulatedEngine:
         self._handle: Handle | None = None
         self._busy, self._since = 0.0, -1.0  # seconds of work, and the time since which the engine works; -1: it rests
         self.on_finish = on_finish
-        self._requests: dict[str, dict[int, Sequence]] = {}
+        self._samples: dict[tuple[str, int], Sequence] = {}  # by request and number
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
         """Takes in a sample that ends with `total_tokens` generated tokens, of which those of `begun` exist already; it
@@ -103,10 +103,9 @@ class SimulatedEngine:
                 f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {had} of them begun; "
                 f"the cache holds {batch.kv_limit}"
             )
-        samples = self._requests.setdefault(rid, {})
-        if sample in samples:
+        if (rid, sample) in self._samples:
             raise SimulatedEngineError(f"{rid}/{sample} is here already")
-        sequence = samples[sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
+        sequence = self._samples[rid, sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
         first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
         batch.add(sequence)
         if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
@@ -115,11 +114,10 @@ class SimulatedEngine:
     def abort(self, name: str) -> list[SampleProgress]:
         """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
         rid, _, sample = name.partition("/")
-        samples = self._requests.get(rid, {})
-        found = [number for number in samples if not sample or number == int(sample)]
+        found = [key for key in self._samples if key[0] == rid and (not sample or key[1] == int(sample))]
         if found:
             self._interrupt()
-        return [self.batch.remove(self._forget(rid, number)) for number in found]
+        return [self.batch.remove(self._samples.pop(key)) for key in found]
 
     def pause(self) -> None:
         """Stands still after the step under way, until `resume`. Running samples keep their cache."""
@@ -151,12 +149,11 @@ class SimulatedEngine:
         self._updates.clear()
         self._cut, self._slowdown = False, 1.0
         self._rest(Phase.DOWN)
-        lost = list(self._requests)
-        for samples in self._requests.values():
-            for sequence in samples.values():
-                self.batch.remove(sequence)
-        self._requests.clear()
-        return lost
+        lost = dict.fromkeys(rid for rid, _ in self._samples)
+        for sequence in self._samples.values():
+            self.batch.remove(sequence)
+        self._samples.clear()
+        return list(lost)
 
     def recover(self) -> None:
         """Brings the engine up after a crash, with the newest weights that it was told to serve."""
@@ -193,15 +190,6 @@ class SimulatedEngine:
         """The most tokens a second that the engine could decode, from an empty cache."""
         cost, most = self.cost, self.batch.max_running
         return max(batch / cost.step_seconds(batch, self.degree) for batch in range(1, most + 1))
-
-    # --- samples ------------------------------------------------------------------------------------
-
-    def _forget(self, rid: str, sample: int) -> Sequence:
-        samples = self._requests[rid]
-        sequence = samples.pop(sample)
-        if not samples:
-            del self._requests[rid]
-        return sequence
 
     # --- steps in time ------------------------------------------------------------------------------
 
@@ -274,7 +262,7 @@ class SimulatedEngine:
         self.phase = Phase.IDLE
         ended = self.batch.ended()
         for progress in ended:
-            self._forget(progress.rid, progress.sample)
+            del self._samples[progress.rid, progress.sample]
         self._inside = True
         for progress in ended:
             self.on_finish(progress)

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ...base.scored import SavedState, State
+from ...base.types import SavedState, State
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Instruction
