@@ -163,14 +163,13 @@ class LocalCaller(Caller):
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
         super().__init__(slots, self._callee.batched)
-        built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
-        self._in_run_loop = getattr(reward, "in_run_loop", built_in)
+        self._built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
         function, arguments = self._callee.function, self._callee.arguments(completions)
         if not self._callee.asynchronous:
             running = asyncio.wrap_future(in_daemon_thread(function, *arguments))
-        elif self._in_run_loop:
+        elif self._built_in:
             running = asyncio.ensure_future(function(*arguments))
         else:
             running = asyncio.wrap_future(self._loop.submit(function, *arguments))
@@ -195,14 +194,13 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:  # also SystemExit: it must not look like a hang
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error if isinstance(error, Exception) else _no_end(error))
-        else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled, nobody waits
+            try:
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # such as SystemExit: it must not look like a hang
+                future.set_exception(_no_end(error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return future

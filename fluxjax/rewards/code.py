@@ -17,18 +17,19 @@ The answer of a prompt is a JSON object of one of these shapes:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.resources
 import json
 import math
 import re
 import signal
-from typing import Any, ClassVar
+from typing import Any
 
 from ..base.errors import ConfigError, DataError
 from ..base.scored import Completion, Prompt, Reward
+from ..config.bounds import positive
 from . import inside
+from .named import BuiltIn
 from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
 
 _INSIDE = "import sys; sys.path.insert(0, '.'); from inside.{0} import {1}; {1}('{2}')"
@@ -66,41 +67,38 @@ class TimeLimits:
         self.anchors[case] = max(self.anchors.get(case, 0.0), seconds)
 
 
-class CodeReward:
-    """Gives 1 if the code of a response passes every test of its task, else 0.
+_OBJECT = {"object": True}
 
-    `sandbox` is `bubblewrap`, `subprocess` (which protects nothing), or an object of the protocol `Sandbox`. `python`
-    is the interpreter of tests and code, by default the one that runs this; with `packages` they find its site
-    packages, which takes it longer to start. `slots` responses are tested at a time. `limits` are what each of their
-    processes may use, but for the time, which `time_limits` gives, and for what a program must print, which comes on
-    top of `limits.output`; all inputs of a program have `seconds` together, fewer than the kind `code` has
-    (`rewards.kinds`). With `partial` the value of a program is the share of its inputs that have the right output.
-    Raises `ConfigError` where the sandbox cannot work.
-    """
 
-    kind: ClassVar[str] = "code"
+@dataclasses.dataclass(eq=False)
+class CodeReward(BuiltIn):
+    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` where the sandbox
+    cannot work."""
 
-    def __init__(
-        self,
-        sandbox: str | Sandbox = "bubblewrap",
-        *,
-        python: str | None = None,
-        packages: bool = False,
-        slots: int = 8,
-        limits: SandboxLimits | None = None,
-        time_limits: TimeLimits | None = None,
-        seconds: float = 45.0,
-        partial: bool = False,
-    ) -> None:
-        self.sandbox: Sandbox = find_sandbox(sandbox, python, slots) if isinstance(sandbox, str) else sandbox
-        self.limits = limits or SandboxLimits()
-        self.time_limits = time_limits or TimeLimits()
-        self.seconds = seconds
-        self.partial = partial
-        self._python = (self.sandbox.python, "-I", "-B", *(() if packages else ("-S",)), "-c")
+    name = kind = "code"
+    counted = "runs", "timed_out", "killed"
+
+    # bubblewrap, subprocess (which protects nothing), or an object of the protocol `Sandbox`
+    sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
+    _: dataclasses.KW_ONLY
+    python: str = ""  # the interpreter of tests and code; empty: the one that runs this
+    packages: bool = False  # they find its site packages, which takes it longer to start
+    slots: int = positive(8)  # responses that are tested at a time
+    # What each of their processes may use, but for the time, and what a program must print on top of `limits.output`.
+    limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
+    time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
+    seconds: float = positive(45.0)  # of all inputs of a program together, fewer than the kind `code` has
+    partial: bool = False  # the value of a program is the share of its inputs that have the right output
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.sandbox, str):
+            self._sandbox = find_sandbox(self.sandbox, self.python or None, self.slots)
+        else:
+            self._sandbox = self.sandbox
+        self._python = (self._sandbox.python, "-I", "-B", *(() if self.packages else ("-S",)), "-c")
         files = importlib.resources.files(inside).iterdir()
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
-        self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, completion: Completion) -> Reward:
         """Returns the reward. Raises `DataError` for an answer that is no task, or a task that no code could pass here,
@@ -125,12 +123,6 @@ class CodeReward:
             seconds=sum(result.seconds for result in results),  # without the wait for a slot
         )
 
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"code/{name}": float(self._counts[name]) for name in ("runs", "timed_out", "killed")}
-        self._counts.clear()
-        return counts
-
     def state_dict(self) -> dict[str, Any]:
         return {"anchors": dict(self.time_limits.anchors)}
 
@@ -151,7 +143,7 @@ class CodeReward:
                 break
             limits = self._within(case, left, expected)
             job = self._job("candidate", "run_program", "solution.py", code, limits, given.encode(errors="replace"))
-            outcome = await self.sandbox.run(job)
+            outcome = await self._sandbox.run(job)
             self._count(outcome)
             failure = _ended(outcome, limits)
             if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
@@ -164,7 +156,7 @@ class CodeReward:
     async def _functions(self, name: str, task: CodeTask, code: str) -> list[_Result]:
         limits = self._within(name)
         response = {"code": code, "setup": task.setup, "entry_point": task.entry_point}
-        outcome, partner = await self.sandbox.converse(
+        outcome, partner = await self._sandbox.converse(
             self._job("driver", "run_tests", "task.json", json.dumps(dataclasses.asdict(task)), limits),
             self._job("candidate", "answer_calls", "response.json", json.dumps(response), limits),
         )

@@ -6,7 +6,6 @@ What needs no algebra is decided at once. The rest goes to worker processes, sin
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.util
 import re
@@ -39,6 +38,7 @@ class MathAnswer(BuiltIn):
     """
 
     name = kind = "math"
+    counted = "compared", "timed_out", "gave_up"
     # Two numbers with a decimal point are equal if they differ by at most this much of the larger one, and by less than
     # one in the last place that is written.
     tolerance: float = not_negative(1e-6)
@@ -54,7 +54,6 @@ class MathAnswer(BuiltIn):
         missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")
-        self._counts: collections.Counter[str] = collections.Counter()
         self._pool = WorkerPool(
             f"{__package__}.math_worker:equal",
             self.workers,
@@ -98,12 +97,6 @@ class MathAnswer(BuiltIn):
         except (WorkerTimeout, WorkerMemory, WorkerError):
             readable = False
         return "" if readable else "is no formula that can be read"
-
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"math/{name}": float(self._counts[name]) for name in ("compared", "timed_out", "gave_up")}
-        self._counts.clear()
-        return counts
 
     def close(self) -> None:
         self._pool.close()

@@ -11,6 +11,7 @@ What is neither a `Reward` nor a finite number is no answer.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import decimal
 import enum
@@ -103,10 +104,13 @@ class BuiltIn:
 
     name: ClassVar[str]
     kind: ClassVar[str] = "rule"
+    counted: ClassVar[tuple[str, ...]] = ()  # the names of what they count in `_counts`
+    _counts: collections.defaultdict[str, float]
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`, naming the parameter, unless each has the type of its default and is within the bound
         declared beside it (`config.bounds`). An int may stand for a float. What may be an object is not looked at."""
+        vars(self)["_counts"] = collections.defaultdict(float)
         for field in dataclasses.fields(cast(Any, self)):
             if "object" in field.metadata:
                 continue
@@ -117,6 +121,12 @@ class BuiltIn:
                 raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must be {number}")
             if "holds" in field.metadata and not field.metadata["holds"](value):
                 raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
+        counts = {f"{self.name}/{name}": float(self._counts[name]) for name in self.counted}
+        self._counts.clear()
+        return counts
 
 
 def is_reward(value: Any) -> bool:

@@ -9,6 +9,7 @@ or its reward scheduler (section 4.3). Of the scheduler:
   and streaming the judge's layers from host memory costs little.
 """
 
+import dataclasses
 import heapq
 from collections.abc import Callable
 from functools import partial
@@ -38,19 +39,18 @@ class Servers:
         return end
 
 
+@dataclasses.dataclass(eq=False)
 class Scoring:
     """Scores responses and reports their rewards to `post`."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        settings: SimulationConfig,
-        faults: FaultPlan,
-        post: Callable[[Event], None],
-        timeline: Timeline,
-    ) -> None:
-        self.clock, self.settings, self.faults, self.post = clock, settings, faults, post
-        self.timeline, self.hardware = timeline, settings.hardware()
+    clock: Clock
+    settings: SimulationConfig
+    faults: FaultPlan
+    post: Callable[[Event], None]
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        settings, self.hardware = self.settings, self.settings.hardware()
         self.scheduled = settings.rewards is Rewards.SCHEDULED
         judges = settings.gpus if self.scheduled else settings.judges
         workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}

@@ -35,28 +35,27 @@ class Generation:
     left: int = 0  # samples on the engine
 
 
+@dataclasses.dataclass(eq=False)
 class Rollout:
     """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw. Raises ValueError
     for engines of a degree that does not divide the GPUs for rollout, or those of a host."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        settings: SimulationConfig,
-        work: Workload,
-        faults: FaultPlan,
-        post: Callable[[Event], None],
-        timeline: Timeline,
-    ) -> None:
-        self.clock, self.settings, self.work, self.faults = clock, settings, work, faults
-        self.post, self.timeline, self.hardware = post, timeline, settings.hardware()
+    clock: Clock
+    settings: SimulationConfig
+    work: Workload
+    faults: FaultPlan
+    post: Callable[[Event], None]
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        self.hardware = self.settings.hardware()
         self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
         self._seconds, self._busy_since = 0.0, -1.0  # with a request open, and since when; -1: none is
         self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
-        self._build(settings.degree, version=0)
+        self._build(self.settings.degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
         gpus, hosts = self.settings.rollout_gpus, self.hardware.gpus_per_host

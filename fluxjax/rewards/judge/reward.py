@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import hashlib
 import logging
@@ -35,6 +34,7 @@ class Judge(BuiltIn):
     """
 
     name = kind = "judge"
+    counted = "answers", "answer_seconds", "unparsed", "retries"
     server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
     # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
     api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
@@ -64,7 +64,6 @@ class Judge(BuiltIn):
             raise ConfigError("judge.images needs judge.api='chat': the native route gets text only")
         self._reader = VerdictReader(self.json, self.pattern)
         self._rubric = Rubric.load(self.rubric, self.scale, tells_form=not self.pattern)
-        self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._model = self._served(self.server) if isinstance(self.server, str) else self.server
         if not isinstance(self._model, JudgeModel):
             raise ConfigError(
@@ -127,12 +126,6 @@ class Judge(BuiltIn):
         if self._logged <= _LOGGED:
             more = "; more are not logged" if self._logged == _LOGGED else ""
             log.warning("the judge gave %s: ...%r%s", why, text[-_SHOWN:], more)
-
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"judge/{name}": self._counts[name] for name in ("answers", "answer_seconds", "unparsed", "retries")}
-        self._counts.clear()
-        return counts
 
     def close(self) -> None:
         self._reader.close()
