@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, Float
@@ -70,14 +70,6 @@ class RLAlgorithm:
         return False
 
 
-class _Adapted(RLAlgorithm):
-    """An algorithm that is no `RLAlgorithm` but has the two functions, such as a module."""
-
-    def __init__(self, functions: Any) -> None:
-        self.advantages: Callable[..., Any] = functions.advantages
-        self.token_loss: Callable[..., Any] = functions.token_loss
-
-
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
     """Returns an algorithm from a class (called without arguments), an object or a module. Raises `ConfigError`, naming
     the configuration's `field`, for anything that lacks the functions of an algorithm."""
@@ -97,7 +89,11 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
                 f"{field} is an algorithm without {name}(): {implementation!r}; it needs {' and '.join(required)}, as "
                 "in fluxjax.algorithms.rl_algorithm"
             )
-    return implementation if isinstance(implementation, RLAlgorithm) else _Adapted(implementation)
+    if isinstance(implementation, RLAlgorithm):
+        return implementation
+    algorithm = RLAlgorithm()  # of something that has the two functions, such as a module
+    vars(algorithm).update(advantages=implementation.advantages, token_loss=implementation.token_loss)
+    return algorithm
 
 
 ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(

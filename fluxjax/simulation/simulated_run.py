@@ -1,6 +1,5 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-import dataclasses
 import gc
 import statistics
 import sys
@@ -12,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config.schedules import make_schedules
-from ..coordinator import Coordinator, PromptStage, Settings, messages
-from ..coordinator.factory import make_parallelism, make_policy
+from ..coordinator import PromptStage, messages
+from ..coordinator.factory import make_coordinator
 from .options import SimulateConfig
 from .virtual_cluster import Cluster, StepRecord, Watch
 
@@ -22,9 +20,7 @@ from .virtual_cluster import Cluster, StepRecord, Watch
 def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
     """Makes a cluster with the coordinator and the policy that a run of this configuration has."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
-    settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
-    coordinator = Coordinator(settings, make_policy(config), make_schedules(config), make_parallelism(config))
-    return Cluster(config, coordinator, watch)
+    return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
 
 
 def run(cluster: Cluster) -> None:
