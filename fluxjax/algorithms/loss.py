@@ -108,25 +108,19 @@ def dual_clipped(
     return jnp.where(beyond_BT, bound * advantages_BT, objective_BT), beyond_BT.astype(ratio_BT.dtype)
 
 
-def k3(log_ratio: Any) -> Any:
-    """Returns the estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
-
-    It is unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q =
-    reference).
-    """
-    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
-
-
 def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     """Estimates, in numpy or JAX arrays, KL(p || q) for tokens drawn from p, with `d = log q - log p` (Schulman,
     "Approximating KL Divergence", 2020).
 
     k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
-    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3: see `k3`.
+    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
+    negative (GRPO's equation 4 has q = reference).
     """
     if estimator is KlEstimator.K1:
         return -log_ratio
-    return 0.5 * log_ratio**2 if estimator is KlEstimator.K2 else k3(log_ratio)
+    if estimator is KlEstimator.K2:
+        return 0.5 * log_ratio**2
+    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 
 
 def regularised(
@@ -224,7 +218,7 @@ def importance_tally(
     excess_BT = jnp.expm1(own_BT)  # ratio - 1: ratios are near 1, and their variance loses no digits to cancellation
     lag_BT = jnp.where(generated_BT, batch.lags_BT, 0).astype(jnp.float32)
     clipped_BT = jnp.where(generated_BT, changed_BT, False).astype(jnp.float32)
-    summed = weight_BT, weight_BT**2, clipped_BT, k3(own_BT), excess_BT, excess_BT**2, lag_BT
+    summed = weight_BT, weight_BT**2, clipped_BT, kl_estimate(own_BT, KlEstimator.K3), excess_BT, excess_BT**2, lag_BT
     sums = {name: jnp.sum(values_BT) for name, values_BT in zip(_SUMS, summed, strict=True)}
     return sums, {"staleness/lag_max": jnp.max(lag_BT)}
 
