@@ -223,8 +223,13 @@ class UsersLoop:
         if self._running is None:
             begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
             begun = concurrent.futures.Future()
-            serve = _until_closed(begun)
-            threading.Thread(target=asyncio.run, args=(serve,), name="rewards-loop", daemon=True).start()
+
+            async def until_closed() -> None:
+                closed = asyncio.Event()
+                begun.set_result((asyncio.get_running_loop(), closed))
+                await closed.wait()
+
+            threading.Thread(target=lambda: asyncio.run(until_closed()), name="rewards-loop", daemon=True).start()
             self._running = begun.result()
         return asyncio.run_coroutine_threadsafe(_awaited(function, *arguments), self._running[0])
 
@@ -243,12 +248,6 @@ class UsersLoop:
             loop, closed = self._running
             loop.call_soon_threadsafe(closed.set)
             self._running = None
-
-
-async def _until_closed(begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    closed = asyncio.Event()
-    begun.set_result((asyncio.get_running_loop(), closed))
-    await closed.wait()
 
 
 async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
