@@ -84,7 +84,7 @@ class CodeReward(BuiltIn):
     python: str = ""  # the interpreter of tests and code; empty: the one that runs this
     packages: bool = False  # they find its site packages, which takes it longer to start
     slots: int = positive(8)  # responses that are tested at a time
-    # What each of their processes may use, but for the time, and what a program must print on top of `limits.output`.
+    # What each of their processes may use: its time is that of `time_limits`, what a program must print comes on top.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
     seconds: float = positive(45.0)  # of all inputs of a program together, fewer than the kind `code` has
