@@ -11,8 +11,7 @@ weights already hold the normalisation (`algorithm.loss_aggregation`). See docs/
 
 import sys
 
-from fluxjax.algorithms import RLAlgorithm
-from fluxjax.algorithms.advantages import rewards_of, with_advantages
+from fluxjax.algorithms import RLAlgorithm, rewards_of
 from fluxjax.algorithms.loss import masked
 from fluxjax.config import cli
 from fluxjax.report.metrics import read
@@ -27,7 +26,7 @@ class BestOfGroup(RLAlgorithm):
         self.temper = temper  # settings of your own are arguments
 
     def advantages(self, groups, cfg):
-        return [with_advantages(group, self._best(rewards_of(group))) for group in groups]
+        return [group.with_advantages(self._best(rewards_of(group))) for group in groups]
 
     def _best(self, rewards_G):
         return self.temper * ((rewards_G == rewards_G.max()) & (rewards_G > rewards_G.min()))

@@ -38,8 +38,7 @@ def _simulate(config: SimulateConfig, gantt: pathlib.Path | None, as_json: bool)
     from .simulation.simulated_run import ProgressLine, make_cluster, run, show, summary
     from .simulation.virtual_cluster import StuckError
 
-    progress = ProgressLine(config.steps)
-    cluster = make_cluster(config, on_step=progress)
+    cluster = make_cluster(config, ProgressLine(config.steps))
     began, status = time.perf_counter(), 0
     try:
         run(cluster)

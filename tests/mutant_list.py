@@ -26,9 +26,7 @@ ROUNDS = "fluxjax/coordinator/policies/rounds.py"
 FLEET = "fluxjax/coordinator/engine_states.py"
 MACHINE = "fluxjax/coordinator/machine.py"
 LEDGER = "fluxjax/coordinator/ledger.py"
-COMPOSER = "fluxjax/coordinator/selection.py"
-STREAM = "fluxjax/coordinator/policies/stream_trainer.py"
-SPECULATIVE = "fluxjax/coordinator/policies/speculative_sync.py"
+EARLY = "fluxjax/coordinator/policies/early_training.py"
 SCHEDULES = "fluxjax/config/schedules.py"
 
 # fmt: off
@@ -165,30 +163,30 @@ MUTANTS = [
            "if entry.stage is PromptStage.RUNNING:\n                ids",
            "if entry.stage is PromptStage.LOST:\n                ids"),
     # --- composer ----------------------------------------------------------------------------------
-    Mutant("urgent groups wait", COMPOSER, "if ages[i] >= max_staleness - 1)", "if ages[i] > max_staleness)"),
-    Mutant("freshest first", COMPOSER, "ranking.sort(key=lambda i: -ages[i])", "ranking.sort(key=lambda i: ages[i])"),
-    Mutant("hard ones first", COMPOSER,
+    Mutant("urgent groups wait", ASYNC, "if ages[i] >= max_staleness - 1)", "if ages[i] > max_staleness)"),
+    Mutant("freshest first", ASYNC, "ranking.sort(key=lambda i: -ages[i])", "ranking.sort(key=lambda i: ages[i])"),
+    Mutant("hard ones first", ASYNC,
            "sorted(ranking, key=lambda i: hard[i])", "sorted(ranking, key=lambda i: -hard[i])"),
-    Mutant("curriculum backwards", COMPOSER,
+    Mutant("curriculum backwards", ASYNC,
            "chance = 1 - min(max(progress, 0.0), 1.0)", "chance = min(max(progress, 0.0), 1.0)"),
-    Mutant("strata without media", COMPOSER, "(group.prompt.source, kinds) if", "group.prompt.source if"),
+    Mutant("strata without media", ASYNC, "(group.prompt.source, kinds) if", "group.prompt.source if"),
     # --- training before a round is over -----------------------------------------------------------
-    Mutant("engines are never lent", STREAM, "if not self.first <= progress <= self.last or", "if True or"),
-    Mutant("engines are lent at any time", STREAM,
+    Mutant("engines are never lent", EARLY, "if not self.first <= progress <= self.last or", "if True or"),
+    Mutant("engines are lent at any time", EARLY,
            "if not self.first <= progress <= self.last or", "if not progress or"),
-    Mutant("all engines but one are lent", STREAM, "[: len(fleet) // 2]", "[: len(fleet) - 1]"),
-    Mutant("the busiest engines are lent", STREAM, "(fleet.load[engine], -engine)", "(-fleet.load[engine], -engine)"),
-    Mutant("caches of the others don't matter", STREAM, "projected_tokens(coordinator) > capacity", "False"),
-    Mutant("lent engines do nothing", STREAM, "if len(ready) < chunk:", "if True:"),
-    Mutant("larger portions", STREAM, "for entry in ready[:chunk])", "for entry in ready)"),
-    Mutant("training early without confidence", SPECULATIVE, "< self.confidence:", "< 0:"),
-    Mutant("never early", SPECULATIVE, "< self.confidence:", "< 2:"),
-    Mutant("one group at a time", SPECULATIVE,
+    Mutant("all engines but one are lent", EARLY, "[: len(fleet) // 2]", "[: len(fleet) - 1]"),
+    Mutant("the busiest engines are lent", EARLY, "(fleet.load[engine], -engine)", "(-fleet.load[engine], -engine)"),
+    Mutant("caches of the others don't matter", EARLY, "projected_tokens(coordinator) > capacity", "False"),
+    Mutant("lent engines do nothing", EARLY, "if len(ready) < chunk:", "if True:"),
+    Mutant("larger portions", EARLY, "for entry in ready[:chunk])", "for entry in ready)"),
+    Mutant("training early without confidence", EARLY, "< self.confidence:", "< 0:"),
+    Mutant("never early", EARLY, "< self.confidence:", "< 2:"),
+    Mutant("one group at a time", EARLY,
            "entry.group() for entry in ready)", "entry.group() for entry in ready[:1])"),
-    Mutant("the unlikeliest count", SPECULATIVE,
+    Mutant("the unlikeliest count", EARLY,
            "for entry in ledger.at(PromptStage.RUNNING)), reverse=True)",
            "for entry in ledger.at(PromptStage.RUNNING)))"),
-    Mutant("one response of a group is enough", SPECULATIVE, "[: entry.need - len(entry.responses)]", "[:1]"),
+    Mutant("one response of a group is enough", EARLY, "[: entry.need - len(entry.responses)]", "[:1]"),
     Mutant("pace of the first response for ever", FLEET,
            "if now > began and tokens > before:", "if now > began and tokens > before and not self.growth:"),
     Mutant("prompts are no work for the trainer", FLEET, "sum(g.prompt.tokens + sum(", "sum(sum("),

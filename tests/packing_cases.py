@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fluxjax.base.scored import numbers_of
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
@@ -121,6 +122,13 @@ def answered(prompt: Prompt, answers: Iterable[tuple[Sequence[int], Sequence[flo
         response = Response(rid, prompt.draw, sample, tuple(ids), tuple(logprobs), versions, "stop")
         samples.append(Sample(response, Reward(0.0, False), 1.0))
     return Group(prompt, tuple(samples))
+
+
+def response_of(draw: int, data: bytes) -> Response:
+    """The response to a draw whose numbers these bytes are."""
+    sample, temperature, *columns = numbers_of(data)
+    tokens, logprobs, versions = (tuple(values.tolist()) for values in columns)
+    return Response("", draw, sample, tokens, logprobs, versions, "stop", temperature)
 
 
 def make_config(tokens_per_row: int = 48, rows: int = 4, patches: int = 128, share: bool = True) -> Config:

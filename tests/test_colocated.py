@@ -18,9 +18,9 @@ from fluxjax.base.types import Prompt, Response, Reward, TrainedStep
 from fluxjax.config import Config, cli
 from fluxjax.coordinator import Synchronous
 from fluxjax.coordinator.engine_states import ParallelismPlanner
-from fluxjax.coordinator.policies import stream_trainer
+from fluxjax.coordinator.policies import early_training
 from fluxjax.coordinator.policies.april import April
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.early_training import StreamTrainer
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import read
@@ -86,7 +86,7 @@ def test_a_run_with_servers_that_sleep(
     own: dict[str, object] = {"steps": 3, "sharding__devices": 2, "servers__count": 2, "servers__colocated": True}
     own |= {"policy": "april", "algorithm__importance__kind": "truncate", "stream_trainer": True}
     helper = functools.partial(StreamTrainer, first=0.1, last=0.9, chunk=1)
-    monkeypatch.setattr(stream_trainer, "StreamTrainer", helper)
+    monkeypatch.setattr(early_training, "StreamTrainer", helper)
     watch, score, accumulate, train = Watch(), Scorer.score, PolicyTrainer.accumulate, PolicyTrainer.train
     slept: list[list[bool]] = []
     streamed: list[Sequence[int]] = []

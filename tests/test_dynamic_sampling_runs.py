@@ -6,7 +6,7 @@ import pytest
 from run_cases import checkpoint_steps, flags, letters, summary
 
 from fluxjax.config.cli import load
-from fluxjax.rewards import guarded
+from fluxjax.rewards import scorer
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer
@@ -69,7 +69,7 @@ class BreaksAfter(Callback):
 def test_a_stop_is_heard_while_nothing_can_be_learnt(policy, rule, tmp_path, monkeypatch) -> None:
     """Without any bound. What was dropped is in the checkpoint; once the reward is mended, the same command goes on."""
     rule.broken = False
-    monkeypatch.setattr(guarded, "_HERE", ("function",))  # the test watches the rule, and mends it
+    monkeypatch.setattr(scorer, "_HERE", ("function",))  # the test watches the rule, and mends it
     own = {"rollout__dynamic_sampling": "value", "rollout__max_num_gen_batches": 0}
     config = configuration(tmp_path, policy, **own)
     with FluxTrainer(config) as trainer:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxjax.algorithms.gae import explained_variance, gae, terminal_rewards, whitened
+from fluxjax.algorithms.ppo import explained_variance, gae, terminal_rewards, whitened
 
 cases = st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 2**20))
 

@@ -15,7 +15,7 @@ from fluxjax.config import RewardKindConfig, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.coordinator.ledger import RunGivenUp
 from fluxjax.report.metrics import read
-from fluxjax.rewards import process_caller
+from fluxjax.rewards import calls
 from fluxjax.run.trainer import FluxTrainer
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_every_policy_and_every_failure_is_tested():
 @pytest.mark.long
 def test_rewards_that_go_wrong(policy: str, tmp_path: pathlib.Path, capsys, monkeypatch) -> None:
     """The run is stopped after a step, and goes on from there."""
-    monkeypatch.setattr(process_caller, "MEMORY_GIB", 0.1)
+    monkeypatch.setattr(calls, "MEMORY_GIB", 0.1)
     failing = {name: FAILURES[name] for name in TRIED[policy]}
     rewards = misbehaving(*failing, "forks") | {"good": "positions"}
     diaries = Diary(stop_after=1), Diary()

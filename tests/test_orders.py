@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
-from packing_cases import MODEL, make_config
+from packing_cases import MODEL, make_config, response_of
 from turns import third_of
 
-from fluxjax.base.types import Response
 from fluxjax.batch.composer import Composer
 from fluxjax.config import STRATEGIES
 from fluxjax.hosts.gang import fingerprint, release
@@ -145,7 +144,7 @@ def test_each_process_is_told_its_own():
         shown = sorted((piece.item, k) for micro in read.micros for piece in micro.pieces for k in piece.responses)
         columns = {item: group.columns for item, group in read.groups.items()}
         assert shown == [(item, k) for item, some in columns.items() for k, data in enumerate(some.data) if data]
-        came += [Response.of(some.draw, data) for some in columns.values() for data in some.data if data]
+        came += [response_of(some.draw, data) for some in columns.values() for data in some.data if data]
     sent = [sample.response for group in groups for sample in group.samples if sample.response.token_ids]
     known = {(r.draw, r.sample): dataclasses.replace(r, rid="") for r in sent}
     assert {(r.draw, r.sample): r for r in came} == known and len(came) == len(sent)

@@ -17,8 +17,7 @@ from test_algorithms import TOLERANCE, group
 from test_objectives import LENGTHS, MAX_NEW_TOKENS, case, laid_out, objective, with_lengths
 
 from fluxjax.algorithms import ALGORITHMS
-from fluxjax.algorithms.gae import gae, whitened
-from fluxjax.algorithms.ppo import value_loss
+from fluxjax.algorithms.ppo import gae, value_loss, whitened
 from fluxjax.config import AlgorithmConfig, KlEstimator, LossAggregation
 
 PEERS = os.environ.get("FLUXJAX_PEERS", "")

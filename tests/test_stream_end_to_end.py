@@ -14,9 +14,9 @@ from run_cases import Diary, flags, letters
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator import PromptStage
-from fluxjax.coordinator.policies import stream_trainer
+from fluxjax.coordinator.policies import early_training
+from fluxjax.coordinator.policies.early_training import StreamTrainer
 from fluxjax.coordinator.policies.rounds import Rounds
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
 from fluxjax.learner.learner import GAP
 from fluxjax.run.trainer import FluxTrainer
 from rollout.engine import FinishReason, GenerateRequest, TokenChunk
@@ -105,7 +105,7 @@ def check_same(plain, diary, params) -> None:
 
 def test_stream_trainer(plain, tmp_path, monkeypatch) -> None:
     """Responses that were moved in the middle are those never moved."""
-    monkeypatch.setattr(stream_trainer, "StreamTrainer", functools.partial(StreamTrainer, chunk=1, last=0.8))
+    monkeypatch.setattr(early_training, "StreamTrainer", functools.partial(StreamTrainer, chunk=1, last=0.8))
     diary, params, coordinator, prefilled = run(tmp_path, hold=monkeypatch, stream_trainer=True)
     assert isinstance(coordinator.policy, Rounds) and coordinator.policy.stream is not None
     assert coordinator.policy.stream.lent == STEPS

@@ -14,8 +14,7 @@ from scripted_engine import ScriptedEngine
 from fluxjax.base.types import Group, TrainedStep
 from fluxjax.coordinator import Synchronous
 from fluxjax.coordinator.messages import Tick
-from fluxjax.coordinator.policies.speculative_sync import SpeculativeSync
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.early_training import SpeculativeSync, StreamTrainer
 from fluxjax.runtime.runtime import Runtime
 
 SETTINGS = {"first": 0.1, "last": 0.8, "every": 0.01, "chunk": 1}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
-from .advantages import all_ones
 from .grpo import clipped_loss
 from .loss import masked, proximal
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
@@ -22,7 +21,7 @@ from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
 class Distillation(RLAlgorithm):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns the advantage 1 for every response: the teacher says what its tokens are worth."""
-        return all_ones(groups)
+        return [group.with_advantages([1.0] * len(group.samples)) for group in groups]
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..base.types import Group, TrainBatch, has_variance, without_rounding
 from ..config import AlgorithmConfig
-from .advantages import rewards_of, with_advantages
+from .grpo import rewards_of
 from .loss import kl_estimate, masked
 from .rl_algorithm import Key, LossAndMetrics, RLAlgorithm, TokenValues
 
@@ -39,7 +39,7 @@ class DPO(RLAlgorithm):
                 signs_G[np.lexsort((order, rewards_G))[0]] = -1.0
             return signs_G
 
-        return [with_advantages(group, preferred(group)) for group in groups]
+        return [group.with_advantages(preferred(group)) for group in groups]
 
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig

@@ -23,18 +23,44 @@ Two of its successors are GRPO with other settings, which the configuration take
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..base.types import Group, TrainBatch, has_variance
 from ..config import AlgorithmConfig
-from .advantages import relative_to_group
 from .loss import clipped_surrogate, correction, dual_clipped, masked, regularised
 from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
+
+STD_EPSILON = 1e-6  # in the unit of the reward; keeps nearly equal rewards from becoming huge advantages
+
+
+def rewards_of(group: Group) -> np.ndarray:
+    """Returns the rewards of the group's samples, in float64. Raises ValueError, naming the prompt, for a reward that
+    is not finite."""
+    rewards_G = np.array([sample.reward.value for sample in group.samples], np.float64)
+    if not np.isfinite(rewards_G).all():
+        raise ValueError(f"prompt {group.prompt.id}: rewards must be finite, got {rewards_G.tolist()}")
+    return rewards_G
+
+
+def centred(group: Group) -> np.ndarray:
+    """Returns `R_i - mean(R)`; exactly 0 for equal rewards."""
+    rewards_G = rewards_of(group)
+    if not has_variance(group):  # by comparison: the computed mean of equal numbers may differ in the last bit
+        return np.zeros_like(rewards_G)
+    return rewards_G - rewards_G.mean()
 
 
 def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
     """Returns the groups with `A_i = (R_i - mean(R)) / (std(R) + 1e-6)` (section 4.1.2); without the division if
     `cfg.normalize_std` is off. `std` has the divisor G - 1. Equal rewards give exactly 0."""
-    return relative_to_group(groups, normalize_std=cfg.normalize_std)
+
+    def relative(group: Group) -> np.ndarray:
+        advantages_G = centred(group)
+        if cfg.normalize_std and has_variance(group):
+            advantages_G /= rewards_of(group).std(ddof=1) + STD_EPSILON
+        return advantages_G
+
+    return [group.with_advantages(relative(group)) for group in groups]
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:

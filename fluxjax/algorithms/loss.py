@@ -40,11 +40,9 @@ from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLe
 LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
 
 # The sums that a microbatch adds to those of its step: see `importance_metrics`.
-_WEIGHTS, _SQUARES, _CLIPPED = "importance/weights", "importance/squares", "importance/clipped"
-_KL, _EXCESS, _EXCESS_SQUARES, _LAGS = "staleness/kl", "staleness/excess", "staleness/excess_squares", "staleness/lags"
-_LAG_MAX = "staleness/lag_max"
-_SUMS = (_WEIGHTS, _SQUARES, _CLIPPED, _KL, _EXCESS, _EXCESS_SQUARES, _LAGS)
-TALLIED = (*_SUMS, _LAG_MAX)
+_SUMS = tuple(f"importance/{name}" for name in ("weights", "squares", "clipped"))
+_SUMS += tuple(f"staleness/{name}" for name in ("kl", "excess", "excess_squares", "lags"))
+TALLIED = (*_SUMS, "staleness/lag_max")
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
@@ -110,25 +108,19 @@ def dual_clipped(
     return jnp.where(beyond_BT, bound * advantages_BT, objective_BT), beyond_BT.astype(ratio_BT.dtype)
 
 
-def k3(log_ratio: Any) -> Any:
-    """Returns the estimator `exp(d) - d - 1` of KL(p || q) for tokens drawn from p, with `d = log q - log p`.
-
-    It is unbiased and never negative (Schulman, "Approximating KL Divergence", 2020; GRPO's equation 4 has q =
-    reference).
-    """
-    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
-
-
 def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
     """Estimates, in numpy or JAX arrays, KL(p || q) for tokens drawn from p, with `d = log q - log p` (Schulman,
     "Approximating KL Divergence", 2020).
 
     k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
-    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3: see `k3`.
+    biased, but as a loss its gradient is that of KL(p || q), on-policy. k3 = exp(d) - d - 1: unbiased and never
+    negative (GRPO's equation 4 has q = reference).
     """
     if estimator is KlEstimator.K1:
         return -log_ratio
-    return 0.5 * log_ratio**2 if estimator is KlEstimator.K2 else k3(log_ratio)
+    if estimator is KlEstimator.K2:
+        return 0.5 * log_ratio**2
+    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 
 
 def regularised(
@@ -225,16 +217,10 @@ def importance_tally(
     weight_BT = jnp.where(generated_BT, jnp.exp(log_weight_BT), 0.0)
     excess_BT = jnp.expm1(own_BT)  # ratio - 1: ratios are near 1, and their variance loses no digits to cancellation
     lag_BT = jnp.where(generated_BT, batch.lags_BT, 0).astype(jnp.float32)
-    summed = {
-        _WEIGHTS: weight_BT,
-        _SQUARES: weight_BT**2,
-        _CLIPPED: jnp.where(generated_BT, changed_BT, False).astype(jnp.float32),
-        _KL: k3(own_BT),
-        _EXCESS: excess_BT,
-        _EXCESS_SQUARES: excess_BT**2,
-        _LAGS: lag_BT,
-    }
-    return {name: jnp.sum(values_BT) for name, values_BT in summed.items()}, {_LAG_MAX: jnp.max(lag_BT)}
+    clipped_BT = jnp.where(generated_BT, changed_BT, False).astype(jnp.float32)
+    summed = weight_BT, weight_BT**2, clipped_BT, kl_estimate(own_BT, KlEstimator.K3), excess_BT, excess_BT**2, lag_BT
+    sums = {name: jnp.sum(values_BT) for name, values_BT in zip(_SUMS, summed, strict=True)}
+    return sums, {"staleness/lag_max": jnp.max(lag_BT)}
 
 
 def importance_metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
@@ -247,16 +233,15 @@ def importance_metrics(tallied: Mapping[str, float], generated: float) -> dict[s
     `lag_max`: versions between the weights that generated a token and those at the start of its training step. "Policy"
     is the proximal one here.
     """
-    mean = {name: tallied[name] / generated for name in _SUMS}
-    squares = mean[_SQUARES]
+    weight, squares, clipped, kl, excess, excess_squares, lag = (tallied[name] / generated for name in _SUMS)
     return {
-        "importance/ess": min(mean[_WEIGHTS] ** 2 / squares, 1.0) if squares else 0.0,
-        "importance/mean": mean[_WEIGHTS],
-        _CLIPPED: mean[_CLIPPED],
-        _KL: mean[_KL],
-        "staleness/variance": max(mean[_EXCESS_SQUARES] - mean[_EXCESS] ** 2, 0.0),
-        "staleness/lag_mean": mean[_LAGS],
-        _LAG_MAX: tallied[_LAG_MAX],
+        "importance/ess": min(weight**2 / squares, 1.0) if squares else 0.0,
+        "importance/mean": weight,
+        "importance/clipped": clipped,
+        "staleness/kl": kl,
+        "staleness/variance": max(excess_squares - excess**2, 0.0),
+        "staleness/lag_mean": lag,
+        "staleness/lag_max": tallied["staleness/lag_max"],
     }
 
 

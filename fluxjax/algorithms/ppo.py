@@ -1,8 +1,13 @@
 """Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
 
 The policy's loss is GRPO's clipped one (equation 7 of the paper), with an advantage for each token: generalised
-advantage estimation (`gae`) from the values of a critic, whitened over the step. A response gets its reward at its last
-token. The critic has its own weights and optimizer, and trains on the same minibatches by
+advantage estimation (GAE, equations 11 to 16) from the values of a critic, whitened over the step. A response is an
+episode and its tokens are the actions: r_t is the reward of token t, 0 but for the last one, and V_t the critic's value
+of the state in which t was chosen. Nothing comes after the last token, so its next value is 0.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
+
+The critic has its own weights and optimizer, and trains on the same minibatches by
 
     L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -15,15 +20,16 @@ correction, which concerns the trained policy, does not weigh the critic's loss.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig
-from .advantages import rewards_of, with_advantages
-from .grpo import GRPO
+from .grpo import GRPO, rewards_of
 from .loss import masked
 from .rl_algorithm import LossAndMetrics, TokenValues
 
 VALUE_CLIP = 0.5  # as in verl
+VARIANCE_EPSILON = 1e-8  # under the root, where advantages are normalised over all tokens of a step
 
 
 class PPO(GRPO):
@@ -32,7 +38,7 @@ class PPO(GRPO):
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
         """Returns the rewards unchanged: the estimation of advantages (`gae`) begins with them."""
-        return [with_advantages(group, rewards_of(group)) for group in groups]
+        return [group.with_advantages(rewards_of(group)) for group in groups]
 
 
 def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:
@@ -47,3 +53,47 @@ def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VA
     clipped_BT = (bounded_BT > square_BT).astype(square_BT.dtype)
     square_BT = jnp.maximum(square_BT, bounded_BT)
     return 0.5 * square_BT, {"value": masked(values_BT, trained_BT), "clip_fraction": clipped_BT}
+
+
+# --- generalised advantage estimation: flat arrays, response after response, in float64 ---------------
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float, decay: float) -> np.ndarray:
+    """Returns the advantage of each token. `lengths` are the tokens of each response; `decay` is lambda."""
+    rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    lengths = np.asarray(lengths, np.int64)
+    if not len(rewards) == len(values) == lengths.sum():
+        raise ValueError(f"{len(rewards)} rewards and {len(values)} values of {lengths.sum()} tokens")
+    ends = np.cumsum(lengths)
+    advantages = np.zeros(len(values))
+    following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of each response's next token
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens at the distance `back` from the end
+        having = np.flatnonzero(lengths >= back)
+        at = ends[having] - back
+        delta = rewards[at] + gamma * value_after[having] - values[at]
+        following[having] = advantages[at] = delta + gamma * decay * following[having]
+        value_after[having] = values[at]
+    return advantages
+
+
+def terminal_rewards(outcomes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the rewards of tokens: a response's outcome at its last token, 0 at the others."""
+    lengths = np.asarray(lengths, np.int64)
+    rewards = np.zeros(int(lengths.sum()))
+    ends = np.cumsum(lengths)[lengths > 0]
+    rewards[ends - 1] = np.asarray(outcomes, np.float64)[lengths > 0]
+    return rewards
+
+
+def whitened(advantages: np.ndarray) -> np.ndarray:
+    """Returns `(A - mean) / sqrt(variance + 1e-8)` over all tokens, with the divisor n - 1; 0 for a single token."""
+    if len(advantages) < 2:
+        return np.zeros_like(advantages)
+    return (advantages - advantages.mean()) / np.sqrt(advantages.var(ddof=1) + VARIANCE_EPSILON)
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """Returns `1 - Var(returns - values) / Var(returns)`: 1 for exact values, 0 for values as good as a constant, below
+    0 for values worse than a constant. Returns 0 if all returns are equal."""
+    variance = float(np.var(returns)) if len(returns) else 0.0
+    return 1.0 - float(np.var(returns - values)) / variance if variance else 0.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from ..base.types import Group
 from ..config import AlgorithmConfig
-from .advantages import VARIANCE_EPSILON, centred, rewards_of, with_advantages
-from .grpo import GRPO
+from .grpo import GRPO, centred, rewards_of
+from .ppo import VARIANCE_EPSILON
 
 
 class ReinforcePlusPlus(GRPO):
@@ -39,8 +39,8 @@ def _normalised_over_tokens(groups: Sequence[Group], values: Sequence[np.ndarray
     tokens = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
     count = tokens.sum()
     if count < 2:
-        return [with_advantages(group, np.zeros(len(group.samples))) for group in groups]
+        return [group.with_advantages(np.zeros(len(group.samples))) for group in groups]
     mean = (flat * tokens).sum() / count
     variance = ((flat - mean) ** 2 * tokens).sum() / (count - 1)
     scale = np.sqrt(variance + VARIANCE_EPSILON)
-    return [with_advantages(group, (values_G - mean) / scale) for group, values_G in zip(groups, values, strict=True)]
+    return [group.with_advantages((values_G - mean) / scale) for group, values_G in zip(groups, values, strict=True)]

@@ -1,15 +1,23 @@
-"""The extension point: what the trainer asks of an algorithm.
+"""The extension point: what the trainer asks of an algorithm; the built-in ones by name, and the search for a run's.
 
 `advantages` runs on the host over scored groups, `token_loss` inside `jit` over a packed batch. The batch's loss
 weights contain the normalisation (by tokens, sequences or a constant), so a step's loss is
 `sum(loss_weights_BT * token_loss_BT)` for every algorithm.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import hashlib
+import importlib
+import inspect
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, Float
 
+from sharding.door import ByName
+
+from ..base.import_path import imported
 from ..base.types import Group, TrainBatch
 from ..config import AlgorithmConfig, ConfigError
 
@@ -62,14 +70,6 @@ class RLAlgorithm:
         return False
 
 
-class _Adapted(RLAlgorithm):
-    """An algorithm that is no `RLAlgorithm` but has the two functions, such as a module."""
-
-    def __init__(self, functions: Any) -> None:
-        self.advantages: Callable[..., Any] = functions.advantages
-        self.token_loss: Callable[..., Any] = functions.token_loss
-
-
 def adapted(implementation: Any, field: str) -> RLAlgorithm:
     """Returns an algorithm from a class (called without arguments), an object or a module. Raises `ConfigError`, naming
     the configuration's `field`, for anything that lacks the functions of an algorithm."""
@@ -89,4 +89,59 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
                 f"{field} is an algorithm without {name}(): {implementation!r}; it needs {' and '.join(required)}, as "
                 "in fluxjax.algorithms.rl_algorithm"
             )
-    return implementation if isinstance(implementation, RLAlgorithm) else _Adapted(implementation)
+    if isinstance(implementation, RLAlgorithm):
+        return implementation
+    algorithm = RLAlgorithm()  # of something that has the two functions, such as a module
+    vars(algorithm).update(advantages=implementation.advantages, token_loss=implementation.token_loss)
+    return algorithm
+
+
+ALGORITHMS: Mapping[str, RLAlgorithm] = ByName(
+    __name__,
+    {
+        "grpo": "grpo:GRPO",
+        "dr_grpo": "grpo:GRPO",
+        "dapo": "grpo:GRPO",
+        "gspo": "gspo:GSPO",
+        "cispo": "cispo:CISPO",
+        "rloo": "rloo:RLOO",
+        "reinforce_plus_plus": "reinforce_plus_plus:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": "reinforce_plus_plus:ReinforcePlusPlusBaseline",
+        "ppo": "ppo:PPO",
+        "distillation": "distillation:Distillation",
+        "dpo": "dpo:DPO",
+        "sft": "sft",
+    },
+    adapted,
+)
+
+
+def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
+    """Returns the algorithm `cfg.name`: the object itself, a name of `ALGORITHMS`, or an import path,
+    `module:attribute`. Raises `ConfigError`, naming the field, if there is no such algorithm."""
+    if not isinstance(cfg.name, str):
+        return adapted(cfg.name, "algorithm.name")
+    if cfg.name in ALGORITHMS:
+        return ALGORITHMS[cfg.name]
+    cfg.validate()
+    found = imported(cfg.name, "algorithm.name", lambda value: hasattr(value, "token_loss"))
+    return adapted(found, f"algorithm.name={cfg.name}")
+
+
+def own_code(cfg: AlgorithmConfig) -> str:
+    """Returns the digest of the file that defines a user's algorithm; empty for built-in algorithms, and for code that
+    no file has. The digest does not cover modules that the file imports."""
+    if cfg.built_in:
+        return ""
+    named = importlib.import_module(cfg.name.partition(":")[0]) if isinstance(cfg.name, str) else cfg.name
+    try:
+        file = inspect.getsourcefile(named if hasattr(named, "__name__") else type(named))
+    except TypeError:  # the class has no source file, as in a notebook
+        return ""
+    return _digest(file) if file else ""
+
+
+@functools.cache
+def _digest(file: str) -> str:
+    path = pathlib.Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from ..base.types import Group
 from ..config import AlgorithmConfig
-from .advantages import centred, with_advantages
-from .grpo import GRPO
+from .grpo import GRPO, centred
 
 
 class RLOO(GRPO):
@@ -20,6 +19,6 @@ class RLOO(GRPO):
         """Returns the advantages of the head of this file; a response that is alone in its group has the advantage
         0."""
         return [
-            with_advantages(group, centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
+            group.with_advantages(centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
             for group in groups
         ]

@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -25,6 +25,9 @@ _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by the bytes of a token
 _RUN = np.dtype("<i4")  # the type of both numbers of a run
 _COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
+
+State = dict[str, Any]  # JSON-serialisable
+SavedState = Mapping[str, Any]  # the state as read from JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,28 +79,12 @@ class Response:
         """The response's numbers as bytes (`bytes_of`), as they are sent to other processes."""
         return bytes_of(self.sample, self.temperature, self.token_ids, self.logprobs, self.versions)
 
-    @property
-    def arrays(self) -> tuple[Int32[np.ndarray, " T"], Float32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
-        """Tokens, log-probs and versions."""
-        numbers = numbers_of(self.data)
-        return numbers.tokens, numbers.logprobs, numbers.versions
-
-    @classmethod
-    def of(cls, draw: int, data: bytes) -> "Response":
-        """Returns the response to draw `draw` whose numbers `data` holds: packed, and without a `rid`."""
-        head = head_of(data)
-        response = cls("", draw, head.sample, (), (), (), "stop", head.temperature)
-        return response._packed(data, head.tokens)
-
     def packed(self) -> "Response":
         """Drops the three tuples, keeps `data`, and returns this same response. The tuples take four to twelve times as
         much memory; afterwards each access builds a tuple anew. Log-probs become float32."""
-        return self._packed(self.data, self.num_tokens)
-
-    def _packed(self, data: bytes, num_tokens: int) -> "Response":
+        _ = self.data, self.num_tokens
         for name in _COLUMNS:
             vars(self).pop(name, None)
-        vars(self).update(data=data, num_tokens=num_tokens)
         return self
 
     @property
@@ -126,6 +113,19 @@ class Response:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def to_json(self) -> State:
+        """Returns the fields, for a checkpoint; versions as runs of [version, tokens]."""
+        runs = [[version, len(list(run))] for version, run in groupby(self.versions)]
+        columns = {"token_ids": list(self.token_ids), "logprobs": list(self.logprobs), "versions": runs}
+        return dataclasses.asdict(self) | columns
+
+    @classmethod
+    def from_json(cls, saved: SavedState) -> "Response":
+        versions = tuple(version for version, count in saved["versions"] for _ in range(count))
+        tokens, logprobs = tuple(saved["token_ids"]), tuple(saved["logprobs"])
+        fields = {**saved, "token_ids": tokens, "logprobs": logprobs, "versions": versions}
+        return cls(**fields).packed()
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -153,15 +153,14 @@ class Reward:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ResponseNumbers:
-    """The numbers of a response: `tokens` int32, `logprobs` float32 and `versions` int32, `[T]` each."""
+class ResponseNumbers(NamedTuple):
+    """The numbers of a response."""
 
     sample: int
     temperature: float | None
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
+    tokens: Int32[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    versions: Int32[np.ndarray, " T"]
 
 
 def bytes_of(

@@ -23,6 +23,8 @@ from .scored import Completion as Completion
 from .scored import Prompt as Prompt
 from .scored import Response as Response
 from .scored import Reward as Reward
+from .scored import SavedState as SavedState
+from .scored import State as State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,10 @@ such times, the pace is unknown. Old measurements fade, so that the pace may cha
 
 from collections.abc import Iterable, Sequence
 
-from ..base.types import Group
+from ..base.types import Group, SavedState, State
 from ..config import ParallelismConfig
 from ..config.scheduling import MAX_DEGREE
 from .messages import Request
-from .saved import SavedState, State
 
 
 class EngineStates:

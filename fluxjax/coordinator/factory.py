@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -13,8 +14,11 @@ from .machine import Coordinator, SchedulingPolicy, Settings
 from .policies.rounds import Synchronous
 
 
-def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | None = None) -> Coordinator:
-    """Builds the coordinator that `config` describes, with the user's `policy` if there is one.
+def make_coordinator(
+    config: Config, policy: Callable[[], SchedulingPolicy] | None = None, **changes: Any
+) -> Coordinator:
+    """Builds the coordinator that `config` describes, with the user's `policy` if there is one, and with `changes` of
+    its settings.
 
     Raises `ConfigError` for a schedule that can't be read, and, beside a user's policy, for settings that only built-in
     policies read."""
@@ -22,7 +26,7 @@ def make_coordinator(config: Config, policy: Callable[[], SchedulingPolicy] | No
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):
         raise ConfigError(f"{names} would do nothing: a policy of your own is given; hand it what it needs yourself")
     return Coordinator(
-        Settings.of(config),
+        dataclasses.replace(Settings.of(config), **changes),
         policy() if policy else make_policy(config),
         make_schedules(config),
         make_parallelism(config),
@@ -51,11 +55,11 @@ def make_policy(config: Config) -> SchedulingPolicy:
     chosen, dynamic = config.policy, bool(config.rollout.dynamic_sampling)
     rounds: dict[str, Any] = {"dynamic_sampling": dynamic}
     if config.stream_trainer:
-        from .policies.stream_trainer import StreamTrainer
+        from .policies.early_training import StreamTrainer
 
         rounds["stream"] = StreamTrainer()
     if config.speculative_sync:
-        from .policies.speculative_sync import SpeculativeSync
+        from .policies.early_training import SpeculativeSync
 
         rounds["speculative"] = SpeculativeSync(config.speculative_sync)
     match chosen:

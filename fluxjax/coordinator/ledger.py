@@ -11,9 +11,8 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..base.types import Group, Prompt, Response, Reward, Sample, has_variance
+from ..base.types import Group, Prompt, Response, Reward, Sample, SavedState, State, has_variance
 from .messages import ABORTED, Park, Request, response_id
-from .saved import SavedState, State, responses_from_json, responses_to_json
 
 
 class CoordinatorError(RuntimeError):
@@ -401,9 +400,9 @@ def _entry_to_json(entry: Entry) -> State:
         **{name: getattr(entry.prompt, name) for name in _OF_PROMPT},
         **{name: getattr(entry, name) for name in _OF_ENTRY},
         "stage": (stage if finished else PromptStage.DEFERRED).value,
-        "responses": responses_to_json(entry.responses),
+        "responses": [entry.responses[sample].to_json() for sample in sorted(entry.responses)],
         "rewards": {str(sample): dataclasses.asdict(reward) for sample, reward in sorted(entry.rewards.items())},
-        "begun": responses_to_json(entry.begun),
+        "begun": [entry.begun[sample].to_json() for sample in sorted(entry.begun)],
     }
 
 
@@ -412,9 +411,9 @@ def _entry_from_json(saved: SavedState, prompt: Prompt) -> Entry:
         prompt,
         PromptStage(saved["stage"]),
         **{name: saved[name] for name in _OF_ENTRY},
-        responses=responses_from_json(saved["responses"]),
+        responses={response["sample"]: Response.from_json(response) for response in saved["responses"]},
         rewards={int(sample): Reward(**reward) for sample, reward in saved["rewards"].items()},
-        begun=responses_from_json(saved["begun"]),
+        begun={response["sample"]: Response.from_json(response) for response in saved["begun"]},
     )
 
 

@@ -20,8 +20,7 @@ import zlib
 import numpy as np
 from scipy.special import erfcx, log_ndtr
 
-from ..base.types import MediaKind, Prompt
-from .saved import SavedState, State
+from ..base.types import MediaKind, Prompt, SavedState, State
 
 WORDS = 32  # hashed words: prompts that share words are similar, and so are the lengths of their responses
 _WORD = re.compile(r"[^\W\d_]+")
@@ -243,11 +242,6 @@ class _SeenResponses:
     past_count: float = 0.0  # responses of earlier draws, discounted
     past: float = 0.0  # their mean deviation from the regression of that time
 
-    def add(self, y: float, weight: float, fixed: float) -> None:
-        self.count += weight
-        self.total += weight * y
-        self.fixed = fixed
-
     def at(self, draw: int) -> _SeenResponses:
         """Returns the observations as of this draw of the prompt: for a later draw, all become a summary of the
         past."""
@@ -330,7 +324,7 @@ class LengthPredictor:
             residual = (expected - fixed) ** 2 + tail.variance
         # The regression's own uncertainty is no variance of the responses.
         residual *= (level.within + level.between) / (level.within + level.between + variance)
-        known.add(y, weight, fixed)
+        known.count, known.total, known.fixed = known.count + weight, known.total + weight * y, fixed
         level.shift += _FOLLOW * (expected - mu)
         for regression in (self._pooled, level):
             regression.learn(x, y, weight, within, residual)

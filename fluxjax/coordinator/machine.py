@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ..base.types import Group, Prompt
+from ..base.types import Group, Prompt, SavedState, State
 from ..config.schedules import RunSchedule
 from . import messages
 from .engine_states import EngineStates, Pace, ParallelismPlanner
@@ -23,7 +23,6 @@ from .ledger import NOTHING_DROPPED, CoordinatorError, Ledger, PromptStage, RunG
 from .lengths import LengthPredictor
 from .messages import Handlers
 from .run_settings import Settings
-from .saved import SavedState, State
 
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741

@@ -6,7 +6,7 @@ To add a message, write its class here and, for an instruction that an event ans
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..base.types import Group, Prompt, Response, Reward
@@ -324,46 +324,34 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
             raise TypeError(f"{owner.__name__}.{name} has no handler of {', '.join(missing)}")
 
 
-_SHOWN = 4  # ids of a message that concerns many prompts
+_SHOWN = 4  # values of a message that has many
 
 
 def message_line(step: int, now: float, message: Message) -> str:
-    """Returns a line for people about a message: the step under way, the time in seconds (0: unknown), the prompts that
-    the message concerns, and its most important values, without tokens and texts."""
+    """Returns a line for people about a message: the step under way, the time in seconds (0: unknown), and the values
+    of the message, without tokens and texts."""
     says = "says" if isinstance(message, Instruction) else "hears"
-    ids, words = _told(message)
-    shown = ", ".join(map(str, ids[:_SHOWN])) + (f", ... ({len(ids)})" if len(ids) > _SHOWN else "")
     begin = f"step {step}" + (f", {now:.1f} s" if now else "")
-    return " ".join(part for part in (begin, says, type(message).__name__, shown, words) if part)
+    values = [f"{name}={_told(value)}" for name, value in vars(message).items() if value != ()]
+    return " ".join([begin, says, type(message).__name__, *values])
 
 
-def _told(message: Message) -> tuple[Sequence[str | int], str]:
-    """Returns the prompts that a message concerns (draws, or ids of requests or responses), and its other values."""
-    match message:
-        case ResponseFinished(response):
-            return (response.rid,), f"{response.num_tokens} tokens, {response.finish}"
-        case RewardReady(rid, reward):
-            return (rid,), f"{reward.value:g}"
-        case Score(response):
-            return (response.rid,), ""
-        case Generate(requests):
-            return [r.rid for r in requests], f"on engines {sorted({r.engine for r in requests})}"
-        case Abort(rid):
-            return (rid,), ""
-        case Park():
-            return (message.request,), f"keep={message.keep}"
-        case Skip(prompt, reason):
-            return (prompt.draw,), reason
-        case EngineFailed(request_ids, reason):
-            return request_ids, reason
-        case PromptsDrawn(prompts, skipped):
-            draws = [prompt.draw for prompt in (*prompts, *(prompt for prompt, _ in skipped))]
-            return draws, f"{len(skipped)} of them skipped"
-        case Accumulate(step, groups, engines):
-            return [group.prompt.draw for group in groups], f"for step {step}, on engines {engines}"
-        case Train(step, groups):
-            return [group.prompt.draw for group in groups], f"step {step}"
-        case Trained(version):
-            return (), f"version {version}"
+def _told(value: Any) -> str:
+    match value:
+        case Prompt():
+            return str(value.draw)
+        case Group():
+            return str(value.prompt.draw)
+        case Request():
+            return f"{value.rid} on engine {value.engine}"
+        case Response():
+            return f"{value.rid} ({value.num_tokens} tokens, {value.finish})"
+        case Reward():
+            return f"{value.value:g}"
+        case Mapping():
+            return f"{len(value)} values"
+        case tuple():
+            more = f", ... ({len(value)})" if len(value) > _SHOWN else ""
+            return f"({', '.join(map(_told, value[:_SHOWN]))}{more})"
         case _:
-            return (), str(vars(message))
+            return str(value)

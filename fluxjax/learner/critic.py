@@ -18,8 +18,7 @@ from models.inputs import PackedTokens
 from sharding.links import Links
 from sharding.walk import Params, Tally, Walk
 
-from ..algorithms.gae import explained_variance, gae, terminal_rewards, whitened
-from ..algorithms.ppo import value_loss
+from ..algorithms.ppo import explained_variance, gae, terminal_rewards, value_loss, whitened
 from ..algorithms.rl_algorithm import Key
 from ..base.types import TrainBatch
 from ..batch.composition import Composition

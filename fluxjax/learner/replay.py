@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.types import Group, PreparedPrompt, Reward, Sample
+from ..base.types import Group, PreparedPrompt, Response, Reward, Sample, SavedState, State
 from ..config import ReplayConfig
-from ..coordinator.saved import SavedState, State, responses_from_json, responses_to_json
 
 GROUPS = 256  # the most groups that are remembered; the oldest are forgotten first
 
@@ -124,21 +123,18 @@ def _groups(state: SavedState) -> Sequence[Mapping[str, Any]]:
 
 
 def _to_json(kept: _KeptGroup) -> State:
-    samples = kept.group.samples
+    samples = sorted(kept.group.samples, key=lambda sample: sample.response.sample)
     return {
         "draw": kept.group.prompt.draw,
         "born": kept.born,
         "times": kept.times,
-        "responses": responses_to_json({s.response.sample: s.response for s in samples}),
-        "scores": [
-            [s.response.sample, dataclasses.asdict(s.reward), s.advantage]
-            for s in sorted(samples, key=lambda sample: sample.response.sample)
-        ],
+        "responses": [s.response.to_json() for s in samples],
+        "scores": [[s.response.sample, dataclasses.asdict(s.reward), s.advantage] for s in samples],
     }
 
 
 def _from_json(saved: Mapping[str, Any], prepared: PreparedPrompt) -> _KeptGroup:
-    responses = responses_from_json(saved["responses"])
+    responses = {response["sample"]: Response.from_json(response) for response in saved["responses"]}
     samples = tuple(
         Sample(responses[number], Reward(**reward), advantage) for number, reward, advantage in saved["scores"]
     )

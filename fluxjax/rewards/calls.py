@@ -1,7 +1,4 @@
-"""Calls of rewards that take time: in slots, in batches, within seconds; here in this process, in threads and loops.
-
-`process_caller.py` calls in processes.
-"""
+"""Calls of rewards that take time: in slots, in batches, within seconds; in threads, event loops and processes."""
 
 from __future__ import annotations
 
@@ -9,19 +6,51 @@ import abc
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
+import inspect
+import pickle
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import said
-from ..base.scored import Completion
-from .answers import Failing, RewardFailure, as_batch
-from .named import Callee
+from ..base.scored import Completion, Reward
+from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeout
+from ..config import RewardKindConfig
+from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
 BATCH = 64  # responses that a batched reward gets at once, at most
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
 _PING_SECONDS = 0.5  # in which a loop answers that is not blocked
+MEMORY_GIB = 4.0  # that a process of a user's reward may need beside what it imports
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
+    its kind, by which calls are bounded."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
+    kind: str
+    batched: bool = False
+
+    @classmethod
+    def of(cls, reward: Any) -> Callee:
+        if callable(compute := getattr(reward, "compute", None)):
+            callee = cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), "batch", True)
+        elif callable(score := getattr(reward, "score", None)):
+            callee = cls(score, lambda batch: (batch[0],), "function")
+        else:
+            callee = cls(reward, lambda batch: (batch[0].prompt, batch[0].text), "function")
+        kind = getattr(reward, "kind", None)
+        return dataclasses.replace(callee, kind=kind) if isinstance(kind, str) else callee
+
+    @property
+    def asynchronous(self) -> bool:
+        called = getattr(self.function, "__call__", None)  # noqa: B004 - the method, which may be `async def`
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
 
 class Slots:
@@ -134,18 +163,13 @@ class LocalCaller(Caller):
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
         super().__init__(slots, self._callee.batched)
-        built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
-        self._in_run_loop = getattr(reward, "in_run_loop", built_in)
+        self._built_in = str(getattr(reward, "__module__", "")).startswith("fluxjax.")
 
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        result = await self._result(*self._callee.arguments(completions))
-        return as_batch(result, len(completions)) if self._callee.batched else [result]
-
-    async def _result(self, *arguments: Any) -> Any:
-        function = self._callee.function
+        function, arguments = self._callee.function, self._callee.arguments(completions)
         if not self._callee.asynchronous:
             running = asyncio.wrap_future(in_daemon_thread(function, *arguments))
-        elif self._in_run_loop:
+        elif self._built_in:
             running = asyncio.ensure_future(function(*arguments))
         else:
             running = asyncio.wrap_future(self._loop.submit(function, *arguments))
@@ -162,7 +186,7 @@ class LocalCaller(Caller):
             raise error
         if error is not None:
             raise RewardFailure(Failing.RAISED, said(error)) from error
-        return running.result()
+        return as_batch(running.result(), len(completions)) if self._callee.batched else [running.result()]
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -170,14 +194,13 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:  # also SystemExit: it must not look like a hang
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error if isinstance(error, Exception) else _no_end(error))
-        else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled, nobody waits
+            try:
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # such as SystemExit: it must not look like a hang
+                future.set_exception(_no_end(error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return future
@@ -200,8 +223,13 @@ class UsersLoop:
         if self._running is None:
             begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
             begun = concurrent.futures.Future()
-            serve = _until_closed(begun)
-            threading.Thread(target=asyncio.run, args=(serve,), name="rewards-loop", daemon=True).start()
+
+            async def until_closed() -> None:
+                closed = asyncio.Event()
+                begun.set_result((asyncio.get_running_loop(), closed))
+                await closed.wait()
+
+            threading.Thread(target=lambda: asyncio.run(until_closed()), name="rewards-loop", daemon=True).start()
             self._running = begun.result()
         return asyncio.run_coroutine_threadsafe(_awaited(function, *arguments), self._running[0])
 
@@ -222,12 +250,6 @@ class UsersLoop:
             self._running = None
 
 
-async def _until_closed(begun: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    closed = asyncio.Event()
-    begun.set_result((asyncio.get_running_loop(), closed))
-    await closed.wait()
-
-
 async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
     try:
         return await function(*arguments)
@@ -235,3 +257,62 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
         raise
     except BaseException as error:
         raise _no_end(error) from None
+
+
+# --- in processes -----------------------------------------------------------------------------------
+
+
+class ProcessCaller(Caller):
+    """Calls a reward that has an import path in processes: one that takes too long, or too much memory, is killed."""
+
+    def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
+        super().__init__(slots, Callee.of(found.value).batched)
+        self._pool = WorkerPool(
+            f"{__name__}:scoring_function",
+            bounds.concurrency,
+            seconds=bounds.seconds,
+            memory_gib=MEMORY_GIB,
+            name=found.name,
+            made_with={"name": found.name, "arguments": dict(found.arguments)},
+        )
+
+    async def call(self, completions: Sequence[Completion]) -> list[Any]:
+        try:
+            answers = await self._pool.acall(pickle.dumps(list(completions)))
+        except WorkerTimeout as error:
+            raise RewardFailure(Failing.TIMED_OUT, str(error)) from None
+        except WorkerDied as error:
+            raise RewardFailure(Failing.DIED, error.reason) from None
+        except WorkerError as error:
+            raise RewardFailure(Failing.RAISED, str(error)) from None
+        return [RewardFailure(Failing.INVALID, *a) if len(a) == 1 else Reward(*a) for a in answers]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
+    """Returns the function by which a process scores: by the reward of this `name` and `arguments`, built once.
+
+    The function takes completions as the run pickled them, and returns an answer for each as plain values, or for all
+    the one reason why they have none: the run takes no objects from a user's code."""
+    callee = Callee.of(find_reward(**reward))
+
+    def scored(completions: bytes) -> list[Sequence[Any]]:
+        batch = pickle.loads(completions)
+        result = callee.function(*callee.arguments(batch))
+        try:
+            answers = as_batch(result, len(batch)) if callee.batched else [result]
+        except RewardFailure as failure:
+            return [[failure.reason]] * len(batch)
+        return [plain_answer(answer) for answer in answers]
+
+    return scored
+
+
+def plain_answer(result: Any) -> Sequence[Any]:
+    """Returns the values of an answer's `Reward`, or alone the reason why it is none."""
+    try:
+        return dataclasses.astuple(as_reward(result))
+    except RewardFailure as failure:
+        return [failure.reason]

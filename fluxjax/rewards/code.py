@@ -3,25 +3,36 @@
 The code of a response runs in a sandbox; the tests run in a second one, and call it by sending plain data
 (`inside/driver.py`). So the code sees neither what is expected nor where the verdict goes: ending its process, printing
 what a grader might look for, or an object that equals everything is worth 0.
+
+The answer of a prompt is a JSON object of one of these shapes:
+
+- `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: a program reads each input and must print its output;
+- `{"entry_point": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}`: a function is called with each of the
+  inputs;
+- `{"entry_point": "add", "tests": "def check(candidate): ..."}`: HumanEval's; `setup`, if there is one, is code that
+  stands before the response's, such as HumanEval's prompt, which the response may also continue;
+- `{"tests": "from solution import add\\ndef test_add(): ..."}`: KodCode's: functions `test_...`, classes `Test...`,
+  unittest's classes. Plain assertions do as well (MBPP), also as a list.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.resources
 import json
 import math
+import re
 import signal
-from typing import Any, ClassVar
+from typing import Any
 
 from ..base.errors import ConfigError, DataError
-from ..base.scored import Completion, Reward
+from ..base.scored import Completion, Prompt, Reward
+from ..config.bounds import positive
 from . import inside
-from .code_tasks import CodeTask, find_code, read_task
+from .named import BuiltIn
 from .sandbox import Outcome, Sandbox, SandboxJob, SandboxLimits, find_sandbox
 
-_INSIDE = "import sys; sys.path.insert(0, '.'); from inside import {0}; {0}.main('{1}')"
+_INSIDE = "import sys; sys.path.insert(0, '.'); from inside.{0} import {1}; {1}('{2}')"
 _REASONS = {"memory": "used too much memory", "output": "printed too much", "files": "made too many files"}
 
 
@@ -56,41 +67,38 @@ class TimeLimits:
         self.anchors[case] = max(self.anchors.get(case, 0.0), seconds)
 
 
-class CodeReward:
-    """Gives 1 if the code of a response passes every test of its task (`code_tasks.py` has their shapes), else 0.
+_OBJECT = {"object": True}
 
-    `sandbox` is `bubblewrap`, `subprocess` (which protects nothing), or an object of the protocol `Sandbox`. `python`
-    is the interpreter of tests and code, by default the one that runs this; with `packages` they find its site
-    packages, which takes it longer to start. `slots` responses are tested at a time. `limits` are what each of their
-    processes may use, but for the time, which `time_limits` gives, and for what a program must print, which comes on
-    top of `limits.output`; all inputs of a program have `seconds` together, fewer than the kind `code` has
-    (`rewards.kinds`). With `partial` the value of a program is the share of its inputs that have the right output.
-    Raises `ConfigError` where the sandbox cannot work.
-    """
 
-    kind: ClassVar[str] = "code"
+@dataclasses.dataclass(eq=False)
+class CodeReward(BuiltIn):
+    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` where the sandbox
+    cannot work."""
 
-    def __init__(
-        self,
-        sandbox: str | Sandbox = "bubblewrap",
-        *,
-        python: str | None = None,
-        packages: bool = False,
-        slots: int = 8,
-        limits: SandboxLimits | None = None,
-        time_limits: TimeLimits | None = None,
-        seconds: float = 45.0,
-        partial: bool = False,
-    ) -> None:
-        self.sandbox: Sandbox = find_sandbox(sandbox, python, slots) if isinstance(sandbox, str) else sandbox
-        self.limits = limits or SandboxLimits()
-        self.time_limits = time_limits or TimeLimits()
-        self.seconds = seconds
-        self.partial = partial
-        self._python = (self.sandbox.python, "-I", "-B", *(() if packages else ("-S",)), "-c")
+    name = kind = "code"
+    counted = "runs", "timed_out", "killed"
+
+    # bubblewrap, subprocess (which protects nothing), or an object of the protocol `Sandbox`
+    sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
+    _: dataclasses.KW_ONLY
+    python: str = ""  # the interpreter of tests and code; empty: the one that runs this
+    packages: bool = False  # they find its site packages, which takes it longer to start
+    slots: int = positive(8)  # responses that are tested at a time
+    # What each of their processes may use: its time is that of `time_limits`, what a program must print comes on top.
+    limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
+    time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
+    seconds: float = positive(45.0)  # of all inputs of a program together, fewer than the kind `code` has
+    partial: bool = False  # the value of a program is the share of its inputs that have the right output
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.sandbox, str):
+            self._sandbox = find_sandbox(self.sandbox, self.python or None, self.slots)
+        else:
+            self._sandbox = self.sandbox
+        self._python = (self._sandbox.python, "-I", "-B", *(() if self.packages else ("-S",)), "-c")
         files = importlib.resources.files(inside).iterdir()
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
-        self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, completion: Completion) -> Reward:
         """Returns the reward. Raises `DataError` for an answer that is no task, or a task that no code could pass here,
@@ -115,12 +123,6 @@ class CodeReward:
             seconds=sum(result.seconds for result in results),  # without the wait for a slot
         )
 
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"code/{name}": float(self._counts[name]) for name in ("runs", "timed_out", "killed")}
-        self._counts.clear()
-        return counts
-
     def state_dict(self) -> dict[str, Any]:
         return {"anchors": dict(self.time_limits.anchors)}
 
@@ -140,8 +142,8 @@ class CodeReward:
                 results.append(_Result(case, 0.0, f"input {number}: all inputs took more than {self.seconds:g} s"))
                 break
             limits = self._within(case, left, expected)
-            job = self._job("program", "solution.py", code, limits, given.encode(errors="replace"))
-            outcome = await self.sandbox.run(job)
+            job = self._job("candidate", "run_program", "solution.py", code, limits, given.encode(errors="replace"))
+            outcome = await self._sandbox.run(job)
             self._count(outcome)
             failure = _ended(outcome, limits)
             if not failure and _lines(outcome.stdout.decode(errors="replace")) != _lines(expected):
@@ -154,9 +156,9 @@ class CodeReward:
     async def _functions(self, name: str, task: CodeTask, code: str) -> list[_Result]:
         limits = self._within(name)
         response = {"code": code, "setup": task.setup, "entry_point": task.entry_point}
-        outcome, partner = await self.sandbox.converse(
-            self._job("driver", "task.json", json.dumps(dataclasses.asdict(task)), limits),
-            self._job("candidate", "response.json", json.dumps(response), limits),
+        outcome, partner = await self._sandbox.converse(
+            self._job("driver", "run_tests", "task.json", json.dumps(dataclasses.asdict(task)), limits),
+            self._job("candidate", "answer_calls", "response.json", json.dumps(response), limits),
         )
         self._count(outcome, partner)
         return [_Result(name, outcome.seconds, _verdict(outcome, partner, limits))]
@@ -167,10 +169,12 @@ class CodeReward:
         self._counts["timed_out"] += any(map(_timed_out, outcomes))
         self._counts["killed"] += any(outcome.reason in _REASONS for outcome in outcomes)
 
-    def _job(self, module: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b"") -> SandboxJob:
-        """A job that runs a module of `inside/` with a file."""
+    def _job(
+        self, module: str, function: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b""
+    ) -> SandboxJob:
+        """A job that calls a function of `inside/` with a file."""
         files = {**self._inside, name: content.encode(errors="replace")}
-        return SandboxJob((*self._python, _INSIDE.format(module, name)), files, stdin, limits)
+        return SandboxJob((*self._python, _INSIDE.format(module, function, name)), files, stdin, limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,3 +220,97 @@ def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
         return ""
     its_end = "" if partner.reason == "partner" else _ended(partner, limits)
     return f"{reason} ({its_end})" if its_end else reason or "failed"
+
+
+# --- tasks and code ---------------------------------------------------------------------------------
+
+LONGEST_CODE = 100_000  # characters
+_FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
+    r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\2|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+_STATEMENT = re.compile(  # that begins a line; nothing is parsed here: Python's parser can be made to crash
+    r"^[ \t]*+(?:(?:async|class|def|for|if|try|while|with)\b[^\n]*:|import[ \t]|from[ \t]+[\w.]++[ \t]+import\b"
+    r"|return\b|[\w.]++\(|[\w.,\[\]* \t]++[-+/%&|^@]?=(?!=))",
+    re.MULTILINE,
+)
+_LANGUAGES = ("python", "py", "python3", "py3")
+_TEXTS = ("tests", "setup", "entry_point")
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeTask:
+    """The tests that a response's code must pass: `tests`, or pairs of `inputs` and `outputs`."""
+
+    tests: str = ""
+    setup: str = ""
+    entry_point: str = ""
+    inputs: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+
+    @property
+    def program(self) -> bool:
+        """Says whether the code is a program with input and output, rather than functions."""
+        return not self.tests and not self.entry_point
+
+    @property
+    def cases(self) -> int:
+        """The number of its cases: each input of a program is one, or all tests of functions together."""
+        return len(self.inputs) if self.program else 1
+
+
+def read_task(prompt: Prompt) -> CodeTask:
+    """Returns the task in a prompt's answer. Raises `DataError`, which names prompt and field."""
+    try:
+        return _task(json.loads(prompt.answer))
+    except ValueError as error:
+        raise DataError(
+            f"prompt {prompt.id} of source {prompt.source}: answer is no coding task: {error}; it must be a JSON "
+            f"object with tests, or with inputs and outputs"
+        ) from error
+
+
+def _task(answer: Any) -> CodeTask:
+    if not isinstance(answer, dict):
+        raise ValueError(f"it is of type {type(answer).__name__}")
+    fields = {name: value for name, value in answer.items() if name in CodeTask.__dataclass_fields__}
+    if isinstance(fields.get("tests"), list):
+        fields["tests"] = "\n".join(map(str, fields["tests"]))
+    for name in _TEXTS:
+        if not isinstance(fields.get(name, ""), str):
+            raise ValueError(f"{name} is of type {type(fields[name]).__name__}, not a text")
+    for name in ("inputs", "outputs"):
+        fields[name] = tuple(fields.get(name) or ())
+    task = CodeTask(**fields)
+    if task.tests.strip():
+        return task
+    if not task.inputs or len(task.inputs) != len(task.outputs):
+        raise ValueError(f"it has no tests, {len(task.inputs)} inputs and {len(task.outputs)} outputs")
+    if task.program and not all(isinstance(text, str) for text in (*task.inputs, *task.outputs)):
+        raise ValueError("inputs and outputs of a program (a task without entry_point) must be texts")
+    if not task.program and not all(isinstance(arguments, list) for arguments in task.inputs):
+        raise ValueError("each of the inputs of a function must be a list of its arguments")
+    return task
+
+
+def find_code(text: str, entry_point: str = "") -> str:
+    """Returns the code of a response, without the indentation of its fence; all of the response where it has no fence.
+    Empty if there is none, or more than anybody would write."""
+    found = [(language.lower(), _dedented(body, len(before))) for before, _, language, body in _FENCE.findall(text)]
+    defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
+    blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
+
+    def rank(block: tuple[str, str]) -> tuple[bool, ...]:
+        """A block counts if it defines what is asked for; else if it is called Python; else if it has a statement."""
+        language, body = block
+        return bool(entry_point and defines.search(body)), language in _LANGUAGES, bool(_STATEMENT.search(body))
+
+    code = max(reversed(blocks), key=rank)[1] if blocks else "" if found else text
+    return code if code.strip() and len(code) <= LONGEST_CODE else ""
+
+
+def _dedented(body: str, columns: int) -> str:
+    """Takes the indentation of a fence off the lines within it (CommonMark 0.31, 4.5), if the first one has it."""
+    first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
+    columns = min(columns, len(first[0]) if first else 0)
+    return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

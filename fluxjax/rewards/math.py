@@ -6,20 +6,19 @@ What needs no algebra is decided at once. The rest goes to worker processes, sin
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Prompt, Reward
 from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
 from ..config.bounds import not_negative, positive
 from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
-from .named import check_parameters
+from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
@@ -29,7 +28,7 @@ _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
 
 @dataclasses.dataclass(eq=False)
-class MathAnswer:
+class MathAnswer(BuiltIn):
     r"""Gives 1 if the answer in the text equals the prompt's, else 0.
 
     The answer is what `<answer>` tags, `\boxed{}` or "the answer is" mark, the last of them; else the last number
@@ -38,8 +37,8 @@ class MathAnswer:
     brackets, which is a set. Needs the extra `math`.
     """
 
-    kind: ClassVar[str] = "math"
-
+    name = kind = "math"
+    counted = "compared", "timed_out", "gave_up"
     # Two numbers with a decimal point are equal if they differ by at most this much of the larger one, and by less than
     # one in the last place that is written.
     tolerance: float = not_negative(1e-6)
@@ -51,11 +50,10 @@ class MathAnswer:
     memory_gib: float = positive(1.0)  # that a comparison may need
 
     def __post_init__(self) -> None:
-        check_parameters("math", self)
+        super().__post_init__()
         missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")
-        self._counts: collections.Counter[str] = collections.Counter()
         self._pool = WorkerPool(
             f"{__package__}.math_worker:equal",
             self.workers,
@@ -99,12 +97,6 @@ class MathAnswer:
         except (WorkerTimeout, WorkerMemory, WorkerError):
             readable = False
         return "" if readable else "is no formula that can be read"
-
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"math/{name}": float(self._counts[name]) for name in ("compared", "timed_out", "gave_up")}
-        self._counts.clear()
-        return counts
 
     def close(self) -> None:
         self._pool.close()

@@ -1,27 +1,33 @@
-"""Finds rewards: by name in `REWARDS`, or a user's by import path; a function, a class or an object.
+"""Finds rewards, by name in `REWARDS` or a user's by import path, and reads what they answer.
 
 A reward is one of these:
 
 - a function `f(prompt, text) -> Reward | float`, also `async`;
 - an object with `score(completion) -> Reward | float`, also `async`;
 - an object with `compute(prompts, responses)`, which returns a `Reward` or a number for each response of a batch.
+
+What is neither a `Reward` nor a finite number is no answer.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import decimal
+import enum
 import functools
 import inspect
 import math
+import numbers
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from sharding.door import ByName
 
 from ..base.errors import ConfigError
 from ..base.import_path import imported
-from ..base.scored import Completion
+from ..base.scored import Reward
 
 REWARDS: Mapping[str, Any] = ByName(
     __name__,
@@ -92,20 +98,35 @@ def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] |
     return find(name, field, arguments).build()
 
 
-def check_parameters(name: str, reward: Any) -> None:
-    """Raises `ConfigError`, naming the parameter of the reward `name`, a dataclass, unless each field has the type of
-    its default and is within the bound declared beside it (`config.bounds`). An int may stand for a float. A field that
-    may hold an object is not looked at."""
-    for field in dataclasses.fields(reward):
-        if "object" in field.metadata:
-            continue
-        value, kind = getattr(reward, field.name), type(field.default)
-        allowed = (int, float) if kind is float else (kind,)
-        if type(value) not in allowed or (kind is float and not math.isfinite(value)):
-            number = "a finite number" if kind is float else f"of type {kind.__name__}"
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must be {number}")
-        if "holds" in field.metadata and not field.metadata["holds"](value):
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+class BuiltIn:
+    """The base of built-in rewards that are dataclasses of parameters. `name` is theirs in `REWARDS`, `kind` that by
+    which their calls are bounded."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str] = "rule"
+    counted: ClassVar[tuple[str, ...]] = ()  # the names of what they count in `_counts`
+    _counts: collections.defaultdict[str, float]
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`, naming the parameter, unless each has the type of its default and is within the bound
+        declared beside it (`config.bounds`). An int may stand for a float. What may be an object is not looked at."""
+        vars(self)["_counts"] = collections.defaultdict(float)
+        for field in dataclasses.fields(cast(Any, self)):
+            if "object" in field.metadata:
+                continue
+            value, kind = getattr(self, field.name), type(field.default)
+            allowed = (int, float) if kind is float else (kind,)
+            if type(value) not in allowed or (kind is float and not math.isfinite(value)):
+                number = "a finite number" if kind is float else f"of type {kind.__name__}"
+                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must be {number}")
+            if "holds" in field.metadata and not field.metadata["holds"](value):
+                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
+        counts = {f"{self.name}/{name}": float(self._counts[name]) for name in self.counted}
+        self._counts.clear()
+        return counts
 
 
 def is_reward(value: Any) -> bool:
@@ -117,28 +138,59 @@ def is_reward(value: Any) -> bool:
     return callable(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
-    its kind, by which calls are bounded."""
+# --- answers ----------------------------------------------------------------------------------------
 
-    function: Callable[..., Any]
-    arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
-    kind: str
-    batched: bool = False
 
-    @classmethod
-    def of(cls, reward: Any) -> Callee:
-        if callable(compute := getattr(reward, "compute", None)):
-            callee = cls(compute, lambda batch: ([c.prompt for c in batch], [c.text for c in batch]), "batch", True)
-        elif callable(score := getattr(reward, "score", None)):
-            callee = cls(score, lambda batch: (batch[0],), "function")
-        else:
-            callee = cls(reward, lambda batch: (batch[0].prompt, batch[0].text), "function")
-        kind = getattr(reward, "kind", None)
-        return dataclasses.replace(callee, kind=kind) if isinstance(kind, str) else callee
+class Failing(enum.Enum):
+    """The ways in which a reward can fail, as metrics count them."""
 
-    @property
-    def asynchronous(self) -> bool:
-        called = getattr(self.function, "__call__", None)  # noqa: B004 - the method, which may be `async def`
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+    TIMED_OUT = "timed_out"
+    RAISED = "raised"
+    DIED = "died"  # its process ended, or needed too much memory
+    INVALID = "invalid"  # it answered, but with no reward
+
+
+class RewardFailure(Exception):
+    """A reward failed on a response, which is then scored 0 with the `reason`."""
+
+    def __init__(self, failing: Failing, reason: str) -> None:
+        super().__init__(reason)
+        self.failing, self.reason = failing, reason
+
+
+def as_reward(result: Any) -> Reward:
+    """Returns a reward's answer as a `Reward`, with values of the types that it declares, which checkpoints hold; a
+    bool or a number of at least 1, but for rounding, is correct. Raises RewardFailure."""
+    if not isinstance(result, Reward):
+        value = _number(result)
+        return Reward(value, value > 1.0 - 1e-6)  # shares of a sum, or of float32
+    try:
+        parts = {str(name): _number(value) for name, value in result.parts.items()}
+        return Reward(_number(result.value), bool(result.correct), str(result.reason), parts, _number(result.seconds))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RewardFailure(Failing.INVALID, f"returned a Reward with wrong values: {error}") from None
+
+
+def _number(value: Any) -> float:
+    """Returns a finite number of Python, numpy, JAX or the like, also an array without dimensions. Raises
+    RewardFailure."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, numbers.Real | decimal.Decimal):
+        raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
+    try:
+        if not math.isfinite(number):
+            raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
+        return float(number)
+    except (OverflowError, ValueError) as error:  # an integer or a fraction beyond floats, a signalling NaN
+        raise RewardFailure(Failing.INVALID, f"returned {type(number).__name__}, which is no float: {error}") from None
+
+
+def as_batch(results: Any, count: int) -> list[Any]:
+    """Returns the answers to a batch of `count` responses, one for each. Raises RewardFailure for another number."""
+    if callable(tolist := getattr(results, "tolist", None)):  # an array
+        results = tolist()
+    if not isinstance(results, Sequence) or isinstance(results, str | bytes):
+        raise RewardFailure(Failing.INVALID, f"returned {type(results).__name__}, expected {count} rewards")
+    if len(results) != count:
+        raise RewardFailure(Failing.INVALID, f"answered {len(results)} times for {count} responses")
+    return list(results)

@@ -3,23 +3,100 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import inspect
 import itertools
 import logging
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, said
 from ..base.scored import Completion, Prompt, Response, Reward
-from ..config import RewardsConfig, SourceConfig
-from ..config.data import term_weights
+from ..config import RewardKindConfig, RewardsConfig, SourceConfig
+from ..config.data import JUDGED, term_weights
 from ..config.schedules import RunSchedule
-from .guarded import GuardedReward, RewardGuard
+from .named import SHAPES, Failing, FoundReward, RewardFailure, as_reward, find, is_reward
+from .rules import UNREADABLE
+
+if TYPE_CHECKING:
+    from .calls import Caller, Slots, UsersLoop
 
 log = logging.getLogger("fluxjax.rewards")
 
 _KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
+_CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
+_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards, which have processes of their own
+_LOGGED = 5  # failures of one reward that are logged one by one
+_WINDOW = 1000  # the share of failures is that of this many last responses
+_REASONS = 32  # different reasons that are told apart
+_LENGTH = 200  # characters of a reason
+
+
+@dataclasses.dataclass(eq=False)
+class GuardedReward:
+    """One reward of one source. What it fails on is scored 0 with a reason, counted, and logged a few times.
+    `note(source, text)` is called for each failure, `give_up(line)` whenever there are too many."""
+
+    source: str
+    name: str
+    reward: Any  # None: it is made in its processes only
+    caller: Caller | None  # None: a built-in rule, which is called at once
+    max_failed: float
+    note: Callable[[str, str], None]
+    give_up: Callable[[str], object]
+    # By way of failing; whoever reads it clears it.
+    since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
+
+    async def score(self, completion: Completion) -> Reward:
+        """Returns the reward of one completion; what it fails on has the value 0 and the reason."""
+        begin = time.monotonic()
+        try:
+            if self.caller is None:
+                answer = self.reward(completion.prompt, completion.text)
+            else:
+                answer = await self.caller.answer(completion)
+            reward = as_reward(answer)
+            self._recent.append(False)
+        except Exception as error:  # whatever a user's object does when it is looked at must not end the run
+            failure = error if isinstance(error, RewardFailure) else RewardFailure(Failing.INVALID, said(error))
+            self._failed(completion.prompt.id, failure)
+            reward = Reward(0.0, False, failure.reason)
+        if self.caller is None or reward.seconds:
+            return reward
+        return dataclasses.replace(reward, seconds=time.monotonic() - begin)
+
+    def unreadable(self, prompt: Prompt) -> str:
+        """Says why the reward can't grade the prompt's answer; empty if it can, or can't tell."""
+        rule = UNREADABLE.get(self.reward) if inspect.isfunction(self.reward) else None
+        tells: Any = rule or getattr(self.reward, "unreadable", None)
+        return str(tells(prompt)) if callable(tells) else ""
+
+    def _failed(self, id: str, failure: RewardFailure) -> None:
+        """Counts a failure on a response to the prompt `id`."""
+        self._recent.append(True)
+        reason = failure.reason if len(failure.reason) <= _LENGTH else f"{failure.reason[:_LENGTH]}..."
+        if reason not in self._reasons and len(self._reasons) >= _REASONS:
+            reason = "other reasons"
+        self._reasons[reason] += 1
+        self.since[failure.failing.value] += 1
+        if (count := self._reasons.total()) <= _LOGGED:
+            more = "; more failures of this source are not logged" if count == _LOGGED else ""
+            log.warning("reward of %s for prompt %s: %s; scored 0%s", self.source, id, failure.reason, more)
+        self.note(self.source, f"{self.name}: {reason}")
+        scored, failed = len(self._recent), sum(self._recent)
+        if scored >= JUDGED and failed > self.max_failed * scored:
+            self._recent.clear()  # a later run begins to count anew
+            self.give_up(
+                f"reward {self.name!r} of data.sources.{self.source} failed on {failed / scored:.0%} of the last "
+                f"{scored} responses, more than rewards.max_failed = {self.max_failed:g}; most often: "
+                f"{self._reasons.most_common(1)[0][0]}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +150,8 @@ class WeightedSum:
 class Scorer:
     """Scores each response by its source's rewards; `decode` turns token ids into the text.
 
-    The built-in rules run at once; for all other rewards see `RewardGuard`. One that raises, takes too long or returns
-    neither a `Reward` nor a finite number gives a scored 0 with the reason.
+    The built-in rules run at once, all others in slots of their kind (`calls.py`). One that raises, takes too long or
+    returns neither a `Reward` nor a finite number gives a scored 0 with the reason.
     """
 
     def __init__(
@@ -92,9 +169,15 @@ class Scorer:
         the configured ones. `progress` is that of the run, in [0, 1]. `note(source, text)` is told of each failure,
         `give_up` of a reward that fails too often. Raises `ConfigError`."""
         self.decode = decode
-        self._settings = settings or RewardsConfig()
+        self._settings, self._note, self._give_up = settings or RewardsConfig(), note, give_up
         self._progress = progress
-        self._guard = RewardGuard(self._settings, note, give_up)
+        self._users_loop: UsersLoop | None = None
+        self._rewards: list[GuardedReward] = []
+        self._slots: dict[str, Slots] = {}  # by kind
+        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return what rewards count themselves
+        # Of responses with rewards that take time, since the last step: the seconds that each waited for its reward.
+        self._seconds: list[float] = []
+        self._open = 0  # such responses that are still to be scored
         self._begun: dict[int, float] = {}  # by draw: the progress when the first of its responses was scored
         given = dict(given or {})
         if unknown := given.keys() - sources.keys():
@@ -103,7 +186,7 @@ class Scorer:
         self._held_out: dict[str, WeightedSum] = {}  # of sources that have rewards of their own for held-out prompts
         for name, source in sources.items():
             if source.eval_reward:
-                reward = self._guard.guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")
+                reward = self._guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")
                 self._held_out[name] = WeightedSum({"": reward}, {})
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
@@ -147,8 +230,14 @@ class Scorer:
     async def _measured(self, rewards: WeightedSum, completion: Completion, progress: float) -> Reward:
         if not rewards.takes_time:
             return await rewards.score(completion, progress)
-        with self._guard.measured():
-            return await rewards.score(completion, progress)
+        begin = time.monotonic()
+        self._open += 1
+        try:
+            reward = await rewards.score(completion, progress)
+            self._seconds.append(time.monotonic() - begin)
+            return reward
+        finally:
+            self._open -= 1
 
     def _of_prompt(self, draw: int) -> float:
         """Returns the progress by which a prompt is weighed: samples of one group are compared, by the same weights."""
@@ -159,8 +248,31 @@ class Scorer:
         return self._begun[draw]
 
     def metrics(self) -> dict[str, float]:
-        """Returns what rewards did since the last call, by the names in `metrics.jsonl`; see `RewardGuard`."""
-        return self._guard.metrics()
+        """Returns what rewards did since the last call, by the names in `metrics.jsonl` (docs/rewards.md, "What is
+        measured"): seconds, counts, and shares in [0, 1]; nothing where only rules were at work."""
+        seconds, self._seconds = sorted(self._seconds), []
+        usages = {kind: slots.usage() for kind, slots in self._slots.items()}
+        used = {kind: usage for kind, usage in usages.items() if usage[1]}
+        ways: collections.Counter[str] = collections.Counter()
+        for reward in self._rewards:
+            ways.update(reward.since)
+            reward.since.clear()
+        counted: collections.Counter[str] = collections.Counter()
+        for take_counts in self._counting:
+            counted.update(take_counts())  # type: ignore[arg-type]  # floats are added, too
+        if not used and not ways:
+            return {}
+        metrics = {"rewards/scored": float(len(seconds)), "rewards/open": float(self._open)}
+        if used:
+            metrics["rewards/waiting"] = float(max(waited for waited, _ in used.values()))
+        if seconds:
+            metrics["rewards/seconds_median"] = statistics.median(seconds)
+            metrics["rewards/seconds_p95"] = seconds[min(int(0.95 * len(seconds)), len(seconds) - 1)]
+            metrics["rewards/seconds_max"] = seconds[-1]
+        metrics |= {f"rewards/busy/{kind}": busy for kind, (_, busy) in used.items()}
+        metrics |= {f"rewards/{name}": count for name, count in counted.items()}
+        metrics["rewards/failed"] = float(ways.total())
+        return metrics | {f"rewards/failed/{way}": float(count) for way, count in sorted(ways.items())}
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -181,14 +293,25 @@ class Scorer:
 
     def close(self) -> None:
         """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
-        self._guard.close()
+        for reward in self._rewards:
+            if reward.caller is not None:
+                reward.caller.close()
+            if callable(close := getattr(reward.reward, "close", None)):
+                from .calls import in_daemon_thread
+
+                try:
+                    in_daemon_thread(close).result(_CLOSING_SECONDS)
+                except Exception as error:  # whatever a user's `close` raises, or TimeoutError
+                    log.warning("closing reward %s: %s: %s", reward.name, type(error).__name__, error)
+        if self._users_loop is not None:
+            self._users_loop.close()
 
     # --- building -------------------------------------------------------------------------------
 
     def _summed(self, name: str, source: SourceConfig, given: Any) -> WeightedSum:
         field = f"data.sources.{name}"
         if not source.rewards:
-            return WeightedSum({"": self._guard.guarded(name, source.reward, f"{field}.reward", given=given)}, {})
+            return WeightedSum({"": self._guarded(name, source.reward, f"{field}.reward", given=given)}, {})
         given = dict(given) if isinstance(given, Mapping) else {"": given} if given is not None else {}
         if unknown := given.keys() - source.rewards.keys():
             raise ConfigError(
@@ -199,5 +322,46 @@ class Scorer:
         for term, settings in source.rewards.items():
             where = f"{field}.rewards.{term}.reward"
             arguments, instead = settings.arguments, given.get(term)
-            rewards[term] = self._guard.guarded(name, settings.reward or term, where, arguments, instead)
+            rewards[term] = self._guarded(name, settings.reward or term, where, arguments, instead)
         return WeightedSum(rewards, term_weights(source.rewards, f"{field}.rewards"))
+
+    def _guarded(
+        self, source: str, name: str, field: str, arguments: Mapping[str, Any] | None = None, given: Any = None
+    ) -> GuardedReward:
+        """Returns the reward of this name and these arguments, or the object that is `given` in its place. Raises
+        `ConfigError`."""
+        if given is None:
+            found = find(name, field, arguments)
+        elif is_reward(given) and not inspect.isclass(given):
+            found = FoundReward(getattr(given, "__qualname__", type(given).__qualname__), field, given, {})
+        else:
+            raise ConfigError(f"rewards: what is given for source {source} is {given!r}; it must be {SHAPES}")
+        reward, caller = self._called(found, given is not None)
+        guards = self._settings.max_failed, self._note, self._give_up
+        self._rewards.append(GuardedReward(source, found.name, reward, caller, *guards))
+        return self._rewards[-1]
+
+    def _called(self, found: FoundReward, is_object: bool) -> tuple[Any, Caller | None]:
+        """Returns a reward and what calls it: nothing calls a built-in rule; processes make and call all others, unless
+        their kind is a built-in one or a part of them has to be here."""
+        if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
+            return found.value, None
+        from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop
+
+        def bounds_of(kind: str) -> tuple[RewardKindConfig, Slots]:
+            bounds = self._settings.kind(kind)
+            return bounds, self._slots.setdefault(kind, Slots(bounds.concurrency))
+
+        callee = Callee.of(found.value)
+        stays = is_object or callee.asynchronous or ":" not in found.name or hasattr(found.value, "state_dict")
+        stays = stays or found.name.startswith("__main__:")  # no other process can import it
+        if not stays and callee.kind not in _HERE:
+            return None, ProcessCaller(found, *bounds_of(callee.kind))
+        reward = found.build()
+        bounds, slots = bounds_of(Callee.of(reward).kind)
+        if callable(call_within := getattr(reward, "call_within", None)):  # it ends by itself, with its own reason
+            call_within(bounds.seconds)
+        if (take_counts := getattr(reward, "take_counts", None)) is not None:
+            self._counting.append(take_counts)
+        self._users_loop = self._users_loop or UsersLoop()
+        return reward, LocalCaller(reward, bounds.seconds, self._users_loop, slots)

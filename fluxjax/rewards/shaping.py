@@ -5,14 +5,13 @@ They are parts of a mixture: `correct` says whether the form is as it should be.
 
 import dataclasses
 import re
-from typing import ClassVar
 
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
 from ..config.bounds import bounded, positive
 from .extraction import sendable
-from .named import check_parameters
+from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -22,7 +21,7 @@ _THOUGHT_AND_ANSWER = re.compile(
 
 
 @dataclasses.dataclass(eq=False)
-class Format:
+class Format(BuiltIn):
     """Gives 1 if the whole text has the format, else 0.
 
     That is `<think>…</think><answer>…</answer>`: each tag once, something in both, white space only elsewhere
@@ -31,13 +30,13 @@ class Format:
     after `seconds`; the text has no such format then.
     """
 
-    kind: ClassVar[str] = "format"
+    name = kind = "format"
     pattern: str = ""
     workers: int = positive(1)
     seconds: float = positive(1.0)
 
     def __post_init__(self) -> None:
-        check_parameters("format", self)
+        super().__post_init__()
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -59,7 +58,7 @@ class Format:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlong:
+class Overlong(BuiltIn):
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), to be added to the reward of correctness.
 
     For a response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1
@@ -67,13 +66,12 @@ class Overlong:
     should be `rollout.max_new_tokens`. A text whose tokens nobody counted, such as a held-out answer's, gets 0.
     """
 
-    kind: ClassVar[str] = "rule"
-
+    name = "overlong"
     most_tokens: int = bounded(0, lambda n: n > 0, "be positive: set it to rollout.max_new_tokens")
     interval: int = bounded(0, lambda n: n > 0, "be positive: tokens below most_tokens from which length costs")
 
     def __post_init__(self) -> None:
-        check_parameters("overlong", self)
+        super().__post_init__()
         if self.interval > self.most_tokens:
             raise ConfigError(
                 f"overlong.interval is {self.interval}; it must be at most overlong.most_tokens, {self.most_tokens}"

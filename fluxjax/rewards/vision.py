@@ -9,7 +9,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float64
@@ -18,27 +17,23 @@ from rapidfuzz.distance import Levenshtein
 from ..base.scored import Completion, Prompt, Reward
 from ..config.bounds import not_negative, positive, within
 from .extraction import TAIL, as_number, explicit_answer, last_number, tagged
-from .named import check_parameters
+from .named import BuiltIn
 from .rules import RIGHT, WRONG, no_number, normalise
 
 _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 
 @dataclasses.dataclass(frozen=True)
-class NumericAnswer:
+class NumericAnswer(BuiltIn):
     """Gives 1 if the marked number, or else the last of the text, is near the prompt's answer.
 
     Near is within `tolerance` times the answer, or within `absolute` of it. 5 % is the "relaxed accuracy" of ChartQA
     (arXiv:2203.10244, section 5.1). `12 %` is 0.12. Raises ValueError if the prompt's answer has no number.
     """
 
-    kind: ClassVar[str] = "rule"
-
+    name = "numeric"
     tolerance: float = not_negative(0.05)
     absolute: float = not_negative(0.0)
-
-    def __post_init__(self) -> None:
-        check_parameters("numeric", self)
 
     async def score(self, completion: Completion) -> Reward:
         marked = explicit_answer(completion.text)
@@ -55,21 +50,17 @@ class NumericAnswer:
 
 
 @dataclasses.dataclass(frozen=True)
-class EditDistance:
+class EditDistance(BuiltIn):
     """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L the longer one's length.
 
     That is the similarity of ANLS (arXiv:1905.13648, section 4) with its `threshold` of 0.5: what is less similar
     gets 0. The text is what `<answer>` tags enclose, if there are any. White space is counted as single spaces.
     """
 
-    kind: ClassVar[str] = "rule"
-
+    name = "edit_distance"
     threshold: float = within(0.5, "[0, 1]")
     ignore_case: bool = True
     most_characters: int = positive(10_000)  # a longer text gets 0
-
-    def __post_init__(self) -> None:
-        check_parameters("edit_distance", self)
 
     async def score(self, completion: Completion) -> Reward:
         inside = tagged(completion.text)
@@ -86,19 +77,15 @@ class EditDistance:
 
 
 @dataclasses.dataclass(frozen=True)
-class OrderedList:
+class OrderedList(BuiltIn):
     """Gives the share of places that have the right item, of the longer list; 1 is the whole list in its order.
 
     A list is JSON, or items between commas, semicolons, arrows or lines; of a text without a marked answer, the last
     line that is not empty. `graded=False`: 1 for the whole list, else 0.
     """
 
-    kind: ClassVar[str] = "rule"
-
+    name = "ordered_list"
     graded: bool = True
-
-    def __post_init__(self) -> None:
-        check_parameters("ordered_list", self)
 
     async def score(self, completion: Completion) -> Reward:
         wanted, found = _items(completion.prompt.answer), _items(_marked_or_last_line(completion.text))
@@ -147,14 +134,14 @@ _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
 
     Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is what the text marks as its answer,
     else its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. One that names two options is none.
     """
 
-    kind: ClassVar[str] = "rule"
+    name = "choice"
 
     async def score(self, completion: Completion) -> Reward:
         if why := self.unreadable(completion.prompt):
@@ -236,7 +223,7 @@ _BOX = re.compile(rf"[\[(]{_N},{_N}(?:,|\)\s{{0,9}},\s{{0,9}}\(){_N},{_N}[\])]")
 
 
 @dataclasses.dataclass(frozen=True)
-class BoxOverlap:
+class BoxOverlap(BuiltIn):
     """Gives the sum of IoU over matched boxes, divided by the greater number of boxes: a box too many costs.
 
     A box is `[x1, y1, x2, y2]`, `(x1,y1),(x2,y2)` or JSON with such lists (`[{"bbox_2d": [..], "label": ".."}]`), with
@@ -245,14 +232,10 @@ class BoxOverlap:
     prompt's answer has no box.
     """
 
-    kind: ClassVar[str] = "rule"
-
+    name = "boxes"
     threshold: float = within(0.0, "[0, 1]")
     correct_from: float = within(0.5, "(0, 1]")  # IoU of every pair from which the answer counts as right
     most_boxes: int = positive(100)  # more of them get 0
-
-    def __post_init__(self) -> None:
-        check_parameters("boxes", self)
 
     async def score(self, completion: Completion) -> Reward:
         wanted = boxes_in(completion.prompt.answer)

@@ -6,9 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engine import Engine
 
-from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, State, TrainedStep
 from ..coordinator.messages import Finish
-from ..coordinator.saved import State
 
 
 @runtime_checkable

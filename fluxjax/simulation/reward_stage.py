@@ -9,12 +9,13 @@ or its reward scheduler (section 4.3). Of the scheduler:
   and streaming the judge's layers from host memory costs little.
 """
 
+import dataclasses
 import heapq
 from collections.abc import Callable
 from functools import partial
 
 from ..base.timeline import Span, Timeline
-from ..base.types import Prompt, Response, Reward
+from ..base.types import Response, Reward
 from ..coordinator.messages import Event, Request, RewardReady
 from .clock import Clock
 from .faults import FaultPlan
@@ -38,19 +39,18 @@ class Servers:
         return end
 
 
+@dataclasses.dataclass(eq=False)
 class Scoring:
     """Scores responses and reports their rewards to `post`."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        settings: SimulationConfig,
-        faults: FaultPlan,
-        post: Callable[[Event], None],
-        timeline: Timeline,
-    ) -> None:
-        self.clock, self.settings, self.faults, self.post = clock, settings, faults, post
-        self.timeline, self.hardware = timeline, settings.hardware()
+    clock: Clock
+    settings: SimulationConfig
+    faults: FaultPlan
+    post: Callable[[Event], None]
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        settings, self.hardware = self.settings, self.settings.hardware()
         self.scheduled = settings.rewards is Rewards.SCHEDULED
         judges = settings.gpus if self.scheduled else settings.judges
         workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}
@@ -62,11 +62,10 @@ class Scoring:
 
     def score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
         """Scores a response, now or when the rollout is over; `tokens` are those of prompt and response."""
-        job = partial(self._score, request, response, samples, tokens, step)
         if self.settings.rewards is Rewards.SYNCHRONOUS:
-            self._held.append(job)
+            self._held.append(partial(self._score, request, response, samples, tokens, step))
         else:
-            job()
+            self._score(request, response, samples, tokens, step)
 
     def rollout_over(self) -> None:
         """Begins what was held back: nothing is generated any more."""
@@ -82,19 +81,18 @@ class Scoring:
         if self.faults.reward_hangs(prompt.draw, request.attempt, sample) or seconds > self.settings.reward_limit:
             seconds, reward = self.settings.reward_limit, Reward(0.0, False, "timed out")
         end = self._servers[prompt.source].submit(now, seconds)
-        self.clock.at(end, partial(self._scored, prompt, response, reward, sandbox, now, step))
+
+        def scored() -> None:
+            self.timeline.add(Span("reward", "reward", now, end, step))
+            self.timed_out += reward.reason == "timed out"
+            if reward.correct and sandbox:
+                self._anchors[prompt.id] = max(sandbox, self._anchors.get(prompt.id, 0.0))
+                self._anchor = max(sandbox, self._anchor)
+            self.post(RewardReady(response.rid, reward))
+
+        self.clock.at(end, scored)
 
     def _limit(self, prompt: str) -> float:
         if not self.scheduled or not self._anchor:
             return SANDBOX_LIMIT
         return min(max(LEAST, RELAXED * self._anchors.get(prompt, self._anchor)), SANDBOX_LIMIT)
-
-    def _scored(
-        self, prompt: Prompt, response: Response, reward: Reward, sandbox: float, began: float, step: int
-    ) -> None:
-        self.timeline.add(Span("reward", "reward", began, self.clock.now, step))
-        self.timed_out += reward.reason == "timed out"
-        if reward.correct and sandbox:
-            self._anchors[prompt.id] = max(sandbox, self._anchors.get(prompt.id, 0.0))
-            self._anchor = max(sandbox, self._anchor)
-        self.post(RewardReady(response.rid, reward))

@@ -91,7 +91,7 @@ class SimulatedEngine:
         self._handle: Handle | None = None
         self._busy, self._since = 0.0, -1.0  # seconds of work, and the time since which the engine works; -1: it rests
         self.on_finish = on_finish
-        self._requests: dict[str, dict[int, Sequence]] = {}
+        self._samples: dict[tuple[str, int], Sequence] = {}  # by request and number
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
         """Takes in a sample that ends with `total_tokens` generated tokens, of which those of `begun` exist already; it
@@ -103,10 +103,9 @@ class SimulatedEngine:
                 f"{rid}/{sample} has {prompt_tokens} + {total_tokens} tokens, {had} of them begun; "
                 f"the cache holds {batch.kv_limit}"
             )
-        samples = self._requests.setdefault(rid, {})
-        if sample in samples:
+        if (rid, sample) in self._samples:
             raise SimulatedEngineError(f"{rid}/{sample} is here already")
-        sequence = samples[sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
+        sequence = self._samples[rid, sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
         first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
         batch.add(sequence)
         if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
@@ -115,11 +114,10 @@ class SimulatedEngine:
     def abort(self, name: str) -> list[SampleProgress]:
         """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
         rid, _, sample = name.partition("/")
-        samples = self._requests.get(rid, {})
-        found = [number for number in samples if not sample or number == int(sample)]
+        found = [key for key in self._samples if key[0] == rid and (not sample or key[1] == int(sample))]
         if found:
             self._interrupt()
-        return [self.batch.remove(self._forget(rid, number)) for number in found]
+        return [self.batch.remove(self._samples.pop(key)) for key in found]
 
     def pause(self) -> None:
         """Stands still after the step under way, until `resume`. Running samples keep their cache."""
@@ -151,12 +149,11 @@ class SimulatedEngine:
         self._updates.clear()
         self._cut, self._slowdown = False, 1.0
         self._rest(Phase.DOWN)
-        lost = list(self._requests)
-        for samples in self._requests.values():
-            for sequence in samples.values():
-                self.batch.remove(sequence)
-        self._requests.clear()
-        return lost
+        lost = dict.fromkeys(rid for rid, _ in self._samples)
+        for sequence in self._samples.values():
+            self.batch.remove(sequence)
+        self._samples.clear()
+        return list(lost)
 
     def recover(self) -> None:
         """Brings the engine up after a crash, with the newest weights that it was told to serve."""
@@ -193,15 +190,6 @@ class SimulatedEngine:
         """The most tokens a second that the engine could decode, from an empty cache."""
         cost, most = self.cost, self.batch.max_running
         return max(batch / cost.step_seconds(batch, self.degree) for batch in range(1, most + 1))
-
-    # --- samples ------------------------------------------------------------------------------------
-
-    def _forget(self, rid: str, sample: int) -> Sequence:
-        samples = self._requests[rid]
-        sequence = samples.pop(sample)
-        if not samples:
-            del self._requests[rid]
-        return sequence
 
     # --- steps in time ------------------------------------------------------------------------------
 
@@ -274,7 +262,7 @@ class SimulatedEngine:
         self.phase = Phase.IDLE
         ended = self.batch.ended()
         for progress in ended:
-            self._forget(progress.rid, progress.sample)
+            del self._samples[progress.rid, progress.sample]
         self._inside = True
         for progress in ended:
             self.on_finish(progress)
@@ -292,57 +280,3 @@ class SimulatedEngine:
             done()
         self._inside = False
         self._go()
-
-
-class SimulatedFleet:
-    """Engines of `degree` GPUs each, on `gpus` GPUs. Raises ValueError for a degree that does not divide them, or a
-    host's."""
-
-    def __init__(
-        self, clock: Clock, hardware: Hardware, gpus: int, degree: int, on_finish: OnFinish, max_running: int = 256
-    ) -> None:
-        self.clock, self.hardware, self.gpus = clock, hardware, gpus
-        self.on_finish, self.max_running = on_finish, max_running
-        self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
-        self._build(degree, version=0)
-
-    def _build(self, degree: int, version: int) -> None:
-        hosts = self.hardware.gpus_per_host
-        if degree < 1 or self.gpus % degree or hosts % degree:
-            raise ValueError(f"{self.gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
-        self.degree, self._since = degree, self.clock.now
-        self.engines = [
-            SimulatedEngine(self.clock, self.hardware, degree, self.on_finish, self.max_running, version)
-            for _ in range(self.gpus // degree)
-        ]
-
-    def set_parallelism(self, degree: int) -> None:
-        """Replaces the engines, on which nothing is generated, by others on the same GPUs, with the oldest weights that
-        any of them had. Raises ValueError like the class."""
-        past, before = self._totals(), self.engines
-        self._build(degree, min(engine.version for engine in before))
-        self._past = past
-        for engine in before:
-            engine.crash()  # a last step may be under way, for samples that were aborted
-
-    def _totals(self) -> list[float]:
-        engines, span = self.engines, self.clock.now - self._since
-        now = [
-            self.degree * sum(engine.busy_seconds for engine in engines),
-            span * len(engines) * engines[0].peak,
-            float(sum(engine.decoded for engine in engines)),
-            float(sum(engine.batch.preemptions for engine in engines)),
-        ]
-        return [before + more for before, more in zip(self._past, now, strict=True)]
-
-    @property
-    def preemptions(self) -> int:
-        """The number of preemptions on all engines since the beginning."""
-        return int(self._totals()[3])
-
-    def utilisation(self) -> tuple[float, float]:
-        """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
-        possible) since the beginning."""
-        busy, peak, tokens, _ = self._totals()
-        span = self.clock.now
-        return (busy / (span * self.gpus), tokens / peak) if span > 0 else (0.0, 0.0)

@@ -18,7 +18,7 @@ from .clock import Clock
 from .continuous_batch import SampleProgress
 from .faults import FaultPlan
 from .options import SimulationConfig
-from .simulated_engine import SimulatedFleet
+from .simulated_engine import SimulatedEngine
 from .workload import Samples, Workload, response
 
 SHOWN = 8  # engines in the Gantt picture
@@ -35,29 +35,39 @@ class Generation:
     left: int = 0  # samples on the engine
 
 
-class Rollout(SimulatedFleet):
-    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw."""
+@dataclasses.dataclass(eq=False)
+class Rollout:
+    """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw. Raises ValueError
+    for engines of a degree that does not divide the GPUs for rollout, or those of a host."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        settings: SimulationConfig,
-        work: Workload,
-        faults: FaultPlan,
-        post: Callable[[Event], None],
-        timeline: Timeline,
-    ) -> None:
-        gpus, degree = settings.rollout_gpus, settings.degree
-        super().__init__(clock, settings.hardware(), gpus, degree, self._ended, settings.max_running)
-        self.settings, self.work, self.faults = settings, work, faults
-        self.post, self.timeline = post, timeline
+    clock: Clock
+    settings: SimulationConfig
+    work: Workload
+    faults: FaultPlan
+    post: Callable[[Event], None]
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        self.hardware = self.settings.hardware()
         self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
+        self._seconds, self._busy_since = 0.0, -1.0  # with a request open, and since when; -1: none is
+        self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
+        self._build(self.settings.degree, version=0)
+
+    def _build(self, degree: int, version: int) -> None:
+        gpus, hosts = self.settings.rollout_gpus, self.hardware.gpus_per_host
+        if degree < 1 or gpus % degree or hosts % degree:
+            raise ValueError(f"{gpus} GPUs in hosts of {hosts} can't be engines of {degree}")
+        self.degree, self._since = degree, self.clock.now
+        self.engines = [
+            SimulatedEngine(self.clock, self.hardware, degree, self._ended, self.settings.max_running, version)
+            for _ in range(gpus // degree)
+        ]
         self._loading: set[int] = set()
         self._lent: set[int] = set()  # engines that sleep until they get new weights
-        self._seconds, self._busy_since = 0.0, -1.0  # with a request open, and since when; -1: none is
 
     @property
     def seconds(self) -> float:
@@ -185,11 +195,38 @@ class Rollout(SimulatedFleet):
             if self.engines[index].paused:
                 self.engines[index].resume()
 
-    def set_parallelism(self, degree: int) -> None:
-        super().set_parallelism(degree)
-        self._loading, self._lent = set(), set()
+    # --- engines ------------------------------------------------------------------------------------
 
-    # --- crashes ------------------------------------------------------------------------------------
+    def set_parallelism(self, degree: int) -> None:
+        """Replaces the engines, on which nothing is generated, by others on the same GPUs, with the oldest weights that
+        any of them had. Raises ValueError like the class."""
+        past, before = self._totals(), self.engines
+        self._build(degree, min(engine.version for engine in before))
+        self._past = past
+        for engine in before:
+            engine.crash()  # a last step may be under way, for samples that were aborted
+
+    def _totals(self) -> list[float]:
+        engines, span = self.engines, self.clock.now - self._since
+        now = [
+            self.degree * sum(engine.busy_seconds for engine in engines),
+            span * len(engines) * engines[0].peak,
+            float(sum(engine.decoded for engine in engines)),
+            float(sum(engine.batch.preemptions for engine in engines)),
+        ]
+        return [before + more for before, more in zip(self._past, now, strict=True)]
+
+    @property
+    def preemptions(self) -> int:
+        """The number of preemptions on all engines since the beginning."""
+        return int(self._totals()[3])
+
+    def utilisation(self) -> tuple[float, float]:
+        """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
+        possible) since the beginning."""
+        busy, peak, tokens, _ = self._totals()
+        span = self.clock.now
+        return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
 
     def crash(self, index: int) -> None:
         """Loses everything on an engine; weights that it is loading will be there when it is up again."""
@@ -202,33 +239,30 @@ class Rollout(SimulatedFleet):
         self._has_loaded(index)
 
 
-Incident = Callable[[int], None]  # to the engine of this index
-Spells = Iterator[tuple[float, float]]
-
-
 def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
     """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that a change of degree removed
     meet nothing."""
-    clock, factor = rollout.clock, faults.rates.slow_factor
+    clock = rollout.clock
 
-    def next_spell(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
-        if over() or (spell := next(spells, None)) is None:
-            return
-        begin = max(spell[0], clock.now)
-        clock.at(begin, partial(meets, index, begins))
-        clock.at(begin + spell[1], partial(spell_ends, index, spells, begins, ends))
-
-    def spell_ends(index: int, spells: Spells, begins: Incident, ends: Incident) -> None:
-        meets(index, ends)
-        next_spell(index, spells, begins, ends)
-
-    def meets(index: int, incident: Incident) -> None:
+    def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:
+        """Begins or ends a spell of an engine; its end calls for the next one."""
         if index < len(rollout.engines):
-            incident(index)
+            engine = rollout.engines[index]
+            if not crashes:
+                engine.slow_down(faults.rates.slow_factor if begins else 1.0)
+            elif begins:
+                rollout.crash(index)
+            else:
+                engine.recover()
+        if not begins:
+            next_spell(index, crashes, spells)
 
-    def pace(factor: float, index: int) -> None:
-        rollout.engines[index].slow_down(factor)
+    def next_spell(index: int, crashes: bool, spells: Iterator[tuple[float, float]]) -> None:
+        if not over() and (spell := next(spells, None)) is not None:
+            begin = max(spell[0], clock.now)
+            clock.at(begin, partial(meet, index, crashes, spells, True))
+            clock.at(begin + spell[1], partial(meet, index, crashes, spells, False))
 
     for index in range(len(rollout.engines)):
-        next_spell(index, faults.crashes(index), rollout.crash, lambda index: rollout.engines[index].recover())
-        next_spell(index, faults.slow_spells(index), partial(pace, factor), partial(pace, 1.0))
+        next_spell(index, True, faults.crashes(index))
+        next_spell(index, False, faults.slow_spells(index))

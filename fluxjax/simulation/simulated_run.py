@@ -1,6 +1,5 @@
 """A simulated run from its configuration to its summary, and the summary as a table."""
 
-import dataclasses
 import gc
 import statistics
 import sys
@@ -12,19 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config.schedules import make_schedules
-from ..coordinator import Coordinator, PromptStage, Settings
-from ..coordinator.factory import make_parallelism, make_policy
+from ..coordinator import PromptStage, messages
+from ..coordinator.factory import make_coordinator
 from .options import SimulateConfig
-from .virtual_cluster import Cluster, OnStep, StepRecord, Watch
+from .virtual_cluster import Cluster, StepRecord, Watch
 
 
-def make_cluster(config: SimulateConfig, watch: Watch | None = None, on_step: OnStep | None = None) -> Cluster:
+def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
     """Makes a cluster with the coordinator and the policy that a run of this configuration has."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
-    settings = dataclasses.replace(Settings.of(config), kv_tokens=cache, kv_reserved=0)
-    coordinator = Coordinator(settings, make_policy(config), make_schedules(config), make_parallelism(config))
-    return Cluster(config, coordinator, watch, on_step)
+    return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
 
 
 def run(cluster: Cluster) -> None:
@@ -101,18 +97,16 @@ _EVERY = 5.0  # seconds between two lines
 
 
 class ProgressLine:
-    """Prints a line on standard error every few seconds; to be called with the record of every step."""
+    """Prints a line on standard error every few seconds; to be called with every message of a run and its time."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._next = time.perf_counter() + _EVERY
 
-    def __call__(self, record: StepRecord) -> None:
-        if time.perf_counter() >= self._next:
+    def __call__(self, now: float, message: messages.Message) -> None:
+        if isinstance(message, messages.Trained) and time.perf_counter() >= self._next:
             self._next = time.perf_counter() + _EVERY
-            print(
-                f"step {record.step}/{self._steps} | {record.end:,.0f} simulated seconds", file=sys.stderr, flush=True
-            )
+            print(f"step {message.version}/{self._steps} | {now:,.0f} simulated seconds", file=sys.stderr, flush=True)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -46,9 +46,6 @@ class StepRecord:
     lag_max: int
 
 
-OnStep = Callable[[StepRecord], None]
-
-
 class StuckError(RuntimeError):
     """The coordinator waits for something that will never happen."""
 
@@ -61,9 +58,8 @@ class Cluster:
         config: SimulateConfig,
         coordinator: Coordinator,
         watch: Watch | None = None,
-        on_step: OnStep | None = None,
     ) -> None:
-        self.config, self.coordinator, self.watch, self.on_step = config, coordinator, watch, on_step
+        self.config, self.coordinator, self.watch = config, coordinator, watch
         self.settings = settings = config.simulation
         self.clock = Clock()
         self.timeline = Timeline(STEPS_SHOWN, lambda: self.clock.now)
@@ -220,8 +216,6 @@ class Cluster:
         self._train_seconds, self._trained_tokens = 0.0, 0
         rollout.longest = 0
         self._lags.clear()
-        if self.on_step:
-            self.on_step(self.records[-1])
         self.post(messages.Trained(self.coordinator.version + 1, metrics))
 
     @_carry_out.of(messages.PublishWeights)

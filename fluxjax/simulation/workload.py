@@ -12,7 +12,7 @@ Everything is a function of seed, draw, attempt and sample; the versions of the 
 import dataclasses
 import functools
 import math
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +27,6 @@ _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  
 _CHARACTERS = 4  # a token of text
 _HANGS = 1.645  # beyond it lie 5 % of a normal distribution: sandboxes that hit the limit (Flexes, figure 7a)
 _PROMPTS, _ORDER, _SAMPLES = range(3)
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +46,11 @@ class Samples:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _shared(value: Number, count: int) -> tuple[Number, ...]:
+def _shared(value: float, count: int) -> tuple[Any, ...]:
     return (value,) * count
 
 
-def _repeated(value: Number, count: int) -> tuple[Number, ...]:
+def _repeated(value: float, count: int) -> tuple[Any, ...]:
     return _shared(value, count) if count <= 2048 else (value,) * count
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
 from fluxjax.config.scheduling import PREFERENCES
-from fluxjax.coordinator.selection import compose, difficulty, total_tokens, versions_behind
+from fluxjax.coordinator.policies.adaptive_async import compose, difficulty, total_tokens, versions_behind
 
 VERSION, LIMIT = 10, 4
 FAR = 100  # staleness that nothing comes near

@@ -68,21 +68,27 @@ class TestLines:
     @pytest.mark.parametrize(
         ("message", "line"),
         [
-            (messages.PromptsDrawn((prompt(1),), ((prompt(2), "bad"),)), "hears PromptsDrawn 1, 2 1 of them skipped"),
-            (messages.EngineFailed(("00000001.00",), "gone"), "hears EngineFailed 00000001.00 gone"),
-            (messages.ResponseFinished(response(1, 0)), "hears ResponseFinished 00000001.00/0 3 tokens, stop"),
+            (
+                messages.PromptsDrawn((prompt(1),), ((prompt(2), "bad"),)),
+                "hears PromptsDrawn prompts=(1) skipped=((2, bad))",
+            ),
+            (
+                messages.EngineFailed(("00000001.00",), "gone"),
+                "hears EngineFailed request_ids=(00000001.00) reason=gone",
+            ),
+            (
+                messages.ResponseFinished(response(1, 0)),
+                "hears ResponseFinished response=00000001.00/0 (3 tokens, stop)",
+            ),
             (
                 messages.RewardReady("00000001.00/1", Reward(1.01, correct=False)),
-                "hears RewardReady 00000001.00/1 1.01",
+                "hears RewardReady rid=00000001.00/1 reward=1.01",
             ),
-            (Trained(4), "hears Trained version 4"),
-            (generate(prompt(1), n=2), "says Generate 00000001.00 on engines [0]"),
-            (messages.Abort("00000001.00"), "says Abort 00000001.00"),
-            (messages.Park(prompt(1), 0), "says Park 00000001.00 keep=False"),
-            (messages.Score(response(1, 0)), "says Score 00000001.00/0"),
-            (messages.Skip(prompt(1), "why"), "says Skip 1 why"),
-            (messages.Accumulate(3, GROUPS[:1], (1, 2)), "says Accumulate 0 for step 3, on engines (1, 2)"),
-            (Train(1, GROUPS), "says Train 0, 1, 2, 3, ... (50) step 1"),
+            (Trained(4), "hears Trained version=4 metrics=0 values"),
+            (generate(prompt(1), n=2), "says Generate requests=(00000001.00 on engine 0)"),
+            (messages.Park(prompt(1), 0), "says Park prompt=1 attempt=0 keep=False"),
+            (messages.Accumulate(3, GROUPS[:1], (1, 2)), "says Accumulate step=3 groups=(0) engines=(1, 2)"),
+            (Train(1, GROUPS), "says Train step=1 groups=(0, 1, 2, 3, ... (50))"),
         ],
         ids=lambda value: type(value).__name__,
     )
@@ -90,7 +96,7 @@ class TestLines:
         assert message_line(1, 0.0, message) == f"step 1 {line}"
 
     def test_times_are_shown_where_they_are_known(self) -> None:
-        assert message_line(1, 2.25, messages.Started(0)) == "step 1, 2.2 s hears Started {'version': 0}"
+        assert message_line(1, 2.25, messages.Started(0)) == "step 1, 2.2 s hears Started version=0"
 
     def test_an_error_shows_the_last_lines(self) -> None:
         world = world_at(Train)
@@ -99,8 +105,8 @@ class TestLines:
             world.hear(Trained(0))
         first, head, *lines = str(error.value).splitlines()
         assert first == "trained version 0 after version 0" and head == "the last that was heard and said:"
-        assert len(lines) == 12 and lines[-1] == "  step 1, 2.2 s hears Trained version 0"
-        assert lines[-2] == "  step 1 says Train 0, 1 step 1"
+        assert len(lines) == 12 and lines[-1] == "  step 1, 2.2 s hears Trained version=0 metrics=0 values"
+        assert lines[-2] == "  step 1 says Train step=1 groups=(0, 1)"
 
     def test_what_a_user_can_mend_is_one_line(self) -> None:
         world = world_at(Generate, max_attempts=1, prompts_per_step=3)

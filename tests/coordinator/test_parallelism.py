@@ -13,7 +13,7 @@ from fluxjax.coordinator import Synchronous
 from fluxjax.coordinator.engine_states import ParallelismPlanner
 from fluxjax.coordinator.messages import ParallelismSet, SetParallelism, Trained
 from fluxjax.coordinator.policies.april import April
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.early_training import StreamTrainer
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])

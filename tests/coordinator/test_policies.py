@@ -21,8 +21,7 @@ from fluxjax.coordinator.factory import make_coordinator
 from fluxjax.coordinator.messages import Finish, Generate, Park, SaveCheckpoint, Train
 from fluxjax.coordinator.policies.adaptive_async import GAINS, AdaptiveAsync
 from fluxjax.coordinator.policies.april import April
-from fluxjax.coordinator.policies.speculative_sync import SpeculativeSync
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
+from fluxjax.coordinator.policies.early_training import SpeculativeSync, StreamTrainer
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 ASYNC = AdaptiveAsyncConfig(max_staleness=3)

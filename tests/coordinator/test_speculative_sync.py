@@ -16,7 +16,7 @@ from fluxjax.coordinator import Coordinator, Ledger, PromptStage, Synchronous
 from fluxjax.coordinator.engine_states import Pace, trained_tokens
 from fluxjax.coordinator.lengths import LengthPredictor, ends_by
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, Request, Tick, Train
-from fluxjax.coordinator.policies.speculative_sync import SpeculativeSync, probability
+from fluxjax.coordinator.policies.early_training import SpeculativeSync, probability
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 

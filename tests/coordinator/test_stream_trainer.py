@@ -10,8 +10,8 @@ from policy_cases import PolicyWorld
 from fluxjax.config import Config
 from fluxjax.coordinator import CoordinatorError, PromptStage, SchedulingPolicy, Settings, Synchronous, messages
 from fluxjax.coordinator.messages import Accumulate, Generate, Instruction, Lend, Park, PublishWeights, Train
+from fluxjax.coordinator.policies.early_training import StreamTrainer, projected_tokens
 from fluxjax.coordinator.policies.rounds import Rounds
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer, projected_tokens
 from fluxjax.coordinator.policies.tail_batching import TailBatching
 
 SETTINGS = {"chunk": 1}

@@ -18,8 +18,7 @@ from fluxjax.coordinator.messages import (
     Train,
     Trained,
 )
-from fluxjax.coordinator.policies.adaptive_async import SYNC_INTERVAL, TOLERANCE
-from fluxjax.coordinator.selection import compose
+from fluxjax.coordinator.policies.adaptive_async import SYNC_INTERVAL, TOLERANCE, compose
 
 from .base import Promises
 from .books import UNDER_WAY, Seen
@@ -96,7 +95,7 @@ class AdaptiveAsyncPromises(Promises):
         return self.books.version - min(versions, default=self.books.version)
 
     def _chosen(self, order: Train) -> None:
-        """Checks that the step trains on the choice of `selection.compose` among all scored groups, and on nothing
+        """Checks that the step trains on the choice of `compose` among all scored groups, and on nothing
         while a prompt under way would become too old by missing the step."""
         books, settings = self.books, self.settings
         scored = [seen.group() for seen in books.at(PromptStage.SCORED)]

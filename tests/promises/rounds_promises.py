@@ -22,8 +22,8 @@ from fluxjax.coordinator.messages import (
     Train,
     Trained,
 )
+from fluxjax.coordinator.policies.early_training import StreamTrainer
 from fluxjax.coordinator.policies.rounds import NO_VARIANCE
-from fluxjax.coordinator.policies.stream_trainer import StreamTrainer
 
 from .base import Promises
 from .books import UNDER_WAY, Seen

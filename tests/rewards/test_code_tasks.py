@@ -8,7 +8,7 @@ import pytest
 
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Prompt
-from fluxjax.rewards.code_tasks import find_code, read_task
+from fluxjax.rewards.code import find_code, read_task
 
 
 @pytest.mark.parametrize(

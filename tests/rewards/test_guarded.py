@@ -23,7 +23,8 @@ from turns import third_of
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.report.shown import reward_words
-from fluxjax.rewards import Scorer, calls, guarded, process_caller
+from fluxjax.rewards import Scorer, calls
+from fluxjax.rewards import scorer as scoring
 from fluxjax.runtime import ports
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ def bounds(seconds=60.0, concurrency=2):
 
 @pytest.fixture(autouse=True, scope="module")
 def little_memory():
-    with mock.patch.object(process_caller, "MEMORY_GIB", 0.25):
+    with mock.patch.object(calls, "MEMORY_GIB", 0.25):
         yield
 
 
@@ -341,7 +342,7 @@ def test_samples_of_a_group_have_the_same_weights_also_after_a_resume():
 def test_wrong_settings_are_said_at_the_start(source, given, message, monkeypatch):
     source = SourceConfig(**source)
     limits = bounds()
-    monkeypatch.setattr(guarded, "_HERE", ("function",))  # else a class is made where it is called
+    monkeypatch.setattr(scoring, "_HERE", ("function",))  # else a class is made where it is called
     with pytest.raises(ConfigError, match=message):
         source.validate_rewards("data.sources.s")
         Scorer({"s": source}, str, limits, given=given)
@@ -421,6 +422,6 @@ def test_a_close_that_hangs_is_left_behind(monkeypatch):
         def close(self):
             time.sleep(600)
 
-    monkeypatch.setattr("fluxjax.rewards.guarded._CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("fluxjax.rewards.scorer._CLOSING_SECONDS", 0.05)
     with scorer("exact", given={"s": Hangs()}) as subject:
         assert scored(subject, "x")[0].value == 1.0

@@ -16,8 +16,8 @@ from fluxjax.base.medium import Media, MediaKind
 from fluxjax.base.scored import Completion, Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
 from fluxjax.rewards import Scorer, find_reward
-from fluxjax.rewards.answers import Failing, RewardFailure
 from fluxjax.rewards.judge import Answer, Judge, Question, http_judges
+from fluxjax.rewards.named import Failing, RewardFailure
 
 PROMPT = Prompt("p1", "s", "What is 3 x 4?", "12")
 LONG = 120.0  # seconds within which a loaded machine does what takes none

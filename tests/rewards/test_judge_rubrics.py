@@ -15,14 +15,14 @@ from reward_cases import HOSTILE
 from fluxjax.base.scored import Prompt
 from fluxjax.config import ConfigError
 from fluxjax.rewards.extraction import last_group
-from fluxjax.rewards.judge.questions import BUILT_IN, Rubric, Scale, VerdictReader, last_line, last_object, nonce_of
+from fluxjax.rewards.judge.questions import BUILT_IN, Rubric, VerdictReader, last_line, last_object, nonce_of
 
 LINE = VerdictReader().form
 PROMPT = Prompt("p1", "s", "What is 3 x 4?", "12")
 
 
 def filled(text: str, response: str, prompt: Prompt = PROMPT) -> tuple[str, str]:
-    return Rubric(text, Scale(0.0, 1.0)).filled(prompt, response, LINE)
+    return Rubric(text, 0.0, 1.0).filled(prompt, response, LINE)
 
 
 def template(folder: pathlib.Path, text: str | bytes) -> str:
@@ -78,7 +78,8 @@ def test_a_template_of_ones_own(tmp_path: pathlib.Path) -> None:
     question, nonce = Rubric.load(template(tmp_path, text), "-1 to 2.5").filled(PROMPT, "r", LINE)
     block = f"<response-{nonce}>\nr\n</response-{nonce}>"
     assert question == f'Of -1 to 2.5, {nonce}: {block}{{word}} {{"a": {{"b": 1}}}} x^{{2}} VERDICT {nonce}: NUMBER'
-    assert Rubric.load(template(tmp_path, "{response}"), tells_form=False).scale == Scale(0.0, 1.0)
+    rubric = Rubric.load(template(tmp_path, "{response}"), tells_form=False)
+    assert (rubric.lowest, rubric.highest) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("scale", ["10", "1 to", "5 to 1", "1 to 1", "1-10", "nan to 1", "a to b"])
@@ -88,7 +89,7 @@ def test_a_scale_that_is_none(scale: str) -> None:
 
 
 def test_shares_of_a_scale() -> None:
-    shares = [Scale(1.0, 10.0).share(x) for x in (1.0, 5.5, 10.0, 0.9, 10.1, float("nan"))]
+    shares = [Rubric("", 1.0, 10.0).share(x) for x in (1.0, 5.5, 10.0, 0.9, 10.1, float("nan"))]
     assert shares == [0, 0.5, 1, None, None, None]
 
 

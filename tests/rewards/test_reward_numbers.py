@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fluxjax.rewards import Reward
-from fluxjax.rewards.answers import RewardFailure, as_batch, as_reward
-from fluxjax.rewards.process_caller import plain_answer
+from fluxjax.rewards.calls import plain_answer
+from fluxjax.rewards.named import RewardFailure, as_batch, as_reward
 
 NUMBERS = [
     (np.bool_(True), 1.0),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reward_cases import scored
 
 from fluxjax.config import ConfigError
-from fluxjax.rewards.named import check_parameters
+from fluxjax.rewards.named import BuiltIn
 from fluxjax.rewards.shaping import Format, Overlong
 
 
@@ -84,9 +84,10 @@ def test_overlong_never_rises_and_is_continuous(most, interval, num_tokens):
 )
 def test_types_of_parameters(count, share, message):
     @dataclasses.dataclass
-    class Parameters:  # `Any`, as a file of settings may have anything
+    class Parameters(BuiltIn):  # `Any`, as a file of settings may have anything
+        name = "test"
         count: Any = 1
         share: Any = 0.5
 
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_parameters("test", Parameters(count, share))
+        Parameters(count, share)

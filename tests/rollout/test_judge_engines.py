@@ -15,10 +15,10 @@ from serve_cases import checkpoint, serving
 
 import models
 from fluxjax.base.scored import Completion, Prompt
-from fluxjax.rewards.answers import Failing, RewardFailure
 from fluxjax.rewards.judge import Judge, JudgeModel, Question
 from fluxjax.rewards.judge.engine_judges import EngineModel, StreamedJudgeModel
 from fluxjax.rewards.judge.http_judges import load_processor, question_ids
+from fluxjax.rewards.named import Failing, RewardFailure
 from models.processing import Processor, tiny
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand

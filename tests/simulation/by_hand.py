@@ -8,7 +8,7 @@ from fluxjax.simulation.continuous_batch import SampleProgress
 from fluxjax.simulation.hardware import TASKS, Hardware
 from fluxjax.simulation.options import SimulateConfig, SimulationConfig
 from fluxjax.simulation.reward_stage import Servers
-from fluxjax.simulation.simulated_engine import SimulatedFleet
+from fluxjax.simulation.simulated_engine import SimulatedEngine
 from fluxjax.simulation.workload import Workload
 
 
@@ -75,21 +75,21 @@ def roll_out(
         ended[draw].append(progress.sample)
         if len(ended[draw]) == need:
             complete[draw] = ended[draw][:]
-            for engine in fleet.engines:
+            for engine in engines:
                 engine.abort(progress.rid)
         if len(complete) == keep:
-            for one in fleet.engines:
+            for one in engines:
                 one.crash()
 
     degree = degree or setup.degree
-    fleet = SimulatedFleet(clock, hardware, setup.gpus, degree, on_finish)
+    engines = [SimulatedEngine(clock, hardware, degree, on_finish) for _ in range(setup.gpus // degree)]
     for place, draw in enumerate(draws):
-        engine, prompt = fleet.engines[place % len(fleet.engines)], work.prompt_tokens(draw)
+        engine, prompt = engines[place % len(engines)], work.prompt_tokens(draw)
         for sample, length in enumerate(work.samples(draw, attempt, count).lengths):
             engine.submit(f"{draw:08d}.{attempt:02d}", sample, prompt, length)
     clock.run()
     accepted = dict(list(complete.items())[:keep])
-    return Rollout(clock.now, attempt, count, accepted, fleet.preemptions)
+    return Rollout(clock.now, attempt, count, accepted, sum(engine.batch.preemptions for engine in engines))
 
 
 def finish(setup: Setup, work: Workload, rollout: Rollout) -> Step:

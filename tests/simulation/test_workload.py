@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from fluxjax.base.timeline import Timeline
 from fluxjax.simulation.clock import Clock
 from fluxjax.simulation.faults import FaultPlan, FaultRates, exponential, key, uniform
-from fluxjax.simulation.hardware import HARDWARE
-from fluxjax.simulation.options import SimulationConfig
+from fluxjax.simulation.options import Model, SimulationConfig
 from fluxjax.simulation.reward_stage import Servers
-from fluxjax.simulation.simulated_engine import SimulatedFleet
+from fluxjax.simulation.simulated_rollout import Rollout
 from fluxjax.simulation.workload import Workload, response
 
 
@@ -138,12 +138,16 @@ def test_servers_queue():
 
 def test_engines_are_cut_anew_and_their_work_counts():
     clock, finished = Clock(), []
-    fleet = SimulatedFleet(clock, HARDWARE["7b"], 16, 1, finished.append)
+    settings = SimulationConfig(model=Model.QWEN_7B, gpus=16, degree=1)
+    work, faults = Workload(0, settings, 500), FaultPlan(settings.faults, 0)
+    fleet = Rollout(clock, settings, work, faults, finished.append, Timeline())
     assert len(fleet.engines) == 16
 
     def generate(tokens: int) -> None:
         for index in range(16):
-            fleet.engines[index % len(fleet.engines)].submit(f"r{tokens}.{index}", 0, 100, tokens)
+            engine = fleet.engines[index % len(fleet.engines)]
+            engine.on_finish = finished.append
+            engine.submit(f"r{tokens}.{index}", 0, 100, tokens)
         clock.run()
 
     generate(500)

@@ -12,15 +12,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...base.types import Group
+from ...base.types import Group, SavedState, State
 from .. import messages
 from ..ledger import CoordinatorError, Entry, PromptStage, RunGivenUp
 from ..machine import Coordinator
-from ..saved import SavedState, State
 
 if TYPE_CHECKING:
-    from .speculative_sync import SpeculativeSync
-    from .stream_trainer import StreamTrainer
+    from .early_training import SpeculativeSync, StreamTrainer
 
 _PATIENCE = 3  # prompts given up in a row, without a response in between, after which the engines count as lost
 NO_VARIANCE = "dynamic sampling finds no difference between its responses"

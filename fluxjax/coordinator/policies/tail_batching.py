@@ -17,10 +17,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from ...base.types import SavedState, State
 from ..ledger import Entry, PromptStage
 from ..machine import Coordinator
 from ..messages import DrawPrompts, Instruction
-from ..saved import SavedState, State
 from .rounds import Rounds, generate
 
 

@@ -1,7 +1,7 @@
-"""Runs the code of a response and answers calls of what it defines, one line of plain data each.
+"""Runs the code of a response: as a program, or to answer calls of what it defines, one line of plain data each.
 
-This process knows the code and the arguments of the calls that it is asked for. It knows neither the tests nor what
-they expect, and nothing that it says but values of calls is listened to.
+This process knows the code and its input, or the arguments of the calls that it is asked for. It knows neither the
+tests nor what they expect, and nothing that it says but values of calls, or a program's output, is listened to.
 """
 
 import ast
@@ -16,7 +16,20 @@ from typing import Any, BinaryIO
 from . import plain
 
 
-def main(path: str) -> None:
+def run_program(path: str) -> None:
+    """Runs the file as a program of its own, with its own input and output."""
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` makes them otherwise
+    with open(path) as file:
+        source = file.read()
+    module = sys.modules["__main__"]
+    module.__dict__.clear()
+    module.__dict__.update(__name__="__main__", __builtins__=builtins, __file__=path)
+    sys.argv = [path]
+    sys.path.pop(0)
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def answer_calls(path: str) -> None:
     """Answers requests on standard input until it ends. What the code prints goes nowhere."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -25,7 +38,7 @@ def main(path: str) -> None:
     with open(path) as file:
         response: dict[str, str] = json.load(file)
     os.chdir("/tmp")
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` makes them otherwise
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = sys.modules["solution"] = types.ModuleType("solution")  # code that pickles itself needs to be found
     plain.write(answers, _outcome(lambda: _load(module, **response)))
     _answer(requests, answers, Objects(module))

@@ -9,7 +9,7 @@ from models.processing import Processor
 from rollout.engine import Engine, FinishReason, GenerateRequest, SamplingParams
 from rollout.streamed_judge import StreamedJudge
 
-from ..answers import Failing, RewardFailure
+from ..named import Failing, RewardFailure
 from .http_judges import question_ids
 from .questions import Answer, Question
 

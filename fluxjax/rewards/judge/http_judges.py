@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import email.utils
 import json
 import mimetypes
@@ -24,7 +25,7 @@ from rollout.listening import is_loopback
 from ...base.errors import ConfigError
 from ...base.medium import Media, MediaKind
 from ...base.scored import Prompt
-from ..answers import Failing, RewardFailure
+from ..named import Failing, RewardFailure
 from .questions import Answer, Question
 
 if TYPE_CHECKING:
@@ -153,27 +154,25 @@ def _url(media: Media) -> str:
 
 
 class _Trouble(Exception):
-    """A try failed. `passes`: another one may succeed, after `pause` seconds where the server says so."""
+    """A try failed; another one may succeed, after `pause` seconds where the server says so."""
 
-    def __init__(self, why: str, *, passes: bool = True, pause: float = 0.0, timed_out: bool = False) -> None:
+    def __init__(self, why: str, *, pause: float = 0.0, timed_out: bool = False) -> None:
         super().__init__(why)
-        self.passes, self.pause, self.timed_out = passes, pause, timed_out
+        self.pause, self.timed_out = pause, timed_out
 
 
+@dataclasses.dataclass(eq=False)
 class JudgeServer:
     """A judge at an address. Tries after the first are counted as `retries` of `counts`."""
 
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        form: ChatForm | GenerateForm,  # for a reply that it can't read it raises errors of values, types or look-ups
-        request_seconds: float,
-        counts: MutableMapping[str, float],
-    ) -> None:
-        self._url, self._token, self._form = url, token, form
-        self._request_seconds, self._counts = request_seconds, counts
-        self._name = urlsplit(url)._replace(query="").geturl()  # in messages: a query may have a key
+    url: str
+    token: str
+    form: ChatForm | GenerateForm  # for a reply that it can't read it raises errors of values, types or look-ups
+    request_seconds: float
+    counts: MutableMapping[str, float]
+
+    def __post_init__(self) -> None:
+        self._name = urlsplit(self.url)._replace(query="").geturl()  # in messages: a query may have a key
         self._not_before = 0.0  # by time.monotonic, as a Retry-After says
 
     async def ask(self, question: Question) -> Answer:
@@ -181,29 +180,27 @@ class JudgeServer:
         the deadline."""
         import aiohttp
 
-        deadline, data = question.deadline, json.dumps(self._form.body(question)).encode()
+        deadline, data = question.deadline, json.dumps(self.form.body(question)).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         pause, worst = _FIRST_PAUSE, None
         # A session for each question: one that is kept belongs to one event loop, and has to be closed there.
         async with aiohttp.ClientSession(headers=headers, auto_decompress=False) as session:
             while True:
                 await self._held_back(deadline)
                 try:
-                    return self._form.answer(await self._once(session, data, deadline))
+                    return self.form.answer(await self._once(session, data, deadline))
                 except _Trouble as error:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if not trouble.passes:
-                    raise RewardFailure(Failing.RAISED, f"{self._name}: {trouble}")
                 if worst is None or not trouble.timed_out:  # the last one has little time: what was before says more
                     worst = trouble
                 wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # apart, so that not all come at once
                 if time.monotonic() + wait >= deadline:
                     way = Failing.TIMED_OUT if worst.timed_out else Failing.RAISED
                     raise RewardFailure(way, f"{self._name}: {worst}; no time is left for another try")
-                self._counts["retries"] += 1
+                self.counts["retries"] += 1
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -211,17 +208,17 @@ class JudgeServer:
         """Waits until the server wants to hear anything again."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
-                raise RewardFailure(Failing.RAISED, f"{self._name}: it wants no questions (Retry-After) for too long")
+                raise self._final("it wants no questions (Retry-After) for too long")
             await asyncio.sleep(wait)
 
     async def _once(self, session: aiohttp.ClientSession, data: bytes, deadline: float) -> Any:
         import aiohttp
 
-        seconds = max(min(self._request_seconds, deadline - time.monotonic()), 1e-3)
+        seconds = max(min(self.request_seconds, deadline - time.monotonic()), 1e-3)
         within = aiohttp.ClientTimeout(total=seconds, sock_connect=min(_CONNECT_SECONDS, seconds))
         try:
             # A redirect would take the token to where nobody said that it should go.
-            async with session.post(self._url, data=data, timeout=within, allow_redirects=False) as response:
+            async with session.post(self.url, data=data, timeout=within, allow_redirects=False) as response:
                 raw = await _bounded(response)
         except TimeoutError:
             raise _Trouble("no reply in time", timed_out=True) from None
@@ -232,13 +229,16 @@ class JudgeServer:
             return json.loads(raw)
         if 300 <= status < 400:
             where = response.headers.get("Location", "nowhere")[:200]
-            raise _Trouble(f"status {status}, a redirect to {where}: give that address", passes=False)
+            raise self._final(f"status {status}, a redirect to {where}: give that address")
         if status in _PASSING or status >= 500:
             pause = _retry_after(response.headers.get("Retry-After", ""))
             self._not_before = max(self._not_before, time.monotonic() + min(pause, _LONGEST_SHARED))
             raise _Trouble(f"status {status}", pause=pause)
         hint = "; is judge.token_env right?" if status in (401, 403) else ""
-        raise _Trouble(f"status {status}: {self._said(raw)}{hint}", passes=False)
+        raise self._final(f"status {status}: {self._said(raw)}{hint}")
+
+    def _final(self, why: str) -> RewardFailure:
+        return RewardFailure(Failing.RAISED, f"{self._name}: {why}")
 
     def _said(self, raw: bytes) -> str:
         """Returns what an error reply says, on one line, without the token."""
@@ -249,7 +249,7 @@ class JudgeServer:
             text = str(said.get("message", said)) if isinstance(said, dict) else str(said)
         except (ValueError, AttributeError, RecursionError):
             pass
-        text = text.replace(self._token, "***") if self._token else text
+        text = text.replace(self.token, "***") if self.token else text
         return " ".join(text.split())[:150]
 
 

@@ -83,32 +83,13 @@ class JudgeModel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
-    lowest: float
-    highest: float
-
-    @classmethod
-    def read(cls, text: str) -> Scale:
-        """Reads `1 to 10`. Raises ConfigError."""
-        match = _SCALE.fullmatch(text)
-        if match is None or float(match[1]) >= float(match[2]):
-            raise ConfigError(f"judge.scale is {text!r}; it must be two growing numbers, such as '1 to 10'")
-        return cls(float(match[1]), float(match[2]))
-
-    def share(self, number: float) -> float | None:
-        """Returns the place of a number on the scale, in [0, 1]; None beside it."""
-        if not self.lowest <= number <= self.highest:
-            return None
-        return (number - self.lowest) / (self.highest - self.lowest)
-
-
-@dataclasses.dataclass(frozen=True)
 class Rubric:
-    """A template and its scale. `{prompt}`, `{response}` and `{answer}` become tagged blocks of the sample's texts,
-    `{verdict}` the form in which the judge has to write its verdict."""
+    """A template, and the ends of its scale. `{prompt}`, `{response}` and `{answer}` become tagged blocks of the
+    sample's texts, `{verdict}` the form in which the judge has to write its verdict."""
 
     template: str
-    scale: Scale
+    lowest: float
+    highest: float
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
@@ -133,7 +114,16 @@ class Rubric:
                 f"{where}: it has no field {{verdict}}, which tells the judge how to write its verdict; or give a "
                 "judge.pattern that finds it"
             )
-        return cls(template, Scale.read(scale or own_scale))
+        match = _SCALE.fullmatch(scale or own_scale)
+        if match is None or float(match[1]) >= float(match[2]):
+            raise ConfigError(f"judge.scale is {scale!r}; it must be two growing numbers, such as '1 to 10'")
+        return cls(template, float(match[1]), float(match[2]))
+
+    def share(self, number: float) -> float | None:
+        """Returns the place of a number on the scale, in [0, 1]; None beside it."""
+        if not self.lowest <= number <= self.highest:
+            return None
+        return (number - self.lowest) / (self.highest - self.lowest)
 
     def filled(self, prompt: Prompt, response: str, form: str) -> tuple[str, str]:
         """Returns the question, and its nonce, which stands in none of the sample's texts. `form` is that of a verdict,
@@ -142,7 +132,7 @@ class Rubric:
         nonce = nonce_of(*material.values())
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
         values |= {"nonce": nonce, "verdict": form.replace("{nonce}", nonce)}
-        values |= {"lowest": f"{self.scale.lowest:g}", "highest": f"{self.scale.highest:g}"}
+        values |= {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
         # In one pass: a response that has the name of a field in braces keeps it.
         return _FIELD.sub(lambda field: f"{{{field[1]}}}" if field[1] else values[field[2]], self.template), nonce
 

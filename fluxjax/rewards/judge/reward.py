@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import hashlib
 import logging
 import statistics
 import time
-from typing import ClassVar
 
 from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
 from ...config.bounds import bounded, not_negative, positive, within
-from ..answers import Failing, RewardFailure
-from ..named import check_parameters
+from ..named import BuiltIn, Failing, RewardFailure
 from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
 from .questions import JudgeModel, Question, Rubric, VerdictReader
 
@@ -28,7 +25,7 @@ _SHOWN = 300  # characters of them, from the end
 
 
 @dataclasses.dataclass(eq=False)
-class Judge:
+class Judge(BuiltIn):
     """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
 
     `server` is the address of a server, or an object of the protocol `JudgeModel`. An answer without a verdict is asked
@@ -36,8 +33,8 @@ class Judge:
     value is the mean of the `votes` that came to a verdict.
     """
 
-    kind: ClassVar[str] = "judge"
-
+    name = kind = "judge"
+    counted = "answers", "answer_seconds", "unparsed", "retries"
     server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
     # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
     api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
@@ -60,14 +57,13 @@ class Judge:
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
-        check_parameters("judge", self)
+        super().__post_init__()
         if self.votes > 1 and not self.temperature:
             raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all of them are the same")
         if self.images and self.api != "chat":
             raise ConfigError("judge.images needs judge.api='chat': the native route gets text only")
         self._reader = VerdictReader(self.json, self.pattern)
         self._rubric = Rubric.load(self.rubric, self.scale, tells_form=not self.pattern)
-        self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._model = self._served(self.server) if isinstance(self.server, str) else self.server
         if not isinstance(self._model, JudgeModel):
             raise ConfigError(
@@ -116,7 +112,7 @@ class Judge:
             self._counts["answers"] += 1
             self._counts["answer_seconds"] += time.monotonic() - begin
             number = await self._reader.read(answer.text, nonce) if answer.whole else None
-            share = None if number is None else self._rubric.scale.share(number)
+            share = None if number is None else self._rubric.share(number)
             if share is not None:
                 return share
             why = "a verdict beside the scale" if number is not None else "no verdict"
@@ -130,12 +126,6 @@ class Judge:
         if self._logged <= _LOGGED:
             more = "; more are not logged" if self._logged == _LOGGED else ""
             log.warning("the judge gave %s: ...%r%s", why, text[-_SHOWN:], more)
-
-    def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
-        counts = {f"judge/{name}": self._counts[name] for name in ("answers", "answer_seconds", "unparsed", "retries")}
-        self._counts.clear()
-        return counts
 
     def close(self) -> None:
         self._reader.close()

@@ -1,9 +1,8 @@
 """Sandboxes: where the code of responses runs. One protocol, so that a service elsewhere can stand in their place."""
 
 from ...base.errors import ConfigError
-from .bare import BareSubprocess
 from .bubblewrap import Bubblewrap
-from .jobs import Outcome, Sandbox, SandboxError, SandboxJob, SandboxLimits
+from .jobs import BareSubprocess, Outcome, Sandbox, SandboxError, SandboxJob, SandboxLimits
 
 __all__ = [
     "BareSubprocess",

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 
 from ...base.errors import ConfigError
 from . import seccomp
-from .bare import ProcessSandbox
-from .jobs import Command, Outcome, SandboxError, SandboxJob, SandboxLimits, resource_limits
+from .jobs import Command, Outcome, ProcessSandbox, SandboxError, SandboxJob, SandboxLimits, resource_limits
 
 _BOX = "/box"
 _SHARE_MEMORY = 1 << 20  # bytes of /dev/shm, for semaphores
