@@ -217,9 +217,6 @@ class PackingConfig:
 class CheckpointConfig:
     every: int = not_negative(50)  # steps; 0: only at the end
     keep: int = positive(2)  # checkpoints that stay; older ones are removed
-    # Steps; 0: never. Each process keeps its part of the two newest in the memory of its host, from where as many
-    # processes go on when one has failed.
-    snapshot_every: int = not_negative(0)
 
 
 @dataclasses.dataclass(slots=True)

@@ -84,16 +84,16 @@ class Checkpoints:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
         return step
 
-    def undamaged(self, above: int = -1) -> int | None:
-        """Returns the newest step after `above` whose checkpoint is as it was written, once a write under way is
-        complete; None: there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier
-        release, without checksums, where none has any. Raises `ResumeError` if all are damaged."""
+    def undamaged(self) -> int | None:
+        """Returns the newest step whose checkpoint is as it was written, once a write under way is complete; None:
+        there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier release, without
+        checksums, where none has any. Raises `ResumeError` if all are damaged."""
         self.wait()
-        steps = [step for step in self._there() if step > above]
+        steps = self._there()
         for step in steps:
             if not self._look(step):
                 return step
-        if not steps or above >= 0:
+        if not steps:
             return None
         for step in (step for step in steps if self._damage[step] == NO_SUMS):
             log.warning("the checkpoint of step %d has no checksums and is taken unchecked", step)

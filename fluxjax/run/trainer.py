@@ -142,7 +142,7 @@ class FluxTrainer:
                 # --- coordinator, and all that is saved with it ---------------------------------
                 prompts = training_prompts(config, self.sources, self.processor, self.pixels.proxy)
                 self.state = RunState(
-                    parts, gang, run_dir, prompts, self.rewards, summary, policy, began=began, read_only=read_only
+                    parts, gang, prompts, self.rewards, summary, policy, began=began, read_only=read_only
                 )
                 self._held_out: HeldOut | None = None
             summary.parameters, summary.devices = parameter_count(parts.model), self.learner.mesh.size
@@ -306,7 +306,6 @@ class FluxTrainer:
                 await self._last_measurements()
             with summary.stage("checkpoint"):
                 checkpoints.wait()
-                state.snapshots.remove()
             summary.checkpoints_failed += len(checkpoints.failed) - failed_before
             with summary.stage("report"):
                 export(self.model, self.processor, self.run_dir / "model")

@@ -370,10 +370,8 @@ class Runtime:
             "rewards": self.scorer.state_dict(),
         }
         with self.timeline.span("checkpoint", "trainer", order.step):
-            save = self.checkpointer.snapshot if order.snapshot else self.checkpointer.save
-            await self._in_thread(save, order.step, state)
-        if not order.snapshot:
-            self._tell(lambda observer: observer.on_checkpoint(order.step))
+            await self._in_thread(self.checkpointer.save, order.step, state)
+        self._tell(lambda observer: observer.on_checkpoint(order.step))
         self._post(messages.CheckpointSaved(order.step))
 
     @_carry_out.of(messages.Finish)

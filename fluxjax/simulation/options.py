@@ -82,7 +82,7 @@ class SimulateConfig(Config):
         *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
         *("lora", "sharding", "packing", "report"),
         *("rollout.slots", "rollout.max_sequence_tokens", "rollout.kv_tokens"),
-        *("evaluation.samples", "checkpoint.keep", "checkpoint.snapshot_every"),
+        *("evaluation.samples", "checkpoint.keep"),
     )
 
     def validate(self) -> None:
