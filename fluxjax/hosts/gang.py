@@ -25,8 +25,8 @@ from sharding.links import Links
 from sharding.walk import Params
 
 from ..algorithms import own_code
-from ..base.host_status import HostStage, HostStatus
 from ..base.process import activity, resident_bytes
+from ..base.statuses import HostStage, HostStatus
 from ..base.types import TrainBatch
 from ..batch.composition import Composition
 from ..batch.share import Share
@@ -92,11 +92,11 @@ class StepWatch:
             process=process,
             host=socket.gethostname(),
             devices=len(devices),
-            memory=resident_bytes(),
-            device_memory=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
+            memory_bytes=resident_bytes(),
+            device_memory_bytes=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
             step=step,
             stages=(*stages, HostStage("train", self._agreed, now)),
-            waited=waited,
+            wait_seconds=waited,
             idle=idle,
         )
 
@@ -311,7 +311,7 @@ def shifted(status: HostStatus, seconds: float) -> HostStatus:
 def step_line(status: HostStatus) -> str:
     """Returns the line that the log of the process has of a step."""
     stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
-    return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
+    return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
 def told_status(status: HostStatus) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
+"""Builds the model and the processor that the configuration names, those of a checkpoint folder or tiny ones, and
+writes them as such folders."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ from ..learner.learner import Learner, lora_of
 if TYPE_CHECKING:
     from models.shadow import Fetch
 
-    from ..base.preprocessor_status import PreprocessorStatus
+    from ..base.statuses import PreprocessorStatus
     from ..data.materializer import Materializer
     from ..data.shadows import ProxyMedia
     from .pixels import Pixels
@@ -183,6 +184,30 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
         return tiny_model(config.model, processor, vision), processor
     except ModelConfigError as error:
         raise ConfigError(f"model.tiny: {error}") from error
+
+
+def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
+    """Writes model and processor as a Hugging Face folder."""
+    models.save(model, folder)
+    processor.save(folder)
+
+
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
+    """Writes the LoRA adapters, if the model has any, in the format of PEFT."""
+    lora = lora_of(config)
+    if lora is not None:
+        adapters = gang.whole(lambda: learner.trained(learner.params), learner.mesh, adapters=True)
+        models.save_adapters(model.config, adapters, folder, lora, config.model.path)
+
+
+def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
+    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get those of the run
+    before they generate."""
+    if config.model.path:
+        return pathlib.Path(config.model.path)
+    folder = run_dir / "servers" / "model"
+    export(model, processor, folder)
+    return folder
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:

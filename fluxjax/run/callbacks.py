@@ -1,18 +1,19 @@
-"""Hooks into a run, for custom logging, early stopping and the like; the reporter tells them what happens."""
+"""Hooks into a run, for custom logging, early stopping and the like; the reporter, which tells them what happens; the
+first and last lines of a run, and its pictures."""
 
 from __future__ import annotations
 
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
 
-from ..base.host_status import HostStatus
 from ..base.process import settle_heap, working_time
+from ..base.statuses import HostStatus
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
 from ..config import Config, DType
@@ -20,9 +21,9 @@ from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
+from ..report import pictures
 from ..report.display import Display
-from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
-from ..report.shown import host_lanes, host_metrics
+from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples, host_lanes, host_metrics, read
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool
 from ..runtime.runtime import Observer, StepReport
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
     from ..runtime.fleet_pool import FleetPool
 
 
-@runtime_checkable
 class Run(Protocol):
-    """The parts of a `FluxTrainer` that callbacks may rely on."""
+    """The parts of a `FluxTrainer` that callbacks and the reporter rely on."""
 
     config: Config
     run_dir: pathlib.Path
@@ -44,6 +44,12 @@ class Run(Protocol):
     learner: Learner
     engine: Engine
     timeline: Timeline
+    display: Display
+    gang: Gang
+    metrics: MetricsLog
+    pixels: AnyPixels
+    pool: EnginePool | FleetPool
+    rewards: Scorer
 
     @property
     def coordinator(self) -> Coordinator: ...
@@ -53,18 +59,6 @@ class Run(Protocol):
     def model(self) -> Decoder: ...
     def stop(self) -> None: ...
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]: ...
-
-
-class ReportedRun(Run, Protocol):
-    """The parts of a `FluxTrainer` that its reporter needs."""
-
-    display: Display
-    gang: Gang
-    metrics: MetricsLog
-    pixels: AnyPixels
-    pool: EnginePool | FleetPool
-    rewards: Scorer
-
     def tell(self, hook: Callable[..., None], *event: object) -> None: ...
 
 
@@ -106,7 +100,7 @@ GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 class Reporter(Observer):
     """Writes down what the runtime reports of a run, and passes it on to the run's callbacks."""
 
-    def __init__(self, run: ReportedRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
         self._served = time.perf_counter(), _tokens(run.pool.servers())  # at the last step
@@ -228,3 +222,20 @@ def closing(summary: Summary, reason: str) -> str:
     if summary.checkpoints_failed:
         lines.append(f"checkpoints that could not be written: {summary.checkpoints_failed}")
     return "\n".join(lines)
+
+
+def write_pictures(
+    run_dir: pathlib.Path,
+    metrics: pathlib.Path,
+    summary: Summary,
+    timeline: Timeline,
+    pool: EnginePool | FleetPool,
+    pixels: AnyPixels,
+) -> None:
+    """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
+    medium when. `metrics` is the run's `metrics.jsonl`."""
+    controls = {"blind": summary.blind, "chance": summary.chance}
+    pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
+    if stages := pictures.of_steps(timeline.spans()):  # a run that was complete before keeps its picture
+        pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
+        pixels.draw(run_dir / "media.png")

@@ -33,9 +33,9 @@ from ..hosts.orders import (
 )
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
+from ..report.metrics import process_log
 from ..runtime.engine_servers import EngineServers
 from ..runtime.fleet_pool import check_allocator
-from .artifacts import process_log
 from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 
@@ -153,7 +153,7 @@ def follow(gang: Gang, algorithm: object) -> None:
 
             served = PrometheusPort(port, config.report.prometheus_address[0], HostCollector(gang.statuses))
             ended.callback(served.close)
-        ended.enter_context(process_log(run_dir, gang))
+        ended.enter_context(process_log(run_dir, gang.process, gang.processes))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)

@@ -34,9 +34,16 @@ from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.held_out import EvaluationGivenUp, HeldOut
 from ..runtime.runtime import Runtime
-from .artifacts import export, export_adapters, server_checkpoint, write_pictures
-from .build import check_reference, describe_model, sampling_params, training_prompts
-from .callbacks import Callback, Reporter, closing, opening
+from .build import (
+    check_reference,
+    describe_model,
+    export,
+    export_adapters,
+    sampling_params,
+    server_checkpoint,
+    training_prompts,
+)
+from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
 from .parts import HeldOutEvaluator, assemble, held_out_prompts, make_pool, settled
 from .run_state import RunState

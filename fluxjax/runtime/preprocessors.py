@@ -20,7 +20,7 @@ from rollout.listening import TOKEN
 from rollout.local_server import LocalProcess
 
 from ..base.errors import DataError
-from ..base.preprocessor_status import PreprocessorStatus
+from ..base.statuses import PreprocessorStatus
 from ..config.data import DataConfig
 from ..data.flight_client import FlightPlace, PlaceLost
 from ..data.local_store import StoreStats
