@@ -189,7 +189,7 @@ def test_summary_round_trip(tmp_path):
     summary.add_seconds("train", 1.0)
     written = json.loads(summary.write(tmp_path).read_text())
     assert written["seconds"] == {"train": 2.5} and written["samples_skipped"] == {"missing file": 2}
-    assert Summary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
+    assert Summary(**json.loads(json.dumps(dataclasses.asdict(summary)))) == summary
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 

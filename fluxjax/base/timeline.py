@@ -53,7 +53,7 @@ class Timeline:
         kept = itertools.chain.from_iterable(self._steps.values())
         bars = [
             Span(name, lane, start, end, step)
-            for (name, lane, step), times in _join(kept, lambda span: (span.name, span.lane, span.step)).items()
+            for (name, lane, step), times in disjoint(kept, lambda span: (span.name, span.lane, span.step)).items()
             for start, end in times
         ]
         return sorted(bars, key=lambda bar: (bar.start, bar.lane))
@@ -64,14 +64,14 @@ class Timeline:
         spans = self._steps.get(step, ())
 
         def wall(*names: str) -> float:
-            times = _join((span for span in spans if span.name in names), lambda span: None)
+            times = disjoint((span for span in spans if span.name in names), lambda span: None)
             return sum(end - start for start, end in times.get(None, ()))
 
         names, compiled = dict.fromkeys(span.name for span in spans), wall("compile")
         return {name: wall(name, "compile") - (name != "compile") * compiled for name in names}
 
 
-def _join(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:
+def disjoint(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, list[tuple[float, float]]]:
     """Returns, for each key, ascending disjoint intervals that cover the same time as its spans."""
     joined: dict[K, list[tuple[float, float]]] = {}
     for span in sorted(spans, key=lambda span: span.start):

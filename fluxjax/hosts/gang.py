@@ -122,7 +122,7 @@ class Gang(Team):
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
-        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, lambda batches: None)
+        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, None)
 
     @property
     def alone(self) -> bool:
@@ -141,9 +141,10 @@ class Gang(Team):
         for process in range(1, self.processes):
             self._send(process, data)
 
-    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None]) -> None:
+    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None] | None) -> None:
         """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
-        medium of a ticket; `expect`, which is called with the batches that this process will read."""
+        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
+        pixels)."""
         self._config, self._place_of, self._expect = config, place_of, expect
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -200,7 +201,8 @@ class Gang(Team):
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
         those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
         ever."""
-        self._expect([batch for composition in compositions for batch in composition.batches])
+        if self._expect is not None:
+            self._expect([batch for composition in compositions for batch in composition.batches])
         if self.links is None or self.alone:
             return
         with self.watch.waiting():

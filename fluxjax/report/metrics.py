@@ -133,13 +133,6 @@ class Summary:
         replace_text(file, json.dumps(values, indent=2) + "\n")
         return file
 
-    def state_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Summary:
-        return cls(**state)
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:

@@ -17,9 +17,8 @@ from typing import ClassVar, NamedTuple
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Prompt, Reward
 from ..base.worker_pool import WorkerError, WorkerMemory, WorkerPool, WorkerTimeout
-from ..config.bounds import not_negative, positive
+from ..config.bounds import check_fields, not_negative, positive
 from .extraction import as_number, explicit_answer, last_number, last_place, near, sendable
-from .named import check_parameters
 from .rules import RIGHT, WRONG
 
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
@@ -51,7 +50,7 @@ class MathAnswer:
     memory_gib: float = positive(1.0)  # that a comparison may need
 
     def __post_init__(self) -> None:
-        check_parameters("math", self)
+        check_fields(self, "math.")
         missing = [name for name in ("math_verify", "antlr4") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the reward 'math' needs {missing[0]}: install the extra, pip install 'fluxjax[math]'")

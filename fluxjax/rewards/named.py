@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,22 +89,6 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
 def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
     """Returns the reward of this name; of a class, an object. Raises `ConfigError` as `find` does."""
     return find(name, field, arguments).build()
-
-
-def check_parameters(name: str, reward: Any) -> None:
-    """Raises `ConfigError`, naming the parameter of the reward `name`, a dataclass, unless each field has the type of
-    its default and is within the bound declared beside it (`config.bounds`). An int may stand for a float. A field that
-    may hold an object is not looked at."""
-    for field in dataclasses.fields(reward):
-        if "object" in field.metadata:
-            continue
-        value, kind = getattr(reward, field.name), type(field.default)
-        allowed = (int, float) if kind is float else (kind,)
-        if type(value) not in allowed or (kind is float and not math.isfinite(value)):
-            number = "a finite number" if kind is float else f"of type {kind.__name__}"
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must be {number}")
-        if "holds" in field.metadata and not field.metadata["holds"](value):
-            raise ConfigError(f"{name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
 
 
 def is_reward(value: Any) -> bool:

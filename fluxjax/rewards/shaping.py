@@ -10,9 +10,8 @@ from typing import ClassVar
 from ..base.errors import ConfigError
 from ..base.scored import Completion, Reward
 from ..base.worker_pool import WorkerPool, WorkerTimeout
-from ..config.bounds import bounded, positive
+from ..config.bounds import bounded, check_fields, positive
 from .extraction import sendable
-from .named import check_parameters
 from .rules import RIGHT, WRONG
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -37,7 +36,7 @@ class Format:
     seconds: float = positive(1.0)
 
     def __post_init__(self) -> None:
-        check_parameters("format", self)
+        check_fields(self, "format.")
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -73,7 +72,7 @@ class Overlong:
     interval: int = bounded(0, lambda n: n > 0, "be positive: tokens below most_tokens from which length costs")
 
     def __post_init__(self) -> None:
-        check_parameters("overlong", self)
+        check_fields(self, "overlong.")
         if self.interval > self.most_tokens:
             raise ConfigError(
                 f"overlong.interval is {self.interval}; it must be at most overlong.most_tokens, {self.most_tokens}"

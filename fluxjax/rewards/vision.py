@@ -16,9 +16,8 @@ from jaxtyping import Float64
 from rapidfuzz.distance import Levenshtein
 
 from ..base.scored import Completion, Prompt, Reward
-from ..config.bounds import not_negative, positive, within
+from ..config.bounds import check_fields, not_negative, positive, within
 from .extraction import TAIL, as_number, explicit_answer, last_number, tagged
-from .named import check_parameters
 from .rules import RIGHT, WRONG, no_number, normalise
 
 _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
@@ -38,7 +37,7 @@ class NumericAnswer:
     absolute: float = not_negative(0.0)
 
     def __post_init__(self) -> None:
-        check_parameters("numeric", self)
+        check_fields(self, "numeric.")
 
     async def score(self, completion: Completion) -> Reward:
         marked = explicit_answer(completion.text)
@@ -69,7 +68,7 @@ class EditDistance:
     most_characters: int = positive(10_000)  # a longer text gets 0
 
     def __post_init__(self) -> None:
-        check_parameters("edit_distance", self)
+        check_fields(self, "edit_distance.")
 
     async def score(self, completion: Completion) -> Reward:
         inside = tagged(completion.text)
@@ -98,7 +97,7 @@ class OrderedList:
     graded: bool = True
 
     def __post_init__(self) -> None:
-        check_parameters("ordered_list", self)
+        check_fields(self, "ordered_list.")
 
     async def score(self, completion: Completion) -> Reward:
         wanted, found = _items(completion.prompt.answer), _items(_marked_or_last_line(completion.text))
@@ -252,7 +251,7 @@ class BoxOverlap:
     most_boxes: int = positive(100)  # more of them get 0
 
     def __post_init__(self) -> None:
-        check_parameters("boxes", self)
+        check_fields(self, "boxes.")
 
     async def score(self, completion: Completion) -> Reward:
         wanted = boxes_in(completion.prompt.answer)

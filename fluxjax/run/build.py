@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from .pixels import Pixels
 
 AnyPixels: TypeAlias = "NoPixels | Pixels"
-Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,11 +269,6 @@ class NoPixels:
     proxy: ProxyMedia | None = None  # what prompts are prepared by
     fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
     materializer: Materializer | None = None
-
-    def expect(self, batches: Iterable[object]) -> None: ...
-
-    def read(self, tree: Tree) -> Tree:
-        return tree
 
     def place_of(self, ticket: str) -> str:
         return UNKNOWN_PLACE

@@ -14,7 +14,7 @@ from ..base.statuses import PreprocessorStatus
 from ..base.timeline import Span
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
-from ..data.materializer import Materialized, Materializer, Tree
+from ..data.materializer import Materialized, Materializer
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
 from ..hosts.gang import Gang
@@ -64,8 +64,8 @@ class Pixels:
             self.fetch = near.fetch
         # Process 0 draws for all, and engines of all of them take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
-        self._materializer = Materializer(self.fetch, AHEAD, self._fetched)
-        self.materializer = self._open.enter_context(contextlib.closing(self._materializer))
+        materializer = Materializer(self.fetch, AHEAD, self._fetched)
+        self.materializer = self._open.enter_context(contextlib.closing(materializer))
 
     def _preprocessed(
         self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
@@ -90,14 +90,6 @@ class Pixels:
         preprocessors.tell(store)
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
-
-    def expect(self, batches: Iterable[object]) -> None:
-        """Begins to fetch the pixels of these batches, in this order."""
-        self._materializer.expect(batches)
-
-    def read(self, tree: Tree) -> Tree:
-        """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""
-        return self._materializer.read(tree)
 
     def place_of(self, ticket: str) -> str:
         """Returns the preprocessor that holds the medium of the ticket; empty if none is known."""
@@ -135,7 +127,7 @@ class Pixels:
             stats = self.store.stats()
         elif self._watch is not None:
             stats, known = self._watch.stats()
-        metrics = self._metrics.since_last(self._materializer.totals, stats, known, self.preprocessors())
+        metrics = self._metrics.since_last(self.materializer.totals, stats, known, self.preprocessors())
         if self._first_batch is not None:
             metrics["data/first_batch"], self._first_batch = self._first_batch, None
         return metrics

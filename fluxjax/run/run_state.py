@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -63,7 +64,7 @@ class RunState:
     def load(self, step: int | None = None) -> int:
         """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`."""
         checkpoints, models = self._parts.checkpoints, self._parts.models
-        step = checkpoints.newest() if step is None else checkpoints.checked(step)
+        step = checkpoints.chosen(step)
         self._gang.tell(Restore(step))
         step, arrays, state = checkpoints.restore(models.abstract(), step, models.forget)
         models.load(arrays)
@@ -79,7 +80,7 @@ class RunState:
             kept = state.get("replay", {})
             self.replay.load_state_dict(kept, self._again(draws_of(kept)))
         self._rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
-        self.summary = Summary.from_state_dict(state["summary"])
+        self.summary = Summary(**state["summary"])
         shapes = self._parts.composer.shapes
         shapes.load_state(state.get("shapes", shapes.state()))
         self.summary.devices = self._parts.learner.mesh.size  # perhaps another mesh now
@@ -94,8 +95,16 @@ class RunState:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint; see `runtime.ports.Checkpointer`."""
+        checkpoints, arrays = self._parts.checkpoints, self._parts.models.arrays()
         with self.summary.stage("checkpoint"):
-            self._save(step, state)
+            if not checkpoints.may_save(step, arrays):
+                return
+            self._gang.tell(Save(step))
+            self.count_total()
+            further = {"summary": dataclasses.asdict(self.summary), "shapes": self._parts.composer.shapes.state()}
+            if self.replay is not None:
+                further["replay"] = self.replay.state_dict()
+            checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
         """Starts a checkpoint while nothing is generated or trained. Raises `ResumeError` before the run's start."""
@@ -106,17 +115,7 @@ class RunState:
             "source": self.prompts.state_dict(),
             "rewards": self._rewards.state_dict(),
         }
-        self._save(self.coordinator.step, state)
-
-    def _save(self, step: int, state: dict[str, Any]) -> None:
-        arrays = self._parts.models.arrays()
-        if self._parts.checkpoints.may_save(step, arrays):
-            self._gang.tell(Save(step))
-            self.count_total()
-            further = {"summary": self.summary.state_dict(), "shapes": self._parts.composer.shapes.state()}
-            if self.replay is not None:
-                further["replay"] = self.replay.state_dict()
-            self._parts.checkpoints.write(step, arrays, state | further)
+        self.save(self.coordinator.step, state)
 
     def count_total(self) -> None:
         """Adds the time since the last call to the summary's total."""

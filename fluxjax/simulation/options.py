@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ..config import Config, ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
-from ..config.scheduling import MAX_DEGREE
+from ..config.learning import MAX_DEGREE
 from .faults import FaultRates
 from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reward_cases import scored
 
 from fluxjax.config import ConfigError
-from fluxjax.rewards.named import check_parameters
+from fluxjax.config.bounds import check_fields
 from fluxjax.rewards.shaping import Format, Overlong
 
 
@@ -89,4 +89,4 @@ def test_types_of_parameters(count, share, message):
         share: Any = 0.5
 
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_parameters("test", Parameters(count, share))
+        check_fields(Parameters(count, share), "test.")

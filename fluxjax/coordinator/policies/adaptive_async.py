@@ -59,7 +59,7 @@ class AdaptiveAsync(Base):
 
     @property
     def ratio(self) -> float:
-        return self._pid.value
+        return self._pid.now
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):

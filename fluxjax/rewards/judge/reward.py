@@ -13,9 +13,8 @@ from typing import ClassVar
 
 from ...base.errors import ConfigError
 from ...base.scored import Completion, Reward
-from ...config.bounds import bounded, not_negative, positive, within
+from ...config.bounds import bounded, check_fields, not_negative, positive, within
 from ..answers import Failing, RewardFailure
-from ..named import check_parameters
 from .http_judges import ChatForm, GenerateForm, JudgeServer, checked_url, image_urls, load_processor, token_of
 from .questions import JudgeModel, Question, Rubric, VerdictReader
 
@@ -60,7 +59,7 @@ class Judge:
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
-        check_parameters("judge", self)
+        check_fields(self, "judge.")
         if self.votes > 1 and not self.temperature:
             raise ConfigError(f"judge.votes is {self.votes}, but with judge.temperature=0 all of them are the same")
         if self.images and self.api != "chat":
