@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ..base.errors import ConfigError
 
@@ -113,7 +113,8 @@ def check_fields(section: Section, prefix: str = "") -> None:
     are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default has no other keys.
     """
     for field in dataclasses.fields(section):
-        name, value, metadata = prefix + field.name, getattr(section, field.name), field.metadata
+        name, metadata = prefix + field.name, field.metadata
+        value: Any = getattr(section, field.name)
         if "object" in metadata or ("schedule" in metadata and isinstance(value, str)):
             continue
         wanted: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -121,7 +122,7 @@ def check_fields(section: Section, prefix: str = "") -> None:
             if type(value) not in kinds.values():
                 names = ", ".join(kind.__name__ for kind in kinds.values())
                 raise ConfigError(f"{name} is {value!r}; it must be one of {names}")
-            check_fields(cast(Section, value), f"{name}.")
+            check_fields(value, f"{name}.")
         elif isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
         elif isinstance(wanted, float):

@@ -213,7 +213,7 @@ class FluxTrainer:
         try:
             self.callbacks = [*own_callbacks, *callbacks]
             with stop_on_signals(self.stop):
-                return run_async(self._fit(), on_interrupt=self.stop)
+                return run_async(self._fit())
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self.state.loaded = None, None
             self._stopping = self.display.stopping = False
