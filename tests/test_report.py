@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from tensorboardX.proto import event_pb2
 
-from fluxjax.base.process import activity
-from fluxjax.base.timeline import Span, Timeline
+from fluxjax.base.timeline import Span, Timeline, activity
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang

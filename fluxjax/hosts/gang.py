@@ -25,8 +25,9 @@ from sharding.links import Links
 from sharding.walk import Params
 
 from ..algorithms import own_code
-from ..base.process import activity, resident_bytes
+from ..base.process import resident_bytes
 from ..base.statuses import HostStage, HostStatus
+from ..base.timeline import activity
 from ..base.types import TrainBatch
 from ..batch.composition import Composition
 from ..batch.share import Share

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..base.process import under_way, working_time
 from ..base.statuses import HostStatus, PreprocessorStatus, slowest
+from ..base.timeline import under_way, working_time
 
 if TYPE_CHECKING:
     from rollout.fleet_server import ServerStatus

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..base.import_path import as_if_missing
-from ..base.process import activity, compilations, working_time
 from ..base.statuses import HostStatus, slowest
-from ..base.timeline import Span
+from ..base.timeline import Span, activity, compilations, working_time
 from ..base.types import Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text

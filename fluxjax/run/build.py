@@ -36,8 +36,8 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
-from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
-from ..base.timeline import Span
+from ..base.process import LARGE_MODEL, give_back_large_blocks
+from ..base.timeline import Span, activity
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader

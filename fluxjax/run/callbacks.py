@@ -12,9 +12,9 @@ from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
 
-from ..base.process import settle_heap, working_time
+from ..base.process import settle_heap
 from ..base.statuses import HostStatus
-from ..base.timeline import Timeline
+from ..base.timeline import Timeline, working_time
 from ..base.types import Group, Prompt
 from ..config import Config, DType
 from ..coordinator.machine import Coordinator

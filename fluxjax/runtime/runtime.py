@@ -16,8 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
-from ..base.process import compilations
-from ..base.timeline import Span, Timeline
+from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
