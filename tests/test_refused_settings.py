@@ -189,16 +189,19 @@ NOT_THE_CHOICE = [  # settings of a choice that was not made; of earlier release
     ("policy.max_staleness=1", "tail_batching and april and adaptive_async have"),
     ("sharding.strategy.max_degree=2", "fsdp has no max_degree, ulysses and flex_ulysses and odc have"),
     ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, odc has"),
-    ("policy.name=april", "--config.policy.name is now --config.policy"),
-    ("composer.lengths=True", "--config.composer.lengths is now --config.policy.prefer=('lengths',)"),
-    (
-        "sharding.hybrid=True",
-        "no such field; did you mean --config.sharding.strategy.hybrid?",
+    *(
+        (f"{old}=1", f"--config.{old}: no such field; did you mean --config.{now}?")
+        for old, now in (
+            ("policy.name", "policy"),
+            ("composer.lengths", "policy.prefer"),
+            ("sharding.hybrid", "sharding.strategy.hybrid"),
+            ("adaptive_async.ratio", "policy.ratio"),
+            ("optim.beta1", "optim.betas"),
+            ("parallelism.enabled", "parallelism.min_degree"),
+            ("schedules.temperature", "rollout.temperature"),
+            ("model.num_layers", "model.tiny.num_layers"),
+        )
     ),
-    ("optim.beta1=0.8", "--config.optim.beta1 is now --config.optim.betas"),
-    ("parallelism.enabled=True", "--config.parallelism.enabled is now --config.parallelism.min_degree"),
-    ("schedules.temperature=1", "--config.schedules.temperature is now --config.rollout.temperature"),
-    ("model.num_layers=2", "no such field; did you mean --config.model.tiny.num_layers?"),
 ]
 
 

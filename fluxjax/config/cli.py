@@ -152,26 +152,17 @@ def remarks(config: Config) -> list[str]:
 
 DEFAULT_CONFIG = "configs/vlm.py"
 _CHOICES = (_ALGORITHM, "policy", "sharding.strategy")
-# Settings of earlier releases, by what they are now; those that only lie elsewhere are found by their last name.
-MOVED: Mapping[str, str] = {
-    "policy.name": "policy",
-    "policy.dynamic_sampling_by": "rollout.dynamic_sampling (off, correct or value)",
-    **{f"composer.{name}": f"policy.prefer=('{name}',)" for name in ("stratify", "curriculum", "diversity", "lengths")},
-    "composer.order": "policy.prefer=('stalest',)",
-    "schedules.temperature": "rollout.temperature",
-    "schedules.target_staleness": "policy.target_staleness",
-    "schedules.tail_prompts": "policy.prompts",
-    "schedules.tail_responses": "policy.responses",
-    **dict.fromkeys(("optim.beta1", "optim.beta2"), "optim.betas (a pair, as in (0.9, 0.99))"),
-    **{f"algorithm.importance.{name}": "algorithm.importance.bounds (a pair)" for name in ("low", "high")},
-    "parallelism.enabled": "parallelism.min_degree (0: the degree stays)",
-    **{f"report.prometheus_{name}": "report.prometheus (a port, or host:port)" for name in ("port", "host")},
-}
 _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_dir model_name_or_path=model.path
     train_batch_size=rollout.prompts_per_step num_generations=rollout.group_size save_steps=checkpoint.every
     max_response_length=rollout.max_new_tokens max_completion_length=rollout.max_new_tokens eval_steps=evaluation.every
-    beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low"""
-_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings, as verl and TRL call them
+    beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low
+    policy.name=policy policy.dynamic_sampling_by=rollout.dynamic_sampling composer.order=policy.prefer
+    composer.stratify=policy.prefer composer.curriculum=policy.prefer composer.diversity=policy.prefer
+    composer.lengths=policy.prefer schedules.tail_prompts=policy.prompts schedules.tail_responses=policy.responses
+    optim.beta1=optim.betas optim.beta2=optim.betas algorithm.importance.low=algorithm.importance.bounds
+    algorithm.importance.high=algorithm.importance.bounds parallelism.enabled=parallelism.min_degree
+    report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
+_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings: as verl and TRL call them, and earlier releases
 C = TypeVar("C", bound=Config)
 
 
@@ -303,8 +294,6 @@ def _child(
     names = children(holder)
     if part in names:
         return names[part]
-    if field in MOVED:
-        raise ConfigError(f"--config.{field} is now --config.{MOVED[field]}")
     section = f"config.{section}".rstrip(".")
     choices = metadata.get("choices", {})
     if having := [name for name, kind in choices.items() if part in kind.__dataclass_fields__]:
@@ -315,7 +304,7 @@ def _child(
     every = [name for name, _ in flatten(config)]
     for choice, kinds in (("policy", POLICIES), ("sharding.strategy", STRATEGIES)):
         every += [f"{choice}.{name}" for kind in kinds.values() for name in kind.__dataclass_fields__]
-    meant = _OTHER_NAMES.get(part, "")
+    meant = _OTHER_NAMES.get(field, _OTHER_NAMES.get(part, ""))
     near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
     near += [f"config.{meant}"] * bool(meant)
     near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
