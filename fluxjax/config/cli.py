@@ -301,9 +301,7 @@ def _child(
             f"--config.{field}: {variant(type(holder))} has no {part}, {' and '.join(having)} "
             f"{'has' if len(having) == 1 else 'have'}: --{section}={having[0]}"
         )
-    every = [name for name, _ in flatten(config)]
-    for choice, kinds in (("policy", POLICIES), ("sharding.strategy", STRATEGIES)):
-        every += [f"{choice}.{name}" for kind in kinds.values() for name in kind.__dataclass_fields__]
+    every = every_field(config)
     meant = _OTHER_NAMES.get(field, _OTHER_NAMES.get(part, ""))
     near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
     near += [f"config.{meant}"] * bool(meant)
@@ -314,6 +312,14 @@ def _child(
     near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
     hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
     raise ConfigError(f"--config.{field}: no such field; {hint}")
+
+
+def every_field(config: Config) -> list[str]:
+    """Returns the dotted names of all fields, those of choices that are not made, too."""
+    names = [name for name, _ in flatten(config)]
+    for choice, kinds in (("policy", POLICIES), ("sharding.strategy", STRATEGIES)):
+        names += [f"{choice}.{name}" for kind in kinds.values() for name in kind.__dataclass_fields__]
+    return names
 
 
 def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:
