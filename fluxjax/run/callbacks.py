@@ -6,7 +6,7 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from models.decoder import Decoder
 from models.processing import Processor
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from ..runtime.fleet_pool import FleetPool
 
 
+@runtime_checkable
 class Run(Protocol):
-    """The parts of a `FluxTrainer` that callbacks and the reporter rely on."""
+    """The parts of a `FluxTrainer` that callbacks may rely on."""
 
     config: Config
     run_dir: pathlib.Path
@@ -44,12 +45,6 @@ class Run(Protocol):
     learner: Learner
     engine: Engine
     timeline: Timeline
-    display: Display
-    gang: Gang
-    metrics: MetricsLog
-    pixels: AnyPixels
-    pool: EnginePool | FleetPool
-    rewards: Scorer
 
     @property
     def coordinator(self) -> Coordinator: ...
@@ -59,6 +54,18 @@ class Run(Protocol):
     def model(self) -> Decoder: ...
     def stop(self) -> None: ...
     def evaluate(self, limit: int | None = None, *, blind: bool = False) -> dict[str, float]: ...
+
+
+class ReportedRun(Run, Protocol):
+    """The parts of a `FluxTrainer` that its reporter needs."""
+
+    display: Display
+    gang: Gang
+    metrics: MetricsLog
+    pixels: AnyPixels
+    pool: EnginePool | FleetPool
+    rewards: Scorer
+
     def tell(self, hook: Callable[..., None], *event: object) -> None: ...
 
 
@@ -100,7 +107,7 @@ GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 class Reporter(Observer):
     """Writes down what the runtime reports of a run, and passes it on to the run's callbacks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ReportedRun) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
         self._served = time.perf_counter(), _tokens(run.pool.servers())  # at the last step
