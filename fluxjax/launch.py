@@ -5,10 +5,9 @@ when one of them fails.
 
 What stands behind `--` goes to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
 on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
-checkpoint, or a newer snapshot (checkpoint.snapshot_every): as often as there is a newer one each time, and --restarts
-times in a row without. An error that only you can mend (a setting, a file) ends the run. On clusters, start
-`fluxjax.train` itself, with `--config.distributed.*`, and let the scheduler start it again (deploy/): it goes on by
-itself.
+checkpoint: as often as there is a newer one each time, and --restarts times in a row without. An error that only you
+can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`, and
+let the scheduler start it again (deploy/): it goes on by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from typing import IO
 
 from .base.errors import LOST, USER, ConfigError
 from .config import cli, run_folder
-from .run import snapshot_folder
 
 GRACE = 10.0  # seconds in which all must have ended when one has failed
 AT_ONCE = 15.0  # seconds in which all must have ended after a second signal
@@ -64,11 +62,7 @@ def main(argv: Sequence[str]) -> int:
     supervisor = Supervisor(options.processes, options.restarts, train, folder)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: supervisor.stop(number))
-    try:
-        return supervisor.run()
-    finally:
-        with contextlib.suppress(ConfigError, OSError), run_folder.lock(folder):
-            snapshot_folder.remove(folder)
+    return supervisor.run()
 
 
 def _counts(text: str) -> list[int]:
@@ -92,8 +86,8 @@ class Supervisor:
         attempt, idle, status = 0, 0, 0
         while not self._signals:
             attempt += 1
-            before = self._newest(attempt)
-            failed = self._attempt(self._count(attempt))
+            before = self._newest()
+            failed = self._attempt(self._processes[min(attempt, len(self._processes)) - 1])
             if failed is None:
                 return 0
             status = failed.status
@@ -104,7 +98,7 @@ class Supervisor:
                 break
             if failed.by_user:
                 return USER
-            newest = self._newest(attempt + 1)
+            newest = self._newest()
             idle = 0 if newest != before else idle + 1
             if idle > self._restarts:
                 print(f"error: {idle} attempts in a row ended without a new checkpoint; see above why", file=sys.stderr)
@@ -136,20 +130,12 @@ class Supervisor:
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
 
-    def _count(self, attempt: int) -> int:
-        return self._processes[min(attempt, len(self._processes)) - 1]
-
-    def _newest(self, attempt: int) -> str:
-        """Describes the state that an attempt starts from: the newest snapshot, the newest checkpoint, or the
-        beginning."""
+    def _newest(self) -> str:
+        """Describes the state that an attempt starts from."""
         steps: list[int] = []
         with contextlib.suppress(OSError):
             steps = [int(entry.name) for entry in (self._folder / "checkpoints").iterdir() if entry.name.isdigit()]
-        checkpoint = max(steps, default=-1)
-        snapshot = snapshot_folder.newest(self._folder, self._count(attempt))
-        if snapshot > checkpoint:
-            return f"the snapshot of step {snapshot}"
-        return "the beginning" if checkpoint < 0 else f"the checkpoint of step {checkpoint}"
+        return f"the checkpoint of step {max(steps)}" if steps else "the beginning"
 
 
 class Failure:

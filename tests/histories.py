@@ -20,7 +20,7 @@ from collections import Counter
 
 from fluxjax.base.types import Group
 from fluxjax.config import POLICIES, DynamicSampling, SynchronousConfig
-from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
+from fluxjax.config.learning import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
 from fluxjax.coordinator import EngineLost
 from fluxjax.coordinator.messages import Accumulate, Event, Instruction, ResponseFinished, Train
 from fluxjax.coordinator.policies.adaptive_async import AdaptiveAsync

@@ -39,7 +39,7 @@ def training(links: Links) -> None:
     ends = []
     for folder in SETTINGS["checkpoints"]:
         checkpoints = Checkpoints(pathlib.Path(folder), keep=2)
-        first = checkpoints.latest()
+        first = checkpoints.undamaged()
         if first is not None:
             _, arrays, _ = checkpoints.restore(like(learner.state()))
             learner.load_state(arrays)

@@ -98,13 +98,9 @@ class Evaluator:
 @dataclasses.dataclass
 class Checkpointer:
     saved: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    snapshots: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.saved[step] = json.loads(json.dumps(state))
-
-    def snapshot(self, step: int, state: dict[str, Any]) -> None:
-        self.snapshots[step] = json.loads(json.dumps(state))
 
 
 class Diary(Observer):

@@ -9,7 +9,7 @@ import pytest
 from packing_cases import MODEL
 
 import models
-from fluxjax.base.process import under_way
+from fluxjax.base.timeline import under_way
 from fluxjax.config import Config, ConfigError
 from fluxjax.run.build import build_model
 from models.config import PatchLayout

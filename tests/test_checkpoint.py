@@ -90,7 +90,7 @@ def test_full_disk_loses_nothing_and_says_so(noticed, small_disk, caplog):
     assert step == 1 and state == {"step": 1}
     np.testing.assert_array_equal(restored["w"], good["w"])
     assert save(checkpoints, 3, good, {"step": 3}) and checkpoints.wait()
-    assert checkpoints.latest() == 3
+    assert checkpoints.undamaged() == 3
     checkpoints.close()
     del checkpoints
     gc.collect()  # here, where it is forgiven

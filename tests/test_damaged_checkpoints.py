@@ -12,7 +12,7 @@ import pytest
 from checkpoint_cases import save
 from fuzz.checkpoint import STEPS, arrays_of, flipped, truncated, written
 
-from fluxjax.run import checkpoint, snapshot_folder
+from fluxjax.run import checkpoint
 from fluxjax.run.checkpoint import SUMS, Checkpoints, ResumeError, damage
 from sharding.weights import like
 
@@ -22,7 +22,7 @@ NEWEST, OLDER = str(STEPS[-1]), str(STEPS[-2])
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> pathlib.Path:
     written(folder := tmp_path_factory.mktemp("original"))
-    return folder / "checkpoints"
+    return folder
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_where_all_are_damaged_nothing_is_taken(folder, opened):
     for step in (NEWEST, OLDER):
         flipped(folder / step / "state" / "metadata", random.Random(0))
     with pytest.raises(ResumeError, match=f"every checkpoint in {folder} is damaged"):
-        opened().newest()
+        opened().chosen()
     assert {path.name for path in folder.iterdir()} >= {NEWEST, OLDER}
 
 
@@ -82,9 +82,9 @@ def test_one_that_is_asked_for_must_be_undamaged(folder, opened):
     flipped(folder / OLDER / "state" / "metadata", random.Random(0))
     checkpoints = opened()
     with pytest.raises(ResumeError, match=f"{OLDER} is damaged: state/metadata has another checksum than {SUMS} says"):
-        checkpoints.checked(int(OLDER))
-    assert checkpoints.checked(int(NEWEST)) == int(NEWEST)
-    assert checkpoints.undamaged(above=int(NEWEST)) is None and checkpoints.newest() == int(NEWEST)
+        checkpoints.chosen(int(OLDER))
+    assert checkpoints.chosen(int(NEWEST)) == int(NEWEST)
+    assert checkpoints.chosen() == int(NEWEST)
 
 
 def test_those_of_earlier_releases_have_no_checksums(folder, opened, caplog):
@@ -92,8 +92,8 @@ def test_those_of_earlier_releases_have_no_checksums(folder, opened, caplog):
     for step in (NEWEST, OLDER):
         (folder / step / SUMS).unlink()
     checkpoints = opened()
-    assert checkpoints.newest() == int(NEWEST) and f"step {NEWEST} has no checksums" in caplog.messages[-1]
-    assert save(checkpoints, 7, arrays_of(7), {}) and checkpoints.newest() == 7
+    assert checkpoints.chosen() == int(NEWEST) and f"step {NEWEST} has no checksums" in caplog.messages[-1]
+    assert save(checkpoints, 7, arrays_of(7), {}) and checkpoints.chosen() == 7
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -106,13 +106,6 @@ def test_nothing_older_is_removed_before_the_new_one_has_checksums(folder, opene
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(checkpoint, "write_sums", unreadable)
         assert save(checkpoints, 7, arrays_of(7), {}) and not checkpoints.wait()
-    assert "a file can't be read back" in caplog.text and checkpoints.newest() == int(NEWEST)
+    assert "a file can't be read back" in caplog.text and checkpoints.chosen() == int(NEWEST)
     assert save(checkpoints, 8, arrays_of(8), {}) and checkpoints.wait()
     assert [path.name for path in folder.iterdir()] == ["8"]
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"/dev/shm/fluxjax-snapshotz-0123", b""])
-def test_a_damaged_note_of_where_snapshots_are_is_told(content, tmp_path, caplog):
-    snapshot_folder.begun(tmp_path, tmp_path)
-    (note := tmp_path / snapshot_folder.NAMED).write_bytes(content)
-    assert snapshot_folder.newest(tmp_path, 1) == -1 and str(note) in caplog.text

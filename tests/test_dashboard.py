@@ -12,8 +12,7 @@ from conftest import ROOT
 from process_cases import free_port
 from run_cases import flags, letters
 
-from fluxjax.base.host_status import HostStage, HostStatus
-from fluxjax.base.preprocessor_status import PreprocessorStatus
+from fluxjax.base.statuses import HostStage, HostStatus, PreprocessorStatus
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
 from fluxjax.run.callbacks import Callback

@@ -19,18 +19,18 @@ from rich.text import Text
 from run_cases import colours, flags
 from test_flight_store import until_up
 
-from fluxjax.base.preprocessor_status import MediumStage, PreprocessorStatus, Transition
+from fluxjax.base.statuses import MediumStage, PreprocessorStatus, Transition
 from fluxjax.base.timeline import Span
 from fluxjax.config.cli import load
 from fluxjax.config.data import DataConfig
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.local_store import LocalStore, StoreStats
 from fluxjax.data.materializer import Materialized
-from fluxjax.report.display import Display
+from fluxjax.report.display import Display, data_words
 from fluxjax.report.metrics import read
 from fluxjax.report.pictures import MOST_NAMED, MediumBar, bars_of, look_lanes, media_picture, of_steps
 from fluxjax.report.prometheus import PreprocessorCollector
-from fluxjax.report.shown import DataMetrics, data_words
+from fluxjax.run.pixels import DataMetrics
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.flight_store import FlightStore
 from fluxjax.runtime.places import PlaceCounts

@@ -19,7 +19,7 @@ from fluxjax.config import Route, cli
 from fluxjax.learner.policy_trainer import PolicyTrainer
 from fluxjax.report.metrics import TrainingResult, read
 from fluxjax.run import callbacks
-from fluxjax.run.artifacts import server_checkpoint
+from fluxjax.run.build import server_checkpoint
 from fluxjax.run.trainer import FluxTrainer
 from rollout.local_server import LocalServer, ServerCommand
 

@@ -16,7 +16,7 @@ from flight_cases import SETTINGS, PlainStore, Process, all_rows, check, picture
 from process_cases import until
 
 from fluxjax.base.errors import DataError
-from fluxjax.base.preprocessor_status import MediumStage
+from fluxjax.base.statuses import MediumStage
 from fluxjax.data.flight_client import PlaceRefuses
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.tickets import MediaRef, MediaStore, StaleTicket, Ticket

@@ -14,17 +14,15 @@ import pytest
 from process_cases import free_port
 from rich.console import Console
 
-from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.base.process import resident_bytes
+from fluxjax.base.statuses import HostStage, HostStatus, slowest
 from fluxjax.base.timeline import Span
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang, heard_status, shifted, told_status
 from fluxjax.hosts.orders import decode_value, encode_value, is_value
-from fluxjax.report.display import Display
-from fluxjax.report.metrics import MetricsLog, read
+from fluxjax.report.display import MOST, Display, host_lines
+from fluxjax.report.metrics import MetricsLog, host_lanes, host_metrics, process_log, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
-from fluxjax.report.shown import MOST, host_lanes, host_lines, host_metrics, slowest
-from fluxjax.run.artifacts import process_log
 from fluxjax.run.follower import prometheus_port
 from sharding.links import Links
 
@@ -44,7 +42,7 @@ def test_a_status_travels_whole():
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():
-    assert status().prepared == 0.25 and status().trained == 2.0
+    assert status().prepare_seconds == 0.25 and status().train_seconds == 2.0
     assert status().own_seconds == 0.25, "collectives end everywhere at once"
     assert status(idle=1.5).own_seconds == 0.75
 
@@ -100,7 +98,7 @@ def test_process_0_hears_of_a_step_when_the_next_is_agreed_on(gangs):
     assert (mine.process, theirs.process, theirs.step) == (0, 1, 2)
     assert [stage.name for stage in theirs.stages] == ["media", "train"]
     assert mine.stages[-1].end == pytest.approx(theirs.stages[-1].end, abs=0.1), "on one clock: the step's end"
-    assert theirs.memory == pytest.approx(resident_bytes(), rel=0.5) and theirs.host == socket.gethostname()
+    assert theirs.memory_bytes == pytest.approx(resident_bytes(), rel=0.5) and theirs.host == socket.gethostname()
     assert [known.step for known in other.statuses()] == [2]
 
 
@@ -111,7 +109,7 @@ def test_one_process_tells_nothing():
 
 
 def test_a_line_a_host_says_who_is_slowest():
-    hosts = [status(0), status(1, layout=1.5, device_memory=70 * 10**9)]
+    hosts = [status(0), status(1, layout=1.5, device_memory_bytes=70 * 10**9)]
     assert slowest(hosts).process == 1
     first, second = host_lines(hosts)
     assert first.startswith("process 0 (gpu0) | devices 8 | memory 3.0 GB | on device - | prepares 0.25 s")
@@ -189,12 +187,12 @@ def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
     gc.collect()  # a socket that was left open fails this test, not the next one that collects
 
 
-def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
-    (_, gang), terminal = gangs, logging.StreamHandler(io.StringIO())
+def test_a_process_logs_into_the_folder_of_the_run(tmp_path):
+    terminal = logging.StreamHandler(io.StringIO())
     logging.getLogger().addHandler(terminal)
     try:
         for attempt in range(2):  # a resumed run writes behind what is there
-            with pytest.raises(ValueError, match="out of luck"), process_log(tmp_path, gang):
+            with pytest.raises(ValueError, match="out of luck"), process_log(tmp_path, 1, 2):
                 logging.getLogger("fluxjax.hosts").info("step %d", attempt)
                 logging.getLogger("elsewhere").warning("look out")
                 raise ValueError("out of luck")
@@ -211,6 +209,6 @@ def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
 
 
 def test_one_process_has_no_log_of_its_own(tmp_path):
-    with process_log(tmp_path, Gang()):
+    with process_log(tmp_path, 0, 1):
         pass
     assert not list(tmp_path.iterdir())

@@ -26,7 +26,6 @@ from fluxjax.config import Config, ConfigError, DistributedConfig, cli
 from fluxjax.hosts.gang import ALONE_ONLY, check_across_processes
 from fluxjax.hosts.start import found
 from fluxjax.report.metrics import read
-from fluxjax.run import snapshot_folder
 
 CONFIG = "configs/vlm.py:debug"
 SMALL = [
@@ -160,14 +159,12 @@ def test_one_goes_on_from_a_checkpoint_where_the_other_died(commands, two, tmp_p
 
 @pytest.mark.long
 @pytest.mark.turn(2)
-def test_a_gang_goes_on_from_its_snapshot_where_one_froze(commands, two, tmp_path):
-    """That of the step before the one in which it froze, where the newest checkpoint is the first; bit for bit."""
+def test_a_gang_goes_on_from_its_checkpoint_where_one_froze(commands, two, tmp_path):
+    """It ends bit for bit as the one that was left alone."""
     run_dir = tmp_path / "run"
-    often = [*SMALL, "--config.checkpoint.every=0", "--config.checkpoint.snapshot_every=1"]
-    text = failed(commands, run_dir, often, [], lambda: snapshot_folder.newest(run_dir, 2) >= 2, signal.SIGSTOP, 0)
-    assert "attempt 2 goes on from the snapshot of step 2\n" in text and "resuming after step 2:" in text
+    text = failed(commands, run_dir, SMALL, [], logged(run_dir, "rl", 2), signal.SIGSTOP, 0)
+    assert re.search(r"attempt 2 goes on from the checkpoint of step \d\n", text) and "resuming after step" in text
     assert weights(run_dir) == weights(two)
-    assert snapshot_folder.named(run_dir) is None, "the run is over"
 
 
 @pytest.mark.medium
@@ -354,25 +351,6 @@ def test_a_run_is_started_again_while_it_comes_further(scripted):
     assert scripted([*failed, ([0, 0], False)], processes=(4, 3)) == (0, [4, 3, 3, 3, 3])
 
 
-def test_a_run_is_started_again_while_there_are_newer_snapshots(monkeypatch, tmp_path, capsys):
-    """Of all processes that the next attempt has: those of another number count for nothing."""
-    run_dir, step = tmp_path / "run", iter(range(2, 10))
-    (run_dir / "checkpoints" / "2").mkdir(parents=True)
-    folder = snapshot_folder.begun(run_dir, tmp_path)
-    folder.mkdir()
-
-    def attempt(self, count):
-        newest = next(step)
-        for process in range(count if newest < 4 else 1):
-            snapshot_folder.file_of(folder, newest, process, count).touch()
-        return launch.Failure({0: -9})
-
-    monkeypatch.setattr(launch.Supervisor, "_attempt", attempt)
-    assert launch.Supervisor((1, 2), 1, [], run_dir).run() == 137
-    lines = [line for line in capsys.readouterr().err.splitlines() if "goes on" in line]
-    assert [line.partition("the ")[2] for line in lines] == ["checkpoint of step 2", *["snapshot of step 3"] * 2]
-
-
 def test_a_run_that_comes_no_further_ends(scripted, capsys):
     assert scripted([([0, -9], False)] * 5, restarts=2) == (137, [2, 2, 2])
     assert "3 attempts in a row ended without a new checkpoint" in capsys.readouterr().err
@@ -389,12 +367,12 @@ def test_who_failed_is_named_not_who_noticed():
 
 
 def test_a_signal_between_two_attempts_is_not_lost(scripted, monkeypatch):
-    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self, attempt: self.stop(signal.SIGTERM))
+    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self: self.stop(signal.SIGTERM))
     assert scripted([([0, -9], True)] * 3) == (137, [2])
 
 
 def test_two_signals_have_the_status_of_shells_whichever_process_ends_first(scripted, monkeypatch):
-    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self, attempt: [self.stop(signal.SIGINT) for _ in "12"])
+    monkeypatch.setattr(launch.Supervisor, "_newest", lambda self: [self.stop(signal.SIGINT) for _ in "12"])
     assert scripted([([0, 1], True)] * 3) == (130, [2])
 
 

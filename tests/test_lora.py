@@ -19,7 +19,7 @@ from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
 from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat
-from fluxjax.config.algorithms import LORA_TARGETS
+from fluxjax.config.learning import LORA_TARGETS
 from fluxjax.learner.learner import Learner, fingerprint
 from fluxjax.learner.run_models import RunModels, first_reference
 from fluxjax.run.checkpoint import Checkpoints

@@ -23,7 +23,6 @@ from fluxjax.hosts.orders import (
     End,
     Gather,
     Learn,
-    Offer,
     OrderError,
     Restore,
     Save,
@@ -37,9 +36,8 @@ from fluxjax.hosts.orders import (
     told,
 )
 
-ORDERS = [Start("/runs/a", "secret", "{}"), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
+ORDERS = [Start("/runs/a", "secret", "{}"), Begin("rl"), Gather(), Save(7), Restore(3), End()]
 ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
-ORDERS += [Save(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures": [{"weights": {"a": 0.5}}]})]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)

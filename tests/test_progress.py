@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from process_cases import Processes
 
-from fluxjax.base.process import compilations
+from fluxjax.base.timeline import compilations
 
 LIMIT = 4.0  # seconds; above the time after which a compilation is announced
 

@@ -27,9 +27,12 @@ CANNOT_WORK = [
     ("rollout.max_new_tokens=100000", "rollout.max_sequence_tokens"),
     ("rollout.kv_tokens=40", "rollout.kv_tokens (40) holds no sequence of rollout.max_sequence_tokens (48)"),
     ("packing.tokens_per_row=8", "packing.tokens_per_row (8)"),
-    ("lora.rank=3 lora.targets=('q_proj','lm_head')", "lora.targets has 'lm_head'; it may have q_proj"),
-    ("lora.rank=3 lora.targets=()", "lora.targets is (); it must name each projection once, and one at least"),
-    ("lora.rank=3 lora.targets=('q_proj','q_proj')", "it must name each projection once"),
+    (
+        "lora.rank=3 lora.targets=('q_proj','lm_head')",
+        "lora.targets is ('q_proj', 'lm_head'); it must name some",
+    ),
+    ("lora.rank=3 lora.targets=()", "lora.targets is (); it must name some of q_proj"),
+    ("lora.rank=3 lora.targets=('q_proj','q_proj')", "up_proj, down_proj, each once"),
     ("lora.rank=-1", "lora.rank is -1; it must not be negative"),
     ("lora.rank=3 lora.alpha=0", "lora.alpha is 0.0; it must be greater than 0"),
     # --- algorithms ---------------------------------------------------------------------------------
@@ -186,13 +189,19 @@ NOT_THE_CHOICE = [  # settings of a choice that was not made; of earlier release
     ("policy.max_staleness=1", "tail_batching and april and adaptive_async have"),
     ("sharding.strategy.max_degree=2", "fsdp has no max_degree, ulysses and flex_ulysses and odc have"),
     ("sharding.strategy=ulysses sharding.strategy.hybrid=True", "ulysses has no hybrid, odc has"),
-    ("policy.name=april", "--config.policy.name is now --config.policy"),
-    ("composer.lengths=True", "--config.composer.lengths is now --config.policy.prefer=('lengths',)"),
-    ("sharding.hybrid=True", "--config.sharding.hybrid is now --config.sharding.strategy.hybrid"),
-    ("optim.beta1=0.8", "--config.optim.beta1 is now --config.optim.betas"),
-    ("parallelism.enabled=True", "--config.parallelism.enabled is now --config.parallelism.min_degree"),
-    ("schedules.temperature=1", "--config.schedules.temperature is now --config.rollout.temperature"),
-    ("model.num_layers=2", "--config.model.num_layers is now --config.model.tiny.num_layers"),
+    *(
+        (f"{old}=1", f"--config.{old}: no such field; did you mean --config.{now}?")
+        for old, now in (
+            ("policy.name", "policy"),
+            ("composer.lengths", "policy.prefer"),
+            ("sharding.hybrid", "sharding.strategy.hybrid"),
+            ("adaptive_async.ratio", "policy.ratio"),
+            ("optim.beta1", "optim.betas"),
+            ("parallelism.enabled", "parallelism.min_degree"),
+            ("schedules.temperature", "rollout.temperature"),
+            ("model.num_layers", "model.tiny.num_layers"),
+        )
+    ),
 ]
 
 

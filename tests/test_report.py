@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from tensorboardX.proto import event_pb2
 
-from fluxjax.base.process import activity
-from fluxjax.base.timeline import Span, Timeline
+from fluxjax.base.timeline import Span, Timeline, activity
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang
@@ -189,7 +188,7 @@ def test_summary_round_trip(tmp_path):
     summary.add_seconds("train", 1.0)
     written = json.loads(summary.write(tmp_path).read_text())
     assert written["seconds"] == {"train": 2.5} and written["samples_skipped"] == {"missing file": 2}
-    assert Summary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
+    assert Summary(**json.loads(json.dumps(dataclasses.asdict(summary)))) == summary
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 

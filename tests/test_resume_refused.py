@@ -24,7 +24,6 @@ from fluxjax.config import Config, ConfigError, run_folder
 from fluxjax.config.cli import load
 from fluxjax.data.loader import open_source
 from fluxjax.data.sources import PromptList, digest_of
-from fluxjax.run import snapshot_folder
 from fluxjax.run.main import main
 from fluxjax.run.trainer import FluxTrainer
 
@@ -83,15 +82,11 @@ def test_other_data_is_refused_before_anything_is_written(other, data, run_dir, 
 
 @pytest.mark.medium
 def test_other_sizes_and_seeds_are_refused_before_anything_is_written(data, run_dir, capsys):
-    """A run folder with a note of snapshots keeps these, too."""
-    often = {"checkpoint__snapshot_every": 1}
-    (folder := snapshot_folder.begun(run_dir)).mkdir()
     before = content(run_dir)
     for changed, why in (({"model__tiny__hidden_size": 32}, "does not fit"), ({"seed": 1}, "seed 0")):
-        assert main(load(arguments(run_dir, data, steps=2, **often, **changed))) == USER
+        assert main(load(arguments(run_dir, data, steps=2, **changed))) == USER
         assert why in capsys.readouterr().err
-        assert content(run_dir) == before and folder.is_dir()
-    folder.rmdir()
+        assert content(run_dir) == before
 
 
 @pytest.mark.slow
@@ -200,21 +195,3 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert is_free(tmp_path) and f"{tmp_path / 'lock'} cannot be locked" in caplog.text
-
-
-def test_a_refused_launch_leaves_the_snapshots_of_the_run_that_lives(tmp_path, monkeypatch):
-    """Also where that run began just after the launcher had looked."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (folder := snapshot_folder.begun(run_dir)).mkdir()
-    asked = [f"--config={TEXT}", f"--config.run_dir={run_dir}"]
-    asked.append("--config.checkpoint.snapshot_every=1")
-    locks: list[contextlib.ExitStack] = []
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(launch.Supervisor, "run", lambda self: locks.append(run_folder.lock(run_dir)) or USER)
-    assert launch.main(["--processes=1", "--", *asked]) == USER
-    assert folder.is_dir() and snapshot_folder.named(run_dir) == folder
-    locks[0].close()
-    monkeypatch.setattr(launch.Supervisor, "run", lambda self: 0)
-    assert launch.main(["--processes=1", "--", *asked]) == 0
-    assert not folder.exists()

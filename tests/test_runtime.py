@@ -382,17 +382,6 @@ class TestStopAndResume:
         assert resumed.trainer.trained == whole.trainer.trained[at:]
         assert resumed.checkpointer.saved == {k: v for k, v in whole.checkpointer.saved.items() if k > at}
 
-    def test_snapshots(self) -> None:
-        """Rule 57: a snapshot holds what a checkpoint does, and observers hear of checkpoints only."""
-        run, often = Run(steps=3, checkpoint_every=1), Run(steps=3, checkpoint_every=2, snapshot_every=1)
-        run.go()
-        often.go()
-        assert list(often.checkpointer.snapshots) == [1] and list(often.checkpointer.saved) == [2, 3]
-        for state in (run.checkpointer.saved[1], often.checkpointer.snapshots[1]):
-            del state["coordinator"]["saved"], state["coordinator"]["snapshot"]
-        assert often.checkpointer.snapshots[1] == run.checkpointer.saved[1]
-        assert [line for line in often.diary.lines if "checkpoint" in line] == ["checkpoint 2", "checkpoint 3"]
-
 
 class TestTimeline:
     def test_overlaps_count_once(self) -> None:

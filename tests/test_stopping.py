@@ -17,7 +17,7 @@ from run_cases import Commands, checkpoint_steps, ended, logged
 
 from fluxjax import launch
 from fluxjax.base import event_loop
-from fluxjax.base.process import under_way
+from fluxjax.base.timeline import under_way
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.config import Config
 from fluxjax.hosts.gang import Gang

@@ -73,25 +73,15 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_async(work: Coroutine[Any, Any, T], on_interrupt: Callable[[], None] | None = None) -> T:
-    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread.
-
-    An interrupt of a notebook calls `on_interrupt`, and the wait goes on; without `on_interrupt`, KeyboardInterrupt is
-    raised once the work is done.
-    """
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread, whose end an interrupt waits for
+    (`stop_on_signals` brings it nearer)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fluxjax") as thread:
-        future = thread.submit(asyncio.run, work)
-        while True:
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                if on_interrupt is None:
-                    raise
-                on_interrupt()
+        return thread.submit(asyncio.run, work).result()
 
 
 async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:

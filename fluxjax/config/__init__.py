@@ -6,18 +6,12 @@ slots, so that a configuration file cannot set a field that does not exist. No s
 """
 
 import dataclasses
-import difflib
 import enum
 import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from ..base.errors import ConfigError
-from .algorithms import OWN_SETTINGS as OWN_SETTINGS
-from .algorithms import AlgorithmConfig, LoraConfig
-from .algorithms import CriticConfig as CriticConfig
-from .algorithms import KlEstimator as KlEstimator
-from .algorithms import LossAggregation as LossAggregation
 from .bounds import (
     Chosen,
     bounded,
@@ -35,13 +29,26 @@ from .data import DataConfig, RewardsConfig
 from .data import RewardKindConfig as RewardKindConfig
 from .data import RewardTerm as RewardTerm
 from .data import SourceConfig as SourceConfig
+from .learning import OWN_SETTINGS as OWN_SETTINGS
+from .learning import AdaptiveAsyncConfig as AdaptiveAsyncConfig
+from .learning import (
+    AlgorithmConfig,
+    DynamicSampling,
+    LoraConfig,
+    ParallelismConfig,
+    Policy,
+    ReplayConfig,
+    SynchronousConfig,
+    TailBatchingConfig,
+)
+from .learning import AprilConfig as AprilConfig
+from .learning import CriticConfig as CriticConfig
+from .learning import Importance as Importance
+from .learning import ImportanceConfig as ImportanceConfig
+from .learning import ImportanceLevel as ImportanceLevel
+from .learning import KlEstimator as KlEstimator
+from .learning import LossAggregation as LossAggregation
 from .schedules import make_schedules
-from .scheduling import AdaptiveAsyncConfig as AdaptiveAsyncConfig
-from .scheduling import AprilConfig as AprilConfig
-from .scheduling import DynamicSampling, ParallelismConfig, Policy, ReplayConfig, SynchronousConfig, TailBatchingConfig
-from .scheduling import Importance as Importance
-from .scheduling import ImportanceConfig as ImportanceConfig
-from .scheduling import ImportanceLevel as ImportanceLevel
 from .servers import RolloutEngine, Route, ServersConfig, WeightsConfig
 
 
@@ -123,16 +130,6 @@ class ModelConfig:
     # The sizes of the tiny model, by the names of `fluxjax.config.TINY`.
     tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
     compute_dtype: DType = DType.FLOAT32  # of the computation; master weights stay float32
-
-    def validate_tiny(self) -> None:
-        """Raises `ConfigError` for a size that the tiny model does not have."""
-        for name, value in self.tiny.items():
-            if name not in TINY:
-                near = difflib.get_close_matches(name, TINY, 1)
-                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(TINY)}"
-                raise ConfigError(f"model.tiny has no field {name!r}; {hint}")
-            if type(value) is not type(TINY[name]):
-                raise ConfigError(f"model.tiny.{name} is {value!r}; it must be of type {type(TINY[name]).__name__}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -217,9 +214,6 @@ class PackingConfig:
 class CheckpointConfig:
     every: int = not_negative(50)  # steps; 0: only at the end
     keep: int = positive(2)  # checkpoints that stay; older ones are removed
-    # Steps; 0: never. Each process keeps its part of the two newest in the memory of its host, from where as many
-    # processes go on when one has failed.
-    snapshot_every: int = not_negative(0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -297,7 +291,6 @@ class Config:
         self.validate_scheduling()
         self._validate_servers()
         self.algorithm.validate()
-        self.lora.validate()
         if self.rollout.group_size < 2 and self.algorithm.relative:
             raise ConfigError(
                 f"rollout.group_size is 1; {self.algorithm.name} compares responses of one prompt and needs at least 2"
@@ -355,9 +348,6 @@ class Config:
             raise ConfigError("data.sources is empty; name at least one source in the configuration file")
         for name, source in self.data.sources.items():
             source.validate_rewards(f"data.sources.{name}")
-            source.validate_columns(f"data.sources.{name}")
-        if not self.model.path:
-            self.model.validate_tiny()
 
     @property
     def policy_updates(self) -> int:
@@ -415,8 +405,6 @@ class Config:
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"
             )
-        if parallelism.profile and not parallelism.enabled:
-            raise ConfigError("parallelism.profile needs parallelism.min_degree above 0")
         early = {"stream_trainer": self.stream_trainer, "speculative_sync": self.speculative_sync}
         early = [name for name, on in early.items() if on]
         if isinstance(policy, AdaptiveAsyncConfig):

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ..base.errors import ConfigError
 
@@ -109,33 +109,39 @@ def is_port(text: str) -> bool:
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite. Sections within `section` are checked, too, and so are dictionaries of sections.
+    Numbers must be finite; an int may stand for a float, an object for a text that says so. Sections within `section`
+    are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default has no other keys.
     """
-    default = type(section)()
     for field in dataclasses.fields(section):
-        name, value, wanted = prefix + field.name, getattr(section, field.name), getattr(default, field.name)
-        if "schedule" in field.metadata and isinstance(value, str):
+        name, metadata = prefix + field.name, field.metadata
+        value: Any = getattr(section, field.name)
+        if "object" in metadata or ("schedule" in metadata and isinstance(value, str)):
             continue
-        if kinds := field.metadata.get("choices"):
+        wanted: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if kinds := metadata.get("choices"):
             if type(value) not in kinds.values():
                 names = ", ".join(kind.__name__ for kind in kinds.values())
                 raise ConfigError(f"{name} is {value!r}; it must be one of {names}")
-            check_fields(cast(Section, value), f"{name}.")
+            check_fields(value, f"{name}.")
         elif isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
-        elif isinstance(wanted, float) and isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be a finite number")
+        elif isinstance(wanted, float):
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ConfigError(f"{name} is {value!r}; it must be a finite number")
         elif isinstance(wanted, Mapping) and isinstance(value, Mapping):
             for key, entry in value.items():
-                if "entries" in field.metadata:
-                    _check_section(f"{name}.{key}", entry, field.metadata["entries"])
+                if "entries" in metadata:
+                    _check_section(f"{name}.{key}", entry, metadata["entries"])
+                elif wanted and key not in wanted:
+                    raise ConfigError(f"{name} has no field {key!r}; it has {', '.join(wanted)}")
+                elif wanted and type(entry) is not type(wanted[key]):
+                    raise ConfigError(f"{name}.{key} is {entry!r}; it must be of type {type(wanted[key]).__name__}")
                 elif not isinstance(entry, PLAIN):
                     raise ConfigError(f"{name}.{key} is {entry!r}; it must be text, a number, true, false or a list")
-        elif type(value) is not type(wanted) and "object" not in field.metadata:
+        elif type(value) is not type(wanted):
             raise ConfigError(f"{name} is {value!r}; it must be of type {type(wanted).__name__}")
-        if "holds" in field.metadata and not field.metadata["holds"](value):
-            raise ConfigError(f"{name} is {value!r}; it must {field.metadata['allowed']}")
+        if "holds" in metadata and not metadata["holds"](value):
+            raise ConfigError(f"{name} is {value!r}; it must {metadata['allowed']}")
 
 
 def _check_section(name: str, value: Any, kind: type) -> None:

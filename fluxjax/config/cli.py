@@ -21,52 +21,31 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from . import TINY, AdaptiveAsyncConfig, Config, ConfigError, Importance, ImportanceConfig, RolloutEngine, Route
+from . import POLICIES, STRATEGIES, Config, ConfigError, Importance
 from .bounds import Section, children, expand_home, flatten, lies_in, variant
 from .help import help_text
 
 
 class Need(NamedTuple):
-    """`fields` (or all fields of a section) are read only if `met`: for users, only if `setting` is `wanted`."""
+    """`fields`, with blanks between them, or all fields of a section, are read only if `setting` is `wanted`. Where
+    that is only what users are told, `rule` decides."""
 
-    fields: Sequence[str]
+    fields: str
     setting: str
     wanted: str
-    met: Callable[[Config], bool]
+    rule: Callable[[Config], bool] | None = None
 
     def current(self, config: Config) -> str:
         return _text(operator.attrgetter(self.setting)(config))
 
-
-def _when(setting: str, values: tuple[object, ...], *fields: str) -> Need:
-    """Says that `fields` are read only if the setting has one of the values."""
-    read = operator.attrgetter(setting)
-    return Need(fields, setting, " or ".join(map(_text, values)), lambda config: read(config) in values)
-
-
-def _above(limit: int, setting: str, *fields: str) -> Need:
-    """Says that `fields` are read only if the setting is above the limit."""
-    read = operator.attrgetter(setting)
-    return Need(fields, setting, f"above {limit}", lambda config: read(config) > limit)
-
-
-def _algorithms(names: Sequence[str], *fields: str) -> Need:
-    """Says that `fields` are read by these algorithms only, and perhaps by users' own."""
-    wanted = " or ".join(", ".join(names).rsplit(", ", 1))
-    return Need(fields, _ALGORITHM, wanted, lambda config: config.algorithm.label in names or _users(config))
-
-
-def _no_algorithms(names: Sequence[str], *fields: str) -> Need:
-    """Says that `fields` are read by all algorithms but these."""
-    return Need(fields, _ALGORITHM, "another", lambda config: config.algorithm.label not in names or _users(config))
-
-
-def _users(config: Config) -> bool:
-    return not config.algorithm.built_in
-
-
-def _of(section: str, *names: str) -> list[str]:
-    return [f"{section}.{name}" for name in names]
+    def met(self, config: Config) -> bool:
+        if self.rule is not None:
+            return self.rule(config)
+        if self.setting == _ALGORITHM and not config.algorithm.built_in:
+            return True  # a user's own may read anything
+        if self.wanted == "above 0":
+            return operator.attrgetter(self.setting)(config) > 0
+        return self.current(config) in re.split(", | or ", self.wanted)
 
 
 def _text(value: object) -> str:
@@ -94,32 +73,32 @@ def _stale(config: Config) -> bool:
     return config.policy.staleness_limit is not None or config.replay.share > 0
 
 
-def _policy_gradient(config: Config) -> bool:
+def _of_tokens(config: Config) -> bool:
     """Says whether the loss is one of tokens, each with an importance weight."""
     return config.algorithm.label != "dpo"
 
 
-_ALGORITHM, _KIND, _KL = "algorithm.name", "algorithm.importance.kind", "algorithm.kl_coefficient"
-_CLIPS = _of("algorithm", "clip_low", "clip_high", "dual_clip")
-_OF_TOKENS = [*_CLIPS, "algorithm.loss_aggregation"]
-_OF_TOKENS += [f"algorithm.importance.{name}" for name, _ in flatten(ImportanceConfig())]
+_ALGORITHM, _KIND, _ENTROPY = "algorithm.name", "algorithm.importance.kind", "algorithm.entropy_coefficient"
+_CLIPS = "algorithm.clip_low algorithm.clip_high algorithm.dual_clip"
+_REFERENCE = "algorithm.kl_estimator algorithm.reference algorithm.reference_every"
 NEEDS = (
-    Need(_OF_TOKENS, _ALGORITHM, "another", _policy_gradient),
-    _no_algorithms(("dpo", "distillation"), "algorithm.entropy_coefficient"),
-    _above(0, "data.preprocessors", "data.near_gib"),
-    _when("rollout.engine", (RolloutEngine.SERVE, RolloutEngine.SGLANG), "servers", "weights"),
-    _when("weights.route", (Route.AUTO, Route.ORBAX), *_of("weights", "folder", "agents")),
-    _when(_KIND, (Importance.TRUNCATE, Importance.MASK), "algorithm.importance.bounds"),
-    Need(["algorithm.importance.level"], _KIND, "truncate or mask", _corrected),
-    Need(["algorithm.importance.normalize"], _KIND, "truncate or mask", _weighted),
-    Need(["algorithm.importance.decay"], "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
-    _above(0, "replay.share", "replay.max_age"),
-    _when("model.path", ("",), "model.tiny"),  # else the architecture is the checkpoint's
-    _algorithms(("grpo", "dr_grpo", "dapo", "gspo", "cispo"), "algorithm.normalize_std"),
-    _no_algorithms(("gspo", "cispo"), "algorithm.dual_clip"),
-    _algorithms(("ppo",), "critic"),
-    _above(0, _KL, *_of("algorithm", "kl_estimator", "reference", "reference_every")),
-    _above(0, "lora.rank", *_of("lora", "alpha", "targets", "adapter")),
+    Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
+    Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
+    Need("data.near_gib", "data.preprocessors", "above 0"),
+    Need("servers weights", "rollout.engine", "serve or sglang"),
+    Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
+    Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
+    Need("algorithm.importance.level", _KIND, "truncate or mask", _corrected),
+    Need("algorithm.importance.normalize", _KIND, "truncate or mask", _weighted),
+    Need("algorithm.importance.decay", "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
+    Need("replay.max_age", "replay.share", "above 0"),
+    Need("model.tiny", "model.path", "empty"),  # else the architecture is the checkpoint's
+    Need("algorithm.normalize_std", _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo"),
+    Need("algorithm.dual_clip", _ALGORITHM, "another", lambda config: config.algorithm.label not in ("gspo", "cispo")),
+    Need("critic", _ALGORITHM, "ppo"),
+    Need(_REFERENCE, "algorithm.kl_coefficient", "above 0"),
+    Need("lora.alpha lora.targets lora.adapter", "lora.rank", "above 0"),
+    Need("parallelism.profile", "parallelism.min_degree", "above 0"),
     Need(_CLIPS, "algorithm.importance.decoupled", "False (or several algorithm.minibatches or epochs)", _clipped),
 )
 
@@ -130,7 +109,7 @@ def unread(config: Config) -> dict[str, Need]:
     found: dict[str, Need] = {}
     for need in NEEDS:
         for field, default in defaults.items():
-            if lies_in(field, need.fields) and values[field] != default and not need.met(config):
+            if lies_in(field, need.fields.split()) and values[field] != default and not need.met(config):
                 found.setdefault(field, need)
     return found
 
@@ -162,7 +141,7 @@ def remarks(config: Config) -> list[str]:
             "optimizer step a training step, as here, nothing is clipped; leave it off, or raise algorithm.minibatches "
             "or algorithm.epochs"
         )
-    if _stale(config) and not _corrected(config) and _policy_gradient(config):
+    if _stale(config) and not _corrected(config) and _of_tokens(config):
         who = config.policy.name if config.policy.staleness_limit is not None else "replay.share above 0"
         lines.append(
             f"warning: {who} trains on older versions without an importance correction; set "
@@ -173,38 +152,17 @@ def remarks(config: Config) -> list[str]:
 
 DEFAULT_CONFIG = "configs/vlm.py"
 _CHOICES = (_ALGORITHM, "policy", "sharding.strategy")
-# Settings of earlier releases, by the names that they have now.
-MOVED: Mapping[str, str] = {
-    "policy.name": "policy",
-    "policy.engines": "rollout.engines",
-    "policy.dynamic_sampling": "rollout.dynamic_sampling (off, correct or value)",
-    "policy.dynamic_sampling_by": "rollout.dynamic_sampling (off, correct or value)",
-    "policy.max_num_gen_batches": "rollout.max_num_gen_batches",
-    **{f"tail_batching.{name}": f"policy.{name}" for name in ("prompts", "responses", "max_staleness")},
-    **{f"april.{name}": f"policy.{name}" for name in ("oversample", "max_staleness")},
-    **{f"adaptive_async.{name}": f"policy.{name}" for name in AdaptiveAsyncConfig.__dataclass_fields__},
-    **{f"composer.{name}": f"policy.prefer=('{name}',)" for name in ("stratify", "curriculum", "diversity", "lengths")},
-    "composer.order": "policy.prefer=('stalest',)",
-    "schedules.temperature": "rollout.temperature",
-    "schedules.target_staleness": "policy.target_staleness",
-    "schedules.tail_prompts": "policy.prompts",
-    "schedules.tail_responses": "policy.responses",
-    "stream_trainer.enabled": "stream_trainer",
-    "speculative_sync.enabled": "speculative_sync=0.5 (the confidence; 0: off)",
-    "speculative_sync.confidence": "speculative_sync",
-    **{f"sharding.{name}": f"sharding.strategy.{name}" for name in ("max_degree", "hybrid", "deterministic")},
-    **{f"model.{name}": f"model.tiny.{name}" for name in TINY},
-    **dict.fromkeys(("optim.beta1", "optim.beta2"), "optim.betas (a pair, as in (0.9, 0.99))"),
-    **{f"algorithm.importance.{name}": "algorithm.importance.bounds (a pair)" for name in ("low", "high")},
-    "parallelism.enabled": "parallelism.min_degree (0: the degree stays)",
-    "report.prometheus_port": "report.prometheus (a port, or host:port)",
-    "report.prometheus_host": "report.prometheus (a port, or host:port)",
-}
 _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_dir model_name_or_path=model.path
     train_batch_size=rollout.prompts_per_step num_generations=rollout.group_size save_steps=checkpoint.every
     max_response_length=rollout.max_new_tokens max_completion_length=rollout.max_new_tokens eval_steps=evaluation.every
-    beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low"""
-_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings, as verl and TRL call them
+    beta=algorithm.kl_coefficient kl_coef=algorithm.kl_coefficient clip_ratio=algorithm.clip_low
+    policy.name=policy policy.dynamic_sampling_by=rollout.dynamic_sampling composer.order=policy.prefer
+    composer.stratify=policy.prefer composer.curriculum=policy.prefer composer.diversity=policy.prefer
+    composer.lengths=policy.prefer schedules.tail_prompts=policy.prompts schedules.tail_responses=policy.responses
+    optim.beta1=optim.betas optim.beta2=optim.betas algorithm.importance.low=algorithm.importance.bounds
+    algorithm.importance.high=algorithm.importance.bounds parallelism.enabled=parallelism.min_degree
+    report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
+_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings: as verl and TRL call them, and earlier releases
 C = TypeVar("C", bound=Config)
 
 
@@ -293,17 +251,18 @@ def override(config: Config, field: str, text: str) -> None:
     """Sets a dotted field from text, as the type that the field has. Raises `ConfigError` for a field that there is
     not, with the nearest name, and for a text that is no value of the field."""
     holder: Section | Mapping[str, Any] = config
+    metadata: Mapping[str, Any] = {}  # of the field that is the holder
     *sections, name = field.split(".")
     for number, part in enumerate(sections):
-        inner = _child(config, holder, ".".join(sections[:number]), part, field)
+        inner = _child(config, holder, metadata, ".".join(sections[:number]), part, field)
         if not isinstance(inner, Section | Mapping):
             raise ConfigError(
                 f"--config.{field}: config.{'.'.join(sections[: number + 1])} is a value and has no field "
                 f"{[*sections, name][number + 1]!r}"
             )
-        holder = inner
-    current = _child(config, holder, ".".join(sections), name, field)
-    metadata = holder.__dataclass_fields__[name].metadata if isinstance(holder, Section) else {}
+        holder, metadata = inner, _metadata(holder, part)
+    current = _child(config, holder, metadata, ".".join(sections), name, field)
+    metadata = _metadata(holder, name)
     try:
         value = read_value(text, current, metadata)
     except (KeyError, ValueError, SyntaxError):
@@ -319,39 +278,48 @@ def override(config: Config, field: str, text: str) -> None:
         setattr(holder, name, value)
 
 
-def _child(config: Config, holder: Section | Mapping[str, Any], section: str, part: str, field: str) -> object:
+def _metadata(holder: Section | Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return holder.__dataclass_fields__[name].metadata if isinstance(holder, Section) else {}
+
+
+def _child(
+    config: Config,
+    holder: Section | Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    section: str,
+    part: str,
+    field: str,
+) -> object:
     """Returns a field's value; raises `ConfigError` with the nearest valid name if there is none."""
     names = children(holder)
     if part in names:
         return names[part]
-    if field in MOVED:
-        raise ConfigError(f"--config.{field} is now --config.{MOVED[field]}")
     section = f"config.{section}".rstrip(".")
-    choices = _choices(config, section.removeprefix("config."))
+    choices = metadata.get("choices", {})
     if having := [name for name, kind in choices.items() if part in kind.__dataclass_fields__]:
         raise ConfigError(
             f"--config.{field}: {variant(type(holder))} has no {part}, {' and '.join(having)} "
             f"{'has' if len(having) == 1 else 'have'}: --{section}={having[0]}"
         )
-    every = [name for name, _ in flatten(config)]
-    meant = _OTHER_NAMES.get(part, "")
+    every = every_field(config)
+    meant = _OTHER_NAMES.get(field, _OTHER_NAMES.get(part, ""))
     near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]
     near += [f"config.{meant}"] * bool(meant)
     near += [f"config.{name}" for name in every if name.rpartition(".")[2] == part]
+    alike = {f"config.{name}" for name in every if name.rpartition(".")[2] == field.rpartition(".")[2]}
+    near += [*alike] * (len(alike) == 1)
     near += [f"{section}.{name}" for name in difflib.get_close_matches(part, names, 1)]
     near += [f"config.{name}" for name in difflib.get_close_matches(field, every, 1, cutoff=0.4)]
     hint = f"did you mean --{near[0]}?" if near else f"{section} has {', '.join(names)}"
     raise ConfigError(f"--config.{field}: no such field; {hint}")
 
 
-def _choices(config: Config, field: str) -> Mapping[str, type]:
-    """Returns the choices that a dotted field has, by name; none where it is no choice."""
-    holder: Any = config
-    *sections, name = field.split(".")
-    for part in sections:
-        holder = children(holder)[part]
-    declared = holder.__dataclass_fields__.get(name) if isinstance(holder, Section) else None
-    return declared.metadata.get("choices", {}) if declared else {}
+def every_field(config: Config) -> list[str]:
+    """Returns the dotted names of all fields, those of choices that are not made, too."""
+    names = [name for name, _ in flatten(config)]
+    for choice, kinds in (("policy", POLICIES), ("sharding.strategy", STRATEGIES)):
+        names += [f"{choice}.{name}" for kind in kinds.values() for name in kind.__dataclass_fields__]
+    return names
 
 
 def read_value(text: str, current: Any, metadata: Mapping[str, Any]) -> Any:

@@ -83,7 +83,13 @@ class SourceConfig:
     eval_reward: str = ""  # of held-out prompts, as `reward`; empty: the same as in training
     # Names of the file's columns, by what they hold: prompt, answer, images, videos, id. The usual names are recognised
     # (`fluxjax.data.sources.ALIASES`).
-    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    columns: dict[str, str] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "holds": lambda value: set(value) <= set(COLUMNS) and all(isinstance(name, str) for name in value.values()),
+            "allowed": f"name {', '.join(COLUMNS)}, each by a text",
+        },
+    )
 
     @property
     def reward_names(self) -> str:
@@ -95,12 +101,6 @@ class SourceConfig:
         if self.rewards and self.reward != type(self)().reward:
             raise ConfigError(f"{field}.reward is {self.reward!r}, but {field}.rewards takes its place; name it there")
         term_weights(self.rewards, f"{field}.rewards")
-
-    def validate_columns(self, field: str) -> None:
-        """Raises `ConfigError` for a column that is not one of `COLUMNS`."""
-        for name, column in self.columns.items():
-            if name not in COLUMNS or not isinstance(column, str):
-                raise ConfigError(f"{field}.columns has {name!r}: {column!r}; it names {', '.join(COLUMNS)} by text")
 
 
 @dataclasses.dataclass(slots=True)

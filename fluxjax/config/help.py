@@ -58,16 +58,9 @@ def _entries(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
         else:
             allowed = field.metadata.get("allowed", "").partition(": ")[0]
             words += f"; must {allowed}" if allowed not in _OBVIOUS else ""
-            options = [f"      {option.value}: {said}".rstrip(": ") for option, said in _options(value)]
+            members, said = (type(value), comments(type(value))) if isinstance(value, enum.Enum) else ((), {})
+            options = [f"      {member.value}: {said.get(member.name, '')}".rstrip(": ") for member in members]
             yield name, "\n".join([_line(name, getattr(value, "value", value), words), *options])
-
-
-def _options(value: object) -> list[tuple[enum.Enum, str]]:
-    """Returns the members of an enumeration's value, each with its words."""
-    if not isinstance(value, enum.Enum):
-        return []
-    said = comments(type(value))
-    return [(member, said.get(member.name, "")) for member in type(value)]
 
 
 def _line(name: str, value: object, words: str) -> str:

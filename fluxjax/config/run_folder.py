@@ -3,21 +3,24 @@
 import contextlib
 import datetime
 import enum
+import errno
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
 from ..base.errors import ConfigError
-from ..base.file_lock import lock_file
 from . import Config
 from .bounds import Chosen, Section, children, flatten, lies_in
 
+log = logging.getLogger(__name__)
 CONFIG = "config.json"
 CHOICE = "choice"  # the key of a choice's name
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # the file system has none, as some network file systems
 
 
 def named(config: Config) -> pathlib.Path:
@@ -47,6 +50,23 @@ def lock(folder: pathlib.Path) -> contextlib.ExitStack:
         return lock_file(folder / "lock", wait=False)
     except Timeout:
         raise ConfigError(f"run_dir: a run is going on in {folder}; wait for its end, or name another") from None
+
+
+def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.ExitStack:
+    """Locks `file` for this process until the returned stack is closed or the process ends, however it ends; processes
+    that it forks do not hold the lock. A file system without locks is a warning.
+
+    Raises `filelock.Timeout` where another process holds the lock and this one should not `wait`, other OSErrors where
+    the file cannot be written.
+    """
+    held = contextlib.ExitStack()
+    try:
+        held.enter_context(FileLock(file, blocking=wait, thread_local=False, fallback_to_soft=False))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("%s cannot be locked (%s): start no second process that writes there", file, error.strerror)
+    return held
 
 
 def changes(config: Config, folder: pathlib.Path) -> list[str]:

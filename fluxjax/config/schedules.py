@@ -82,26 +82,69 @@ class Phases(RunSchedule):
         return self.values[max(bisect.bisect_right(self.starts, progress) - 1, 0)]
 
 
-class Controller(RunSchedule):
-    """Moves its value by a `Pid` on `target - metric`. Steps without the metric, or with a NaN, change nothing."""
+class Pid(RunSchedule):
+    """Moves its value up while the error, `target - metric`, is positive (Flux, component 1); the unit of time is one
+    update. Steps without the metric, or with a NaN, change nothing.
 
-    def __init__(self, metric: str, target: float, pid: Pid) -> None:
-        self.metric, self.target, self.pid = metric, target, pid
-        self.bounds = pid.low, pid.high
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
+    bounds, the sum of errors is cut back to what just reaches them. So no sum keeps the value at a bound: when the
+    error changes its sign, the value follows at once.
+    """
+
+    def __init__(
+        self,
+        start: float,
+        low: float,
+        high: float,
+        *,
+        kp: float,
+        ki: float,
+        kd: float,
+        metric: str = "",
+        target: float = 0.0,
+    ) -> None:
+        if not low <= start <= high:
+            raise ValueError(f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
+        self.now, self.bounds = start, (low, high)
+        self.metric, self.target = metric, target
+        self._kp, self._ki, self._kd = kp, ki, kd
+        self._sum = 0.0
+        self._last: float | None = None  # the error of the update before
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
-        return self.pid.value
+        return self.now
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         if self.metric in metrics:
-            self.pid.update(self.target - float(metrics[self.metric]))
+            self.update(self.target - float(metrics[self.metric]))
+
+    def update(self, error: float) -> float:
+        """Returns the new value. An error that is no finite number changes nothing."""
+        if not math.isfinite(error):
+            return self.now
+        change = 0.0 if self._last is None else error - self._last
+        self._last = error
+        self._sum += error
+        direct = self._kp * error + self._kd * change
+        wanted = self.now + direct + self._ki * self._sum
+        bounded = self._bounded(wanted)
+        if bounded != wanted and self._ki:
+            reaching = (bounded - self.now - direct) / self._ki
+            self._sum = min(max(reaching, min(0.0, self._sum)), max(0.0, self._sum))  # nearer to 0, never past it
+        self.now = bounded
+        return self.now
+
+    def _bounded(self, value: float) -> float:
+        low, high = self.bounds
+        return min(max(value, low), high)
 
     def state_dict(self) -> dict[str, object]:
-        return self.pid.state_dict()
+        return {"value": self.now, "sum": self._sum, "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state. A value outside of the bounds, which may have changed, moves to the nearer one."""
         if state:
-            self.pid.load_state_dict(state)
+            self.now, self._sum, self._last = self._bounded(state["value"]), state["sum"], state["last"]
 
 
 class Success(RunSchedule):
@@ -258,7 +301,7 @@ def _read(text: str) -> RunSchedule:
     if name == "phases":
         return _phases(arguments)
     if name == "pid":
-        return _controller(arguments)
+        return _pid(arguments)
     raise ValueError(f"there is no {name!r}")
 
 
@@ -272,7 +315,7 @@ def _phases(arguments: Sequence[str]) -> Phases:
     return Phases([_number(value) for value, _, _ in pairs], starts)
 
 
-def _controller(arguments: Sequence[str]) -> Controller:
+def _pid(arguments: Sequence[str]) -> Pid:
     pairs = [tuple(piece.strip() for piece in argument.split("=", 1)) for argument in arguments]
     given = {pair[0]: pair[-1] for pair in pairs}
     if any(len(pair) < 2 or pair[0] not in _PID for pair in pairs) or len(given) != len(pairs):
@@ -281,52 +324,7 @@ def _controller(arguments: Sequence[str]) -> Controller:
         raise ValueError(f"pid needs {', '.join(missing)}")
     metric = given.pop("metric")
     numbers = _GAINS | {name: _number(value) for name, value in given.items()}
-    low, high = numbers["low"], numbers["high"]
-    start = numbers.get("start", 0.5 * (low + high))
-    if not low <= start <= high:
-        raise ValueError(f"pid needs low <= start <= high, not {low:g}, {start:g}, {high:g}")
-    gains = {name: numbers[name] for name in _GAINS}
-    if min(gains.values()) < 0 or not any(gains.values()):
+    gains = [numbers[name] for name in _GAINS]
+    if min(gains) < 0 or not any(gains):
         raise ValueError(f"pid needs {', '.join(_GAINS)} of at least 0, and not all of them 0")
-    return Controller(metric, numbers["target"], Pid(start, low, high, **gains))
-
-
-class Pid:
-    """Moves `value` up while the error is positive (Flux, component 1); the unit of time is one update.
-
-    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
-    bounds, the sum of errors is cut back to what just reaches them. So no sum keeps the value at a bound: when the
-    error changes its sign, the value follows at once.
-    """
-
-    def __init__(self, value: float, low: float, high: float, *, kp: float, ki: float, kd: float) -> None:
-        if not low <= value <= high:
-            raise ValueError(f"the value {value} is not between {low} and {high}")
-        self.value, self.low, self.high = value, low, high
-        self._kp, self._ki, self._kd = kp, ki, kd
-        self._sum = 0.0
-        self._last: float | None = None  # the error of the update before
-
-    def update(self, error: float) -> float:
-        """Returns the new value. An error that is no finite number changes nothing."""
-        if not math.isfinite(error):
-            return self.value
-        change = 0.0 if self._last is None else error - self._last
-        self._last = error
-        self._sum += error
-        direct = self._kp * error + self._kd * change
-        wanted = self.value + direct + self._ki * self._sum
-        bounded = min(max(wanted, self.low), self.high)
-        if bounded != wanted and self._ki:
-            reaching = (bounded - self.value - direct) / self._ki
-            self._sum = min(max(reaching, min(0.0, self._sum)), max(0.0, self._sum))  # nearer to 0, never past it
-        self.value = bounded
-        return self.value
-
-    def state_dict(self) -> dict[str, object]:
-        return {"value": self.value, "sum": self._sum, "last": self._last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state. A value outside of the bounds, which may have changed, moves to the nearer one."""
-        self.value = min(max(state["value"], self.low), self.high)
-        self._sum, self._last = state["sum"], state["last"]
+    return Pid(**{"start": 0.5 * (numbers["low"] + numbers["high"]), **numbers}, metric=metric)

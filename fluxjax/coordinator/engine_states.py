@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..base.types import Group, SavedState, State
 from ..config import ParallelismConfig
-from ..config.scheduling import MAX_DEGREE
+from ..config.learning import MAX_DEGREE
 from .messages import Request
 
 

@@ -82,7 +82,6 @@ class Coordinator:
         self._log: deque[tuple[int, float, messages.Message]] = deque(maxlen=_LINES)
         self._last_evaluation = (-1, False)  # the step, and whether it was a full evaluation
         self._saved = -1  # step of the last checkpoint
-        self._snapshot = -1  # step of the last snapshot
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -135,14 +134,10 @@ class Coordinator:
         return None if done or messages.Evaluate in self.awaiting else messages.Evaluate(self.step, full)
 
     def checkpoint_due(self) -> messages.SaveCheckpoint | None:
-        """Returns the checkpoint or snapshot due before the next step. Checkpoints are due every n steps and at any end
-        of the run, snapshots at their own interval, unless there is a checkpoint."""
-        every, often = self.settings.checkpoint_every, self.settings.snapshot_every
+        """Returns the checkpoint due before the next step: every n steps and at any end of the run."""
+        every = self.settings.checkpoint_every
         due = self.ending or self.stop_reason or (every and self.step and self.step % every == 0)
-        if due and self._saved != self.step:
-            return messages.SaveCheckpoint(self.step)
-        snapshot = often and self.step and self.step % often == 0 and self.step not in (self._saved, self._snapshot)
-        return messages.SaveCheckpoint(self.step, snapshot=True) if snapshot else None
+        return messages.SaveCheckpoint(self.step) if due and self._saved != self.step else None
 
     # --- events in, instructions out ------------------------------------------------------------
 
@@ -379,10 +374,7 @@ class Coordinator:
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:
         # Set now, not after saving: the checkpoint itself must record that this step has one.
-        if order.snapshot:
-            self._snapshot = order.step
-        else:
-            self._saved = order.step
+        self._saved = order.step
 
     @_say.of(messages.Finish)
     def _finish(self, order: messages.Finish) -> None:
@@ -405,7 +397,6 @@ class Coordinator:
             "version": self.version,
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
-            "snapshot": self._snapshot,
             # a run whose reward was mended counts from zero
             "ledger": self.ledger.state_dict() | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
             "lengths": self.lengths.state_dict(),
@@ -424,7 +415,6 @@ class Coordinator:
         step, full = state["evaluated"]
         self._last_evaluation = (step, full)
         self._saved = state["saved"]
-        self._snapshot = state["snapshot"]
         self.ledger.load_state_dict(state["ledger"], prompts or {})
         self.lengths.load_state_dict(state["lengths"])
         for name, schedule in self.schedules.items():

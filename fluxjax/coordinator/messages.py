@@ -255,11 +255,9 @@ class Evaluate(Instruction):
 
 
 class SaveCheckpoint(Instruction):
-    """Save the present state, before any later instruction is carried out: on disk, or, as a snapshot, in the memory of
-    the hosts."""
+    """Save the present state, before any later instruction is carried out."""
 
     step: int
-    snapshot: bool = False
 
 
 class Finish(Instruction):

@@ -25,7 +25,6 @@ class Settings:
     kv_reserved: int = 0  # the least number of cache tokens for a running response
     evaluate_every: int = 0  # steps; 0: only at the start and the end
     checkpoint_every: int = 0  # steps; 0: only at the end
-    snapshot_every: int = 0  # steps; 0: never
     max_attempts: int = 3  # generations of a prompt before it is given up
     # prompts that can't be prepared, or teach nothing, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
@@ -54,7 +53,6 @@ class Settings:
             kv_reserved=kv_tokens // config.rollout.slots,  # so that at most as many responses run as there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
-            snapshot_every=config.checkpoint.snapshot_every,
             max_num_gen_batches=config.rollout.max_num_gen_batches,
             dynamic_sampling_by=config.rollout.dynamic_sampling or DynamicSampling.CORRECT,
             rewards={name: source.reward_names for name, source in config.data.sources.items()},

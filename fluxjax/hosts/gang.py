@@ -25,8 +25,9 @@ from sharding.links import Links
 from sharding.walk import Params
 
 from ..algorithms import own_code
-from ..base.host_status import HostStage, HostStatus
-from ..base.process import activity, resident_bytes
+from ..base.process import resident_bytes
+from ..base.statuses import HostStage, HostStatus
+from ..base.timeline import activity
 from ..base.types import TrainBatch
 from ..batch.composition import Composition
 from ..batch.share import Share
@@ -92,11 +93,11 @@ class StepWatch:
             process=process,
             host=socket.gethostname(),
             devices=len(devices),
-            memory=resident_bytes(),
-            device_memory=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
+            memory_bytes=resident_bytes(),
+            device_memory_bytes=max(stat.get("peak_bytes_in_use", 0) for stat in stats),
             step=step,
             stages=(*stages, HostStage("train", self._agreed, now)),
-            waited=waited,
+            wait_seconds=waited,
             idle=idle,
         )
 
@@ -122,7 +123,7 @@ class Gang(Team):
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
-        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, lambda batches: None)
+        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, None)
 
     @property
     def alone(self) -> bool:
@@ -141,9 +142,10 @@ class Gang(Team):
         for process in range(1, self.processes):
             self._send(process, data)
 
-    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None]) -> None:
+    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None] | None) -> None:
         """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
-        medium of a ticket; `expect`, which is called with the batches that this process will read."""
+        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
+        pixels)."""
         self._config, self._place_of, self._expect = config, place_of, expect
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -200,7 +202,8 @@ class Gang(Team):
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
         those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
         ever."""
-        self._expect([batch for composition in compositions for batch in composition.batches])
+        if self._expect is not None:
+            self._expect([batch for composition in compositions for batch in composition.batches])
         if self.links is None or self.alone:
             return
         with self.watch.waiting():
@@ -311,7 +314,7 @@ def shifted(status: HostStatus, seconds: float) -> HostStatus:
 def step_line(status: HostStatus) -> str:
     """Returns the line that the log of the process has of a step."""
     stages = ", ".join(f"{stage.name} {stage.end - stage.start:.3f} s" for stage in status.stages)
-    return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
+    return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
 def told_status(status: HostStatus) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..base.types import Columns
 from ..batch.fill import sized_group
 from ..batch.share import Outline, Piece, Share, TrainGroup
 
-PROTOCOL = 9
+PROTOCOL = 10
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
 UNKNOWN_PLACE = ""
@@ -89,25 +89,15 @@ class Gather(Order):
 
 
 class Save(Order):
-    """Take part in the checkpoint of `step`. With `folder`, write your part of the step's snapshot there instead."""
+    """Take part in the checkpoint of `step`."""
 
     step: int
-    folder: str = ""
-
-
-class Offer(Order):
-    """Report the steps whose part of the snapshot is in the `folder` of your host."""
-
-    folder: str
 
 
 class Restore(Order):
-    """Take part in restoring the checkpoint of `step`, and go on from there. With `folder`, restore your part of the
-    snapshot in it instead; `source` is the state of the data source, which only process 0 has in its part."""
+    """Take part in restoring the checkpoint of `step`, and go on from there."""
 
     step: int
-    folder: str = ""
-    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class End(Order):

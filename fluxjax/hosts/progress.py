@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from sharding.links import LinkError, Links
 
-from ..base.process import compilations
+from ..base.timeline import compilations
 
 HEAD_START = 5.0  # seconds that others have before process 0, which waits for them, takes itself for stuck
 _LOOK = 0.5  # seconds between two looks at the clock

@@ -1,4 +1,5 @@
-"""The live view of a run: a panel on a terminal, elsewhere a plain line every few seconds."""
+"""The live view of a run: a panel on a terminal, elsewhere a plain line every few seconds. Processes, servers and
+preprocessors have a row of a table or a line each, pixels and rewards a few words."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -18,18 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..base.host_status import HostStatus
-from ..base.process import under_way, working_time
-from .shown import data_words, host_lines, host_table, preprocessor_table, reward_words, server_table
+from ..base.statuses import HostStatus, PreprocessorStatus, slowest
+from ..base.timeline import under_way, working_time
 
 if TYPE_CHECKING:
     from rollout.fleet_server import ServerStatus
 
-    from ..base.preprocessor_status import PreprocessorStatus
-
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
+_NAMES = ("process", "host", "server", "preprocessor")  # columns on the left of which their texts stand
+MOST = 16  # processes that have a line; of more, the slowest are shown
+_BUSY = "rewards/busy/"
+_NOTABLE = 0.5  # share of the places of a kind from which it is named
 
 
 class Display:
@@ -40,7 +42,6 @@ class Display:
         self._hosts: Callable[[], Sequence[HostStatus]] = tuple
         self._preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple
         self._console = console or Console(file=sys.stdout, soft_wrap=True)
-        self._terminal = self._console.is_terminal
         self._total = total_steps
         self._rewards: deque[float] = deque(maxlen=60)
         self._last_line = 0.0
@@ -59,7 +60,8 @@ class Display:
         self._phase = "starting"
         self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended, by `working_time`
         self.stopping = False  # whether the run ends in good order
-        self._live = Live(self._progress, console=self._console, refresh_per_second=4) if self._terminal else None
+        self._step_tables: list[Table] = []  # of the last step
+        self._live = Live(get_renderable=self._drawn, console=self._console) if self._console.is_terminal else None
 
     def __enter__(self) -> Display:
         if self._live:
@@ -93,12 +95,11 @@ class Display:
     ) -> None:
         """Shows them as they are at each moment; the functions are called from any thread."""
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
-        if self._live:
-            self._live.update(self._drawn())
 
-    def _drawn(self, *more: Table) -> Group:
-        tables = host_table(self._hosts), preprocessor_table(self._preprocessors), server_table(self._servers)
-        return Group(self._progress, *more, *tables)
+    def _drawn(self) -> Group:
+        """Draws all but the numbers of the last step anew, several times a second, in a thread of `Live`."""
+        tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
+        return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
@@ -121,7 +122,7 @@ class Display:
         left = f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s"
         self._progress.update(self._task, completed=step, left=left)
         if self._live:
-            self._live.update(self._drawn(self._table(metrics)))
+            self._step_tables = [self._step_table(metrics)]
         elif time.monotonic() - self._last_line > _PLAIN_SECONDS or step == self._total:
             self._last_line = time.monotonic()
             self.note(f"{self._line(step, metrics)} | {left}")
@@ -164,7 +165,7 @@ class Display:
         total = sum(self._seconds.values())
         return " ".join(f"{name} {value / total:.0%}" for name, value in self._seconds.items() if total)
 
-    def _table(self, metrics: Mapping[str, float]) -> Table:
+    def _step_table(self, metrics: Mapping[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))
         for name, text in self._numbers(metrics).items():
             table.add_row(f"[dim]{name}", text)
@@ -177,3 +178,115 @@ class Display:
         low, high = min(self._rewards), max(self._rewards)
         scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
         return "".join(_SPARKS[int((value - low) * scale)] for value in self._rewards)
+
+
+# --- pixels and rewards ---------------------------------------------------------------------------
+
+
+def data_words(metrics: Mapping[str, float]) -> str:
+    """Returns the numbers of a step in a few words; empty where they say nothing."""
+    waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
+    size = metrics.get("data/fetched_mb", 0.0)
+    words = [f"waits {waited:.2f} s"] if size or waited else []
+    words += [f"decodes {frames:,.0f} frames/s"] if frames >= 0.5 else []
+    words += [f"fetches {size:,.0f} MB" if size >= 10 else f"fetches {size:.1f} MB"] if size else []
+    return ", ".join(words)
+
+
+def reward_words(metrics: Mapping[str, float]) -> str:
+    """Says how long rewards take, what they wait for and how many failed; empty where only built-in rules score."""
+    words = []
+    if "rewards/seconds_median" in metrics:
+        words.append(f"{metrics['rewards/seconds_median']:.2g} s, 95 % {metrics['rewards/seconds_p95']:.2g} s")
+    if waiting := metrics.get("rewards/waiting", 0.0):
+        words.append(f"{waiting:.0f} waited")
+    busy = {name.removeprefix(_BUSY): share for name, share in metrics.items() if name.startswith(_BUSY)}
+    words += [f"{kind} {share:.0%} busy" for kind, share in busy.items() if share >= _NOTABLE]
+    if failed := metrics.get("rewards/failed", 0.0):
+        words.append(f"{failed:.0f} failed")
+    return ", ".join(words)
+
+
+# --- processes, servers and preprocessors ---------------------------------------------------------
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:
+    """Returns a table, or none where there are no rows. A row has a cell for each column, and a last one for words that
+    may be cut."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _NAMES else "right", no_wrap=True)
+    table.add_column()  # the one that gives way where a terminal is narrow
+    for *cells, words in rows:
+        table.add_row(*cells, Text(words, no_wrap=True, overflow="ellipsis"))
+    return [table] * bool(table.rows)
+
+
+def preprocessor_table(preprocessors: Sequence[PreprocessorStatus]) -> list[Table]:
+    def row(place: PreprocessorStatus) -> list[str]:
+        sizes = _size(place.bytes), _size(place.memory_bytes)
+        state = _state_words(place.up, place.lost, place.reason)
+        return [place.name, f"{place.queued:,}", f"{place.decoded:,}", *sizes, str(place.lost), state]
+
+    return _table(("preprocessor", "queued", "decoded", "gave", "keeps", "restarts"), map(row, preprocessors))
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _state_words(up: bool, lost: int, reason: str) -> str:
+    if up:
+        return "up"
+    return "lost: " + "".join(reason.strip().splitlines()[:1]) if lost else "starting"
+
+
+def server_table(servers: Sequence[ServerStatus]) -> list[Table]:
+    def row(server: ServerStatus) -> list[str]:
+        version = "-" if server.version < 0 else str(server.version)
+        numbers = [str(server.running), str(server.waiting), f"{server.tokens_per_second:,.0f}", str(server.restarts)]
+        asleep = server.up and server.asleep
+        state = "asleep" if asleep else _state_words(server.up, server.restarts, server.reason)
+        return [server.name, version, *numbers, state]
+
+    return _table(("server", "version", "running", "queued", "tok/s", "restarts"), map(row, servers))
+
+
+def host_lines(hosts: Sequence[HostStatus]) -> list[str]:
+    """Returns a line for each process, to be printed."""
+    lines = []
+    for host in _shown(hosts):
+        numbers = " | ".join(f"{name} {text}" for name, text in _figures(host).items())
+        mark = _mark(host, hosts)
+        lines.append(f"process {host.process} ({host.host}) | {numbers}{f' | {mark}' if mark else ''}")
+    return lines + _others(hosts)
+
+
+def host_table(hosts: Sequence[HostStatus]) -> list[Table]:
+    rows = [[str(host.process), host.host, *_figures(host).values(), _mark(host, hosts)] for host in _shown(hosts)]
+    rows += [["", line, *[""] * 7] for line in _others(hosts)]
+    return _table(("process", "host", "devices", "memory", "on device", "prepares", "trains", "waits"), rows)
+
+
+def _shown(hosts: Sequence[HostStatus]) -> list[HostStatus]:
+    chosen = sorted(hosts, key=lambda host: -host.own_seconds)[:MOST]
+    return sorted(chosen, key=lambda host: host.process)
+
+
+def _others(hosts: Sequence[HostStatus]) -> list[str]:
+    return [f"and {len(hosts) - MOST} faster ones"] if len(hosts) > MOST else []
+
+
+def _figures(host: HostStatus) -> dict[str, str]:
+    return {
+        "devices": str(host.devices),
+        "memory": f"{host.memory_bytes / 1e9:.1f} GB",
+        "on device": f"{host.device_memory_bytes / 1e9:.1f} GB" if host.device_memory_bytes else "-",
+        "prepares": f"{host.prepare_seconds:.2f} s",
+        "trains": f"{host.train_seconds:.2f} s",
+        "waits": f"{host.wait_seconds:.2f} s",
+    }
+
+
+def _mark(host: HostStatus, hosts: Sequence[HostStatus]) -> str:
+    return "slowest" if len(hosts) > 1 and host is slowest(hosts) else ""

@@ -1,7 +1,8 @@
-"""The files that tell of a run: its metrics, by loggers, samples of its responses, and `summary.json` at its end.
+"""The files that tell of a run: its metrics, samples of its responses, a log of each process, and `summary.json` at its
+end.
 
-The loggers are one JSON line a step, TensorBoard event files, and a Prometheus port, if there is one. A logger of
-another kind is a class with the methods of `Logger` and a line in `MetricsLog`.
+Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if there is one. What shows them in
+another way is a class with the methods of `Board` and a line in `MetricsLog`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
+import os
 import pathlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..base.host_status import HostStatus
 from ..base.import_path import as_if_missing
-from ..base.process import activity, compilations, working_time
+from ..base.statuses import HostStatus, slowest
+from ..base.timeline import Span, activity, compilations, working_time
 from ..base.types import Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
-from .shown import host_records, tag
 
 with as_if_missing("torch"):  # that alone takes a second and 200 MB of each process, for tensors that we don't have
     from tensorboardX.event_file_writer import EventsWriter
@@ -29,7 +32,8 @@ with as_if_missing("torch"):  # that alone takes a second and 200 MB of each pro
 
 _FLUSH_SECONDS = 10.0
 _EVENTS: Any = event_pb2  # generated, without types
-FILE = "summary.json"
+_LOGS = "processes"
+log = logging.getLogger(__name__)
 
 
 def read(file: pathlib.Path) -> list[dict[str, Any]]:
@@ -122,18 +126,11 @@ class Summary:
             self.add_seconds("compile", compilations().seconds - compiled)
 
     def write(self, run_dir: pathlib.Path) -> pathlib.Path:
-        file = run_dir / FILE
+        file = run_dir / "summary.json"
         values = dataclasses.asdict(self)
         values["seconds"] = {stage: round(seconds, 2) for stage, seconds in self.seconds.items()}
         replace_text(file, json.dumps(values, indent=2) + "\n")
         return file
-
-    def state_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Summary:
-        return cls(**state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,33 +146,80 @@ class TrainingResult:
         return self.run_dir / "model"
 
 
-# --- loggers --------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
+
+_FIGURES = ("devices", "memory_bytes", "device_memory_bytes")
+_FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 
-class Logger(Protocol):
-    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`;
-        `hosts` are the states of several processes after the step."""
+def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
+    """Returns the stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not
+    told of that step yet has none."""
+    return [
+        Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
+        for host in hosts
+        if host.step == hosts[0].step
+        for stage in host.stages
+    ]
+
+
+def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
+    """Returns a step's metrics of all processes together; none where the run has one process."""
+    if not hosts:
+        return {}
+    return {
+        "hosts/processes": float(len(hosts)),
+        "hosts/slowest": float(slowest(hosts).process),
+        "hosts/own_seconds_max": max(host.own_seconds for host in hosts),
+        "hosts/own_seconds_mean": sum(host.own_seconds for host in hosts) / len(hosts),
+        "hosts/memory_bytes_max": float(max(host.memory_bytes for host in hosts)),
+    }
+
+
+@contextlib.contextmanager
+def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator[None]:
+    """Writes what this process logs to `run_dir/processes/process-N.log`, appended to what the file holds: its own
+    notes, warnings of libraries, a line a step, and the error that ends the body of the `with`. The terminal gets the
+    warnings as before. Does nothing where the process is alone. Raises OSError if the file cannot be written."""
+    if processes == 1:
+        yield
+        return
+    (run_dir / _LOGS).mkdir(exist_ok=True)
+    handler = logging.FileHandler(run_dir / _LOGS / f"process-{process}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    notes = logging.getLogger(__name__.partition(".")[0])
+    root = logging.getLogger()
+    terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: while there is no other
+    levels = {logger_or_handler: logger_or_handler.level for logger_or_handler in [notes, *terminal]}
+    for terminal_handler in terminal:
+        terminal_handler.setLevel(max(terminal_handler.level, logging.WARNING))
+    notes.setLevel(logging.INFO)
+    before, root.handlers = root.handlers, [*terminal, handler]
+    try:
+        log.info("process %d of %d, %s, pid %d", process, processes, socket.gethostname(), os.getpid())
+        yield
+        log.info("the run is over")
+    except BaseException as error:
+        log.info("ended by %s: %s", type(error).__name__, error)  # whoever catches it tells the terminal
+        raise
+    finally:
+        root.handlers = before
+        for logger_or_handler, level in levels.items():
+            logger_or_handler.setLevel(level)
+        handler.close()
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+class Board(Protocol):
+    """A place that shows the metrics of a run."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a step. Their names are like `reward/digits`, and begin with the phase where that is
+        not RL: `eval/accuracy/digits`."""
 
     def close(self) -> None: ...
-
-
-class JsonLines:
-    """Appends to `file`."""
-
-    def __init__(self, file: pathlib.Path, resume: Mapping[str, int]) -> None:
-        kept = [r for r in read(file) if r["step"] <= resume.get(r["phase"], r["step"])] if resume else []
-        replace_text(file, "".join(json.dumps(record) + "\n" for record in kept))
-        self._stream = file.open("a", buffering=1)
-
-    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
-        if hosts:
-            record["hosts"] = host_records(hosts)
-        self._stream.write(json.dumps(record) + "\n")
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class TensorBoard:
@@ -190,10 +234,10 @@ class TensorBoard:
             start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
             self._board.write_event(_EVENTS.Event(wall_time=time.time(), step=resume["rl"] + 1, session_log=start))
 
-    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: object = ()) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         event = _EVENTS.Event(wall_time=time.time(), step=step)
         for name, value in metrics.items():
-            event.summary.MergeFrom(scalar(tag(phase, name), value))
+            event.summary.MergeFrom(scalar(name, value))
         self._board.write_event(event)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._board.flush()
@@ -204,7 +248,7 @@ class TensorBoard:
 
 
 class MetricsLog:
-    """All loggers of a run, as one: `run_dir/metrics.jsonl`, `run_dir/tensorboard/`, and a Prometheus port if
+    """The metrics of a run: `run_dir/metrics.jsonl`, `run_dir/tensorboard/`, and a Prometheus port if
     `report.prometheus` names one, which serves the statuses of servers, processes and preprocessors, too."""
 
     def __init__(
@@ -217,20 +261,35 @@ class MetricsLog:
         """`resume`: by phase, the last step that the checkpoint of a resumed run contains. Later ones, which the killed
         run wrote, are dropped, so that no step is there twice. Raises OSError if the folder cannot be written,
         `ConfigError` if the port is taken, or others reach it without a token."""
-        self.file = run_dir / "metrics.jsonl"
-        self._loggers: list[Logger] = []
+        self.file, resume = run_dir / "metrics.jsonl", resume or {}
+        self._boards: list[Board] = []
         host, port = settings.prometheus_address
         if port:
             from .prometheus import COLLECTORS, PrometheusPort
 
             shown = [collector(said) for collector, said in zip(COLLECTORS, statuses, strict=False)]
-            self._loggers.append(PrometheusPort(port, host, *shown))
-        self._loggers += [JsonLines(self.file, resume or {}), TensorBoard(run_dir / "tensorboard", resume or {})]
+            self._boards.append(PrometheusPort(port, host, *shown))
+        kept = [r for r in read(self.file) if r["step"] <= resume.get(r["phase"], r["step"])] if resume else []
+        replace_text(self.file, "".join(json.dumps(record) + "\n" for record in kept))
+        self._lines = self.file.open("a", buffering=1)
+        self._boards.append(TensorBoard(run_dir / "tensorboard", resume))
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: Sequence[HostStatus] = ()) -> None:
-        for logger in self._loggers:
-            logger.log(phase, step, metrics, hosts)
+        """Writes the metrics of a step: `phase` is warm_start, rl or eval, `metrics` has names like `reward/digits`;
+        `hosts` are the states of several processes after the step."""
+        record: dict[str, Any] = {"phase": phase, "step": step, "time": round(time.time(), 3), **metrics}
+        if hosts:
+            record["hosts"] = [
+                {"process": host.process, "host": host.host}
+                | {name: round(getattr(host, name), 6) for name in _FIGURES}
+                for host in hosts
+            ]
+        self._lines.write(json.dumps(record) + "\n")
+        tagged = metrics if phase == "rl" else {f"{phase}/{name}": value for name, value in metrics.items()}
+        for board in self._boards:
+            board.log(step, tagged)
 
     def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
+        self._lines.close()
+        for board in self._boards:
+            board.close()

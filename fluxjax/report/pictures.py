@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ..base.preprocessor_status import MediumStage, Transition
-from ..base.timeline import Span
+from ..base.statuses import MediumStage, Transition
+from ..base.timeline import Span, disjoint
 
 MOST_ROWS = 240  # media; of more, one in two, three, ... is drawn
 MOST_NAMED = 12  # places in the legend
@@ -174,15 +172,12 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
         return []
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     steps = sorted({step: min(s.start for s in spans if s.step == step) for step in {s.step for s in spans}}.items())
-    busy: dict[str, list[tuple[float, float]]] = {}  # disjoint times, ascending
-    looks = (bar for bar in bars_of(history, end) if not bar.held)
-    for bar in sorted(looks, key=lambda bar: bar.start):
-        start, stop = max(bar.start + later, first), min(bar.end + later, last)
-        times = busy.setdefault(bar.place, [])
-        if times and start <= times[-1][1]:
-            times[-1] = times[-1][0], max(times[-1][1], stop)
-        elif start < stop:
-            times.append((start, stop))
+    looks = [
+        Span("decode", bar.place, max(bar.start + later, first), min(bar.end + later, last), 0)
+        for bar in bars_of(history, end)
+        if not bar.held
+    ]
+    busy = disjoint((look for look in looks if look.start < look.end), lambda look: look.lane)
     return [
         Span("decode", place, start, stop, max(step for step, begin in steps if begin <= start))
         for place, times in busy.items()
@@ -207,9 +202,10 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
     for held in (True, False):  # a look at what is held lies upon it
         drawn = [bar for bar in bars if bar.held is held and bar.row in chosen]
         tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
-        corners = _corners(drawn, every, origin)
+        starts, widths = [bar.start - origin for bar in drawn], [bar.end - bar.start for bar in drawn]
+        tops = [bar.row // every * every for bar in drawn]
         # Edges keep in sight what takes less time than a pixel is wide.
-        axes.add_collection(PolyCollection(list(corners), facecolors=tones, edgecolors=tones, linewidths=0.4))
+        axes.barh(tops, widths, every, starts, align="edge", color=tones, edgecolor=tones, linewidth=0.4)
     lost = [(place, time - origin) for _, place, stage, time in history if stage is MediumStage.LOST]
     for place, time in lost:
         axes.axvline(time, color=colours[place], linewidth=1.2, linestyle="--")
@@ -229,16 +225,6 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
         bbox_to_anchor=(1.0, 1.0),
     )
     FigureCanvasAgg(figure).print_png(str(file))
-
-
-def _corners(bars: Sequence[MediumBar], height: int, origin: float) -> np.ndarray:
-    """Returns the corners of the rectangles of bars, `[bars, 4, 2]`. Each bar is `height` rows high."""
-    sizes = np.array([(bar.start - origin, bar.end - origin, bar.row // height * height) for bar in bars]).reshape(
-        -1, 3
-    )
-    left, right, top = sizes.T
-    bottom = top + height
-    return np.stack([left, top, left, bottom, right, bottom, right, top], axis=1).reshape(-1, 4, 2)
 
 
 def _legend(bars: Sequence[MediumBar], colours: Mapping[str, str], lost: Counter[str]) -> list[Patch | Line2D]:

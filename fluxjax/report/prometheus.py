@@ -19,8 +19,8 @@ from starlette.routing import Mount
 from rollout.listening import TOKEN, http_server, is_loopback
 from rollout.serve_guard import Guarded, health_route
 
+from ..base.statuses import slowest
 from ..config import ConfigError
-from .shown import slowest, tag
 
 
 class PrometheusPort:
@@ -53,9 +53,8 @@ class PrometheusPort:
         )
         self._thread.start()
 
-    def log(self, phase: str, step: int, metrics: Mapping[str, float], hosts: object = ()) -> None:
-        for metric, value in metrics.items():
-            label = tag(phase, metric)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for label, value in metrics.items():
             if label not in self._gauges:
                 name = "fluxjax_" + "".join(c if c.isalnum() else "_" for c in label)
                 self._gauges[label] = prometheus_client.Gauge(name, label, registry=self._registry)
@@ -68,6 +67,7 @@ class PrometheusPort:
 
 Family: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+_RENAMED = {"version": "weight_version"}
 
 
 class StatusCollector(Collector):
@@ -76,15 +76,15 @@ class StatusCollector(Collector):
 
     kind: ClassVar[str]
     labels: ClassVar[Mapping[str, str]]  # by label, the attribute of a status
-    metrics: ClassVar[Mapping[str, tuple[Family, str, str]]]  # by name: the family, the attribute, and what it is
+    metrics: ClassVar[Mapping[str, tuple[Family, str]]]  # by name, an attribute of a status: the family, and what it is
 
     def __init__(self, statuses: Callable[[], Sequence[Any]]) -> None:
         self._statuses = statuses
 
     def collect(self) -> Iterable[Metric]:
         statuses = self._statuses()
-        for name, (family, attribute, text) in self.metrics.items() if statuses else ():
-            yield self._metric(family, name, text, statuses, operator.attrgetter(attribute))
+        for name, (family, text) in self.metrics.items() if statuses else ():
+            yield self._metric(family, _RENAMED.get(name, name), text, statuses, operator.attrgetter(name))
 
     def _metric(
         self, family: Family, name: str, text: str, statuses: Sequence[Any], value: Callable[[Any], float]
@@ -101,14 +101,14 @@ class ServerCollector(StatusCollector):
 
     kind, labels = "server", {"server": "name"}
     metrics: ClassVar = {
-        "up": (GAUGE, "up", "1: it takes requests, 0: it starts, or was lost"),
-        "asleep": (GAUGE, "asleep", "1: it gave its memory back, until it is needed"),
-        "weight_version": (GAUGE, "version", "the version of the weights that it was proven to have, -1: none"),
-        "running": (GAUGE, "running", "samples that it generates"),
-        "waiting": (GAUGE, "waiting", "samples that wait for a place"),
-        "tokens_per_second": (GAUGE, "tokens_per_second", "generated tokens a second, as it says itself"),
-        "restarts": (COUNTER, "restarts", "times that it was lost"),
-        "tokens": (COUNTER, "tokens", "generated tokens that came from it"),
+        "up": (GAUGE, "1: it takes requests, 0: it starts, or was lost"),
+        "asleep": (GAUGE, "1: it gave its memory back, until it is needed"),
+        "version": (GAUGE, "the version of the weights that it was proven to have, -1: none"),
+        "running": (GAUGE, "samples that it generates"),
+        "waiting": (GAUGE, "samples that wait for a place"),
+        "tokens_per_second": (GAUGE, "generated tokens a second, as it says itself"),
+        "restarts": (COUNTER, "times that it was lost"),
+        "tokens": (COUNTER, "generated tokens that came from it"),
     }
 
 
@@ -117,14 +117,14 @@ class HostCollector(StatusCollector):
 
     kind, labels = "host", {"process": "process", "host": "host"}
     metrics: ClassVar = {
-        "devices": (GAUGE, "devices", "devices that it trains on"),
-        "memory_bytes": (GAUGE, "memory", "resident memory after its last step"),
-        "device_memory_bytes": (GAUGE, "device_memory", "bytes in use at most, of its fullest device, 0: unknown"),
-        "step": (GAUGE, "step", "optimizer steps since it was started"),
-        "prepare_seconds": (GAUGE, "prepared", "planning, reading media and laying out the last step"),
-        "train_seconds": (GAUGE, "trained", "programs of the last step, waiting for others within them included"),
-        "wait_seconds": (GAUGE, "waited", "standing still before the programs of the last step"),
-        "own_seconds": (GAUGE, "own_seconds", "what others may have waited for in the last step"),
+        "devices": (GAUGE, "devices that it trains on"),
+        "memory_bytes": (GAUGE, "resident memory after its last step"),
+        "device_memory_bytes": (GAUGE, "bytes in use at most, of its fullest device, 0: unknown"),
+        "step": (GAUGE, "optimizer steps since it was started"),
+        "prepare_seconds": (GAUGE, "planning, reading media and laying out the last step"),
+        "train_seconds": (GAUGE, "programs of the last step, waiting for others within them included"),
+        "wait_seconds": (GAUGE, "standing still before the programs of the last step"),
+        "own_seconds": (GAUGE, "what others may have waited for in the last step"),
     }
 
     def collect(self) -> Iterable[Metric]:
@@ -139,15 +139,15 @@ class PreprocessorCollector(StatusCollector):
 
     kind, labels = "preprocessor", {"preprocessor": "name"}
     metrics: ClassVar = {
-        "up": (GAUGE, "up", "1: it answers, 0: it starts, or was lost"),
-        "queued": (GAUGE, "queued", "media that wait to be decoded by it"),
-        "memory_bytes": (GAUGE, "memory_bytes", "decoded media that it keeps in memory"),
-        "looks": (COUNTER, "looks", "media that it looked at"),
-        "decoded": (COUNTER, "decoded", "media that it decoded, whole or in part"),
-        "bytes": (COUNTER, "bytes", "bytes of pixels that came from it to process 0"),
-        "hits": (COUNTER, "hits", "slices that were asked for, and there"),
-        "misses": (COUNTER, "misses", "slices that were asked for, and had to be decoded again"),
-        "lost": (COUNTER, "lost", "times that it was lost"),
+        "up": (GAUGE, "1: it answers, 0: it starts, or was lost"),
+        "queued": (GAUGE, "media that wait to be decoded by it"),
+        "memory_bytes": (GAUGE, "decoded media that it keeps in memory"),
+        "looks": (COUNTER, "media that it looked at"),
+        "decoded": (COUNTER, "media that it decoded, whole or in part"),
+        "bytes": (COUNTER, "bytes of pixels that came from it to process 0"),
+        "hits": (COUNTER, "slices that were asked for, and there"),
+        "misses": (COUNTER, "slices that were asked for, and had to be decoded again"),
+        "lost": (COUNTER, "times that it was lost"),
     }
 
 

@@ -28,6 +28,7 @@ from sharding.door import ByName
 from ..base.errors import ConfigError
 from ..base.import_path import imported
 from ..base.scored import Reward
+from ..config.bounds import check_fields
 
 REWARDS: Mapping[str, Any] = ByName(
     __name__,
@@ -108,19 +109,9 @@ class BuiltIn:
     _counts: collections.defaultdict[str, float]
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`, naming the parameter, unless each has the type of its default and is within the bound
-        declared beside it (`config.bounds`). An int may stand for a float. What may be an object is not looked at."""
+        """Raises `ConfigError`, naming the parameter, unless each has the type and the bound of its declaration."""
         vars(self)["_counts"] = collections.defaultdict(float)
-        for field in dataclasses.fields(cast(Any, self)):
-            if "object" in field.metadata:
-                continue
-            value, kind = getattr(self, field.name), type(field.default)
-            allowed = (int, float) if kind is float else (kind,)
-            if type(value) not in allowed or (kind is float and not math.isfinite(value)):
-                number = "a finite number" if kind is float else f"of type {kind.__name__}"
-                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must be {number}")
-            if "holds" in field.metadata and not field.metadata["holds"](value):
-                raise ConfigError(f"{self.name}.{field.name} is {value!r}; it must {field.metadata['allowed']}")
+        check_fields(cast(Any, self), f"{self.name}.")
 
     def take_counts(self) -> dict[str, float]:
         """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""

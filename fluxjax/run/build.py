@@ -1,4 +1,5 @@
-"""Builds the model and the processor that the configuration names: those of a checkpoint folder, or tiny ones."""
+"""Builds the model and the processor that the configuration names, those of a checkpoint folder or tiny ones, and
+writes them as such folders."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
 
 from ..algorithms import find_algorithm
-from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
-from ..base.timeline import Span
+from ..base.process import LARGE_MODEL, give_back_large_blocks
+from ..base.timeline import Span, activity
 from ..batch.composer import Composer
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
@@ -50,13 +51,12 @@ from ..learner.learner import Learner, lora_of
 if TYPE_CHECKING:
     from models.shadow import Fetch
 
-    from ..base.preprocessor_status import PreprocessorStatus
+    from ..base.statuses import PreprocessorStatus
     from ..data.materializer import Materializer
     from ..data.shadows import ProxyMedia
     from .pixels import Pixels
 
 AnyPixels: TypeAlias = "NoPixels | Pixels"
-Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +185,30 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyCo
         raise ConfigError(f"model.tiny: {error}") from error
 
 
+def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
+    """Writes model and processor as a Hugging Face folder."""
+    models.save(model, folder)
+    processor.save(folder)
+
+
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
+    """Writes the LoRA adapters, if the model has any, in the format of PEFT."""
+    lora = lora_of(config)
+    if lora is not None:
+        adapters = gang.whole(lambda: learner.trained(learner.params), learner.mesh, adapters=True)
+        models.save_adapters(model.config, adapters, folder, lora, config.model.path)
+
+
+def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
+    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get those of the run
+    before they generate."""
+    if config.model.path:
+        return pathlib.Path(config.model.path)
+    folder = run_dir / "servers" / "model"
+    export(model, processor, folder)
+    return folder
+
+
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     """Returns the settings with which responses are sampled: those of `config.rollout`, up to an end token, never a
     media token. Top-p and top-k are off: log-probs, those of the trainer, too, are of the whole distribution, so that a
@@ -245,11 +269,6 @@ class NoPixels:
     proxy: ProxyMedia | None = None  # what prompts are prepared by
     fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
     materializer: Materializer | None = None
-
-    def expect(self, batches: Iterable[object]) -> None: ...
-
-    def read(self, tree: Tree) -> Tree:
-        return tree
 
     def place_of(self, ticket: str) -> str:
         return UNKNOWN_PLACE

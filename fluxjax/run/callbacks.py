@@ -1,4 +1,5 @@
-"""Hooks into a run, for custom logging, early stopping and the like; the reporter tells them what happens."""
+"""Hooks into a run, for custom logging, early stopping and the like; the reporter, which tells them what happens; the
+first and last lines of a run, and its pictures."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine
 
-from ..base.host_status import HostStatus
-from ..base.process import settle_heap, working_time
-from ..base.timeline import Timeline
+from ..base.process import settle_heap
+from ..base.statuses import HostStatus
+from ..base.timeline import Timeline, working_time
 from ..base.types import Group, Prompt
 from ..config import Config, DType
 from ..coordinator.machine import Coordinator
 from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
+from ..report import pictures
 from ..report.display import Display
-from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples
-from ..report.shown import host_lanes, host_metrics
+from ..report.metrics import MetricsLog, Summary, TrainingResult, dump_samples, host_lanes, host_metrics, read
 from ..rewards import Scorer
 from ..runtime.engine_pool import EnginePool
 from ..runtime.runtime import Observer, StepReport
@@ -228,3 +229,20 @@ def closing(summary: Summary, reason: str) -> str:
     if summary.checkpoints_failed:
         lines.append(f"checkpoints that could not be written: {summary.checkpoints_failed}")
     return "\n".join(lines)
+
+
+def write_pictures(
+    run_dir: pathlib.Path,
+    metrics: pathlib.Path,
+    summary: Summary,
+    timeline: Timeline,
+    pool: EnginePool | FleetPool,
+    pixels: AnyPixels,
+) -> None:
+    """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
+    medium when. `metrics` is the run's `metrics.jsonl`."""
+    controls = {"blind": summary.blind, "chance": summary.chance}
+    pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
+    if stages := pictures.of_steps(timeline.spans()):  # a run that was complete before keeps its picture
+        pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
+        pixels.draw(run_dir / "media.png")

@@ -67,41 +67,34 @@ class Checkpoints:
         except OSError as error:
             raise ResumeError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
 
-    def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint."""
-        return self._manager.latest_step()
-
     def holds(self, part: str) -> bool:
         """Returns True if the newest undamaged checkpoint, if there is one, has arrays of this name."""
         step = self.undamaged()
         metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
         return metadata is not None and part in metadata.tree
 
-    def newest(self) -> int:
-        """Returns the same step as `undamaged`. Raises `ResumeError` if there is no checkpoint."""
-        step = self.undamaged()
-        if step is None:
-            raise ResumeError(f"there is no checkpoint in {self.folder}")
-        return step
-
-    def undamaged(self, above: int = -1) -> int | None:
-        """Returns the newest step after `above` whose checkpoint is as it was written, once a write under way is
-        complete; None: there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier
-        release, without checksums, where none has any. Raises `ResumeError` if all are damaged."""
+    def undamaged(self) -> int | None:
+        """Returns the newest step whose checkpoint is as it was written, once a write under way is complete; None:
+        there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier release, without
+        checksums, where none has any. Raises `ResumeError` if all are damaged."""
         self.wait()
-        steps = [step for step in self._there() if step > above]
+        steps = self._there()
         for step in steps:
             if not self._look(step):
                 return step
-        if not steps or above >= 0:
+        if not steps:
             return None
         for step in (step for step in steps if self._damage[step] == NO_SUMS):
             log.warning("the checkpoint of step %d has no checksums and is taken unchecked", step)
             return step
         raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
-    def checked(self, step: int) -> int:
-        """Returns `step`. Raises `ResumeError` if its checkpoint is damaged."""
+    def chosen(self, asked: int | None = None) -> int:
+        """Returns the step to restore: the one that is asked for, or that of `undamaged`. Raises `ResumeError` if its
+        checkpoint is damaged, or if there is none."""
+        step = self.undamaged() if asked is None else asked
+        if step is None:
+            raise ResumeError(f"there is no checkpoint in {self.folder}")
         self.wait()
         if step in self._there() and self._look(step) not in ("", NO_SUMS):
             raise ResumeError(f"the checkpoint {self.folder / str(step)} is damaged: {self._damage[step]}")
@@ -173,7 +166,7 @@ class Checkpoints:
         arrays do not fit the model of the configuration.
         """
         self.wait()  # what is being written can be described only once it is complete
-        step = self.newest() if step is None else step
+        step = self.chosen() if step is None else step
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
             self._check_fits(step, abstract)  # before any array is read: Orbax's failed reads end noisily, one by one
@@ -206,7 +199,7 @@ class Checkpoints:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "ENOSPC" in str(error)
         reason = "the disk is full" if full else text
         self.failed.append(reason)
-        kept = self.latest()
+        kept = self._manager.latest_step()
         log.error(
             "checkpoint not written to %s: %s. %s The run goes on and tries again at the next checkpoint.",
             self.folder,

@@ -24,7 +24,6 @@ from ..hosts.orders import (
     Gather,
     Learn,
     MediaTold,
-    Offer,
     Order,
     OrderError,
     Restore,
@@ -34,12 +33,10 @@ from ..hosts.orders import (
 )
 from ..learner.policy_trainer import PolicyTrainer
 from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
+from ..report.metrics import process_log
 from ..runtime.fleet_pool import EngineServers, check_allocator
-from . import snapshot_folder
-from .artifacts import process_log
 from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
-from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 _REMEMBERED = 4  # steps whose prompts are laid out before it is known whether they are trained on here
@@ -50,7 +47,7 @@ class Follower:
     out the orders of process 0. The run folder exists already."""
 
     def __init__(self, config: Config, gang: Gang, run_dir: pathlib.Path, token: str) -> None:
-        self._gang, self._run_dir = gang, run_dir
+        self._gang = gang
         sources = open_sources(config)
         sizes, processor = describe_model(config, sources)
         config = settled(config, sizes, processor, gang, log.info)
@@ -58,7 +55,6 @@ class Follower:
         self._parts = parts = assemble(config, sizes, processor, algorithm, gang, run_dir, token)
         self._config, self._learner, self._models, self._media = config, parts.learner, parts.models, parts.pixels
         self._trainer = PolicyTrainer(config, parts.models, parts.composer, team=gang)
-        self._snapshots = Snapshots(gang.process, gang.processes)
         self._prompts = training_prompts(config, sources, processor, parts.pixels.proxy)
         self._coming = ComingPrompts(self._prompts, most=_REMEMBERED * config.rollout.prompts_per_step)
         self._warm_start: Preparer | None = None
@@ -70,9 +66,7 @@ class Follower:
             gang.exchange(self._engines.addresses)
 
     def close(self) -> None:
-        """Waits for checkpoints under way, ends threads, and removes the snapshots of this host, which are of no use
-        any more."""
-        snapshot_folder.remove(self._run_dir)
+        """Waits for checkpoints under way, and ends threads."""
         if self._engines is not None:
             self._engines.close()
         self._parts.close()
@@ -92,14 +86,10 @@ class Follower:
                 brought(
                     learner.trained(learner.params) if order.adapters else learner.weights(), learner.mesh, keep=False
                 )
-            case Save() if order.folder:
-                self._snapshots.write(pathlib.Path(order.folder), order.step, self._models.arrays())
             case Save():
                 self._parts.checkpoints.write(order.step, self._models.arrays(), {})
-            case Offer():
-                self._gang.exchange(self._snapshots.steps(pathlib.Path(order.folder), self._models.abstract()))
             case Restore():
-                self._restore(order)
+                self._restore(order.step)
 
     def _begin(self, phase: str) -> None:
         self._warm_start = None
@@ -129,19 +119,13 @@ class Follower:
         here = (self._warm_start or self._prompts).again(draw for draw, told in media.items() if told is None)
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
-    def _restore(self, order: Restore) -> None:
-        abstract, source = self._models.abstract(), order.source
-        if order.folder:
-            folder = pathlib.Path(order.folder)
-            arrays = self._snapshots.restore(folder, abstract, order.step, self._models.forget)
-        else:
-            _, arrays, state = self._parts.checkpoints.restore(abstract, order.step, self._models.forget)
-            source = state["source"]
+    def _restore(self, step: int) -> None:
+        _, arrays, state = self._parts.checkpoints.restore(self._models.abstract(), step, self._models.forget)
         self._models.load(arrays)
-        self._prompts.load_state_dict(source)
-        self._prompts.loader.check(source.get("contents", {}))
+        self._prompts.load_state_dict(state["source"])
+        self._prompts.loader.check(state["source"].get("contents", {}))
         self._coming.forget()
-        self._parts.checkpoints.forget_after(order.step)
+        self._parts.checkpoints.forget_after(step)
 
 
 def follow(gang: Gang, algorithm: object) -> None:
@@ -168,7 +152,7 @@ def follow(gang: Gang, algorithm: object) -> None:
 
             served = PrometheusPort(port, config.report.prometheus_address[0], HostCollector(gang.statuses))
             ended.callback(served.close)
-        ended.enter_context(process_log(run_dir, gang))
+        ended.enter_context(process_log(run_dir, gang.process, gang.processes))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)

@@ -18,7 +18,7 @@ from ..config import Config, ConfigError
 from ..coordinator import CoordinatorError
 from ..hosts.orders import OrderError
 from ..hosts.start import join
-from .artifacts import process_log
+from ..report.metrics import process_log
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
 from .trainer import FluxTrainer
@@ -60,7 +60,7 @@ def main(config: Config) -> int:
 
             follow(gang, config.algorithm.name)
         else:
-            with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
+            with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, 0, gang.processes):
                 stops.append(trainer.stop)
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:

@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from models.processing import Processor
 
-from ..base.preprocessor_status import PreprocessorStatus
+from ..base.statuses import PreprocessorStatus
 from ..base.timeline import Span
 from ..config import Config
-from ..data.local_store import GIB, LocalStore
-from ..data.materializer import Materializer, Tree
+from ..data.local_store import GIB, LocalStore, StoreStats
+from ..data.materializer import Materialized, Materializer
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
 from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..report.pictures import look_lanes, media_picture
-from ..report.shown import DataMetrics
 from ..runtime.flight_store import FlightStore
 from ..runtime.preprocessors import Preprocessors
 
@@ -64,8 +63,8 @@ class Pixels:
             self.fetch = near.fetch
         # Process 0 draws for all, and engines of all of them take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
-        self._materializer = Materializer(self.fetch, AHEAD, self._fetched)
-        self.materializer = self._open.enter_context(contextlib.closing(self._materializer))
+        materializer = Materializer(self.fetch, AHEAD, self._fetched)
+        self.materializer = self._open.enter_context(contextlib.closing(materializer))
 
     def _preprocessed(
         self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
@@ -89,14 +88,6 @@ class Pixels:
         self._open.callback(store.close)
         preprocessors.tell(store)
         return store
-
-    def expect(self, batches: Iterable[object]) -> None:
-        """Begins to fetch the pixels of these batches, in this order."""
-        self._materializer.expect(batches)
-
-    def read(self, tree: Tree) -> Tree:
-        """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""
-        return self._materializer.read(tree)
 
     def place_of(self, ticket: str) -> str:
         """Returns the preprocessor that holds the medium of the ticket; empty if none is known."""
@@ -128,7 +119,7 @@ class Pixels:
         for, or decoded without preprocessors are of this process alone.
         """
         known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
-        metrics = self._metrics.since_last(self._materializer.totals, self.store.stats(), known, self.preprocessors())
+        metrics = self._metrics.since_last(self.materializer.totals, self.store.stats(), known, self.preprocessors())
         if self._first_batch is not None:
             metrics["data/first_batch"], self._first_batch = self._first_batch, None
         return metrics
@@ -156,3 +147,50 @@ class Pixels:
 
     def close(self) -> None:
         self._open.close()
+
+
+class DataMetrics:
+    """Computes a step's metrics of pixels: bytes and seconds of fetches, decoding, caches, preprocessors."""
+
+    def __init__(self) -> None:
+        self._known = time.perf_counter()  # when the stats were those of the last step
+        self._rate = 0.0  # of frames
+        self._moved, self._stats = Materialized(), StoreStats()  # at the last step
+        self._bytes: dict[str, int] = {}  # by preprocessor
+
+    def since_last(
+        self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
+    ) -> dict[str, float]:
+        """Returns the metrics since the last step, by their names in `metrics.jsonl`. `moved` and `stats` are totals
+        since the run was started; `known` is when `stats` were as given, by `time.perf_counter`: the rate of frames
+        stays until newer stats are known."""
+        moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
+        size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
+        frames = stats.decoded_frames - stats_before.decoded_frames
+        if known > self._known:
+            self._rate, self._known = frames / (known - self._known), known
+        hits, misses = stats.hits - stats_before.hits, stats.misses - stats_before.misses
+        metrics = {
+            "data/waited": moved.waited - moved_before.waited,
+            "data/fetched_mb": size / 1e6,
+            "data/fetch_mb_per_second": size / 1e6 / fetching if fetching else 0.0,
+            "data/decoded_media": float(stats.decoded_media - stats_before.decoded_media),
+            "data/decoded_frames_per_second": self._rate,
+            "data/queue": float(stats.queue_depth),
+            "data/memory_mb": stats.memory_bytes / 1e6,
+        }
+        if hits + misses:  # else there is no share
+            metrics["data/cache_hits"] = hits / (hits + misses)
+        return metrics | self._by_preprocessor(preprocessors)
+
+    def _by_preprocessor(self, preprocessors: Sequence[PreprocessorStatus]) -> dict[str, float]:
+        if not preprocessors:
+            return {}
+        before, self._bytes = self._bytes, {place.name: place.bytes for place in preprocessors}
+        handed_out = {
+            f"data/mb_from/{name}": (size - before.get(name, 0)) / 1e6 for name, size in sorted(self._bytes.items())
+        }
+        return {
+            "data/preprocessors_up": float(sum(place.up for place in preprocessors)),
+            "data/preprocessors_lost": float(sum(place.lost for place in preprocessors)),
+        } | handed_out

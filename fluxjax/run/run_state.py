@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,6 @@ from ..report.metrics import Summary
 from ..rewards import Scorer
 from .checkpoint import ResumeError
 from .parts import Parts
-from .snapshots import GangSnapshots
 
 
 class RunState:
@@ -30,7 +29,6 @@ class RunState:
         self,
         parts: Parts,
         gang: Gang,
-        run_dir: pathlib.Path,
         prompts: Preparer,
         rewards: Scorer,
         summary: Summary,
@@ -43,7 +41,6 @@ class RunState:
         from `began` on, on `time.monotonic`."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
         self.prompts, self._rewards, self.summary = prompts, rewards, summary
-        self.snapshots = GangSnapshots(parts.config.checkpoint, run_dir, gang)
         self.prepared: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
         self.loaded: int | None = None  # the step from which the run goes on
         self.started = False  # whether the warm start is behind
@@ -58,29 +55,18 @@ class RunState:
     # --- restoring -------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Loads the state from which the run goes on, if it resumes one: that of the newest snapshot or checkpoint.
-        Loads it again even if it is loaded already, for the steps, intervals and prompts that `fit` was given."""
-        checkpoint = self.loaded
-        if checkpoint is None:
-            snapshot = self.snapshots.newest(self._parts.models.abstract())
-            checkpoint = self._parts.checkpoints.undamaged(above=snapshot)
-            if checkpoint is None and snapshot >= 0:
-                self._load(snapshot, self.snapshots.restore)
-                return
-        if checkpoint is not None:
-            self.load(checkpoint)
-        self.snapshots.begin()
+        """Loads the state from which the run goes on, if it resumes one: that of the newest checkpoint. Loads it again
+        even if it is loaded already, for the steps, intervals and prompts that `fit` was given."""
+        step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
+        if step is not None:
+            self.load(step)
 
     def load(self, step: int | None = None) -> int:
         """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`."""
-        checkpoints = self._parts.checkpoints
-        step = checkpoints.newest() if step is None else checkpoints.checked(step)
+        checkpoints, models = self._parts.checkpoints, self._parts.models
+        step = checkpoints.chosen(step)
         self._gang.tell(Restore(step))
-        return self._load(step, checkpoints.restore)
-
-    def _load(self, step: int, restore: Callable[..., tuple[int, Any, dict[str, Any]]]) -> int:
-        models = self._parts.models
-        step, arrays, state = restore(models.abstract(), step, models.forget)
+        step, arrays, state = checkpoints.restore(models.abstract(), step, models.forget)
         models.load(arrays)
         self.begin()
         self.prompts.load_state_dict(state["source"])
@@ -94,7 +80,7 @@ class RunState:
             kept = state.get("replay", {})
             self.replay.load_state_dict(kept, self._again(draws_of(kept)))
         self._rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
-        self.summary = Summary.from_state_dict(state["summary"])
+        self.summary = Summary(**state["summary"])
         shapes = self._parts.composer.shapes
         shapes.load_state(state.get("shapes", shapes.state()))
         self.summary.devices = self._parts.learner.mesh.size  # perhaps another mesh now
@@ -109,13 +95,16 @@ class RunState:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint; see `runtime.ports.Checkpointer`."""
+        checkpoints, arrays = self._parts.checkpoints, self._parts.models.arrays()
         with self.summary.stage("checkpoint"):
-            self._save(step, state)
-
-    def snapshot(self, step: int, state: dict[str, Any]) -> None:
-        """Saves like `save`, but in the memory of the hosts."""
-        with self.summary.stage("checkpoint"):
-            self.snapshots.write(step, self._parts.models.arrays(), self._whole(state))
+            if not checkpoints.may_save(step, arrays):
+                return
+            self._gang.tell(Save(step))
+            self.count_total()
+            further = {"summary": dataclasses.asdict(self.summary), "shapes": self._parts.composer.shapes.state()}
+            if self.replay is not None:
+                further["replay"] = self.replay.state_dict()
+            checkpoints.write(step, arrays, state | further)
 
     def save_now(self) -> None:
         """Starts a checkpoint while nothing is generated or trained. Raises `ResumeError` before the run's start."""
@@ -126,20 +115,7 @@ class RunState:
             "source": self.prompts.state_dict(),
             "rewards": self._rewards.state_dict(),
         }
-        self._save(self.coordinator.step, state)
-
-    def _save(self, step: int, state: dict[str, Any]) -> None:
-        arrays = self._parts.models.arrays()
-        if self._parts.checkpoints.may_save(step, arrays):
-            self._gang.tell(Save(step))
-            self._parts.checkpoints.write(step, arrays, self._whole(state))
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        self.count_total()
-        further = {"summary": self.summary.state_dict(), "shapes": self._parts.composer.shapes.state()}
-        if self.replay is not None:
-            further["replay"] = self.replay.state_dict()
-        return state | further
+        self.save(self.coordinator.step, state)
 
     def count_total(self) -> None:
         """Adds the time since the last call to the summary's total."""

@@ -34,9 +34,16 @@ from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
 from ..runtime.held_out import EvaluationGivenUp, HeldOut
 from ..runtime.runtime import Runtime
-from .artifacts import export, export_adapters, server_checkpoint, write_pictures
-from .build import check_reference, describe_model, sampling_params, training_prompts
-from .callbacks import Callback, Reporter, closing, opening
+from .build import (
+    check_reference,
+    describe_model,
+    export,
+    export_adapters,
+    sampling_params,
+    server_checkpoint,
+    training_prompts,
+)
+from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
 from .parts import HeldOutEvaluator, assemble, held_out_prompts, make_pool, settled
 from .run_state import RunState
@@ -142,7 +149,7 @@ class FluxTrainer:
                 # --- coordinator, and all that is saved with it ---------------------------------
                 prompts = training_prompts(config, self.sources, self.processor, self.pixels.proxy)
                 self.state = RunState(
-                    parts, gang, run_dir, prompts, self.rewards, summary, policy, began=began, read_only=read_only
+                    parts, gang, prompts, self.rewards, summary, policy, began=began, read_only=read_only
                 )
                 self._held_out: HeldOut | None = None
             summary.parameters, summary.devices = parameter_count(parts.model), self.learner.mesh.size
@@ -206,7 +213,7 @@ class FluxTrainer:
         try:
             self.callbacks = [*own_callbacks, *callbacks]
             with stop_on_signals(self.stop):
-                return run_async(self._fit(), on_interrupt=self.stop)
+                return run_async(self._fit())
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self.state.loaded = None, None
             self._stopping = self.display.stopping = False
@@ -306,7 +313,6 @@ class FluxTrainer:
                 await self._last_measurements()
             with summary.stage("checkpoint"):
                 checkpoints.wait()
-                state.snapshots.remove()
             summary.checkpoints_failed += len(checkpoints.failed) - failed_before
             with summary.stage("report"):
                 export(self.model, self.processor, self.run_dir / "model")

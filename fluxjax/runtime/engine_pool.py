@@ -21,7 +21,7 @@ from ..base.event_loop import run_async
 from ..base.timeline import Span
 from ..batch.composer import Composer
 from ..config import AdaptiveAsyncConfig, Config, ConfigError, RolloutEngine
-from ..config.scheduling import MAX_DEGREE
+from ..config.learning import MAX_DEGREE
 
 KV_FRACTION = 0.5  # the share of a device's free memory for caches: training needs the rest for its activations
 SERVER_MEMORY = 0.6  # the share that a colocated SGLang server takes of the memory that is free when it starts

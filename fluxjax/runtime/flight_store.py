@@ -18,7 +18,7 @@ from models.processing import MediaError
 from models.shadow import Rows
 
 from ..base.errors import DataError
-from ..base.preprocessor_status import MediumStage
+from ..base.statuses import MediumStage
 from ..data.flight_client import FlightPlace, PlaceLost, PlaceRefuses
 from ..data.flight_wire import MOST_BATCH, MOST_RANGES
 from ..data.tickets import MediaRef, Ticket, normalised

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout.engine import Engine, GenerateRequest, SamplingParams
 
-from ..base.process import activity
+from ..base.timeline import activity
 from ..base.types import PreparedPrompt, Prompt, Reward
 
 Score = Callable[[Prompt, str], Awaitable[Reward]]

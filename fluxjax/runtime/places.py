@@ -16,7 +16,7 @@ from models.processing import MediaError
 from models.processing.media import MediaSettings
 
 from ..base.errors import DataError
-from ..base.preprocessor_status import MediumStage, PreprocessorStatus, Transition
+from ..base.statuses import MediumStage, PreprocessorStatus, Transition
 from ..data.flight_client import FlightPlace, PlaceLost, PlaceRefuses, PlaceSilent
 from ..data.local_store import StoreStats
 from ..data.media_cache import Recent

@@ -88,11 +88,6 @@ class Checkpointer(Protocol):
         `state` is `{"coordinator": ..., "source": ..., "rewards": ...}`, all of the moment when the step ended."""
         ...
 
-    def snapshot(self, step: int, state: State) -> None:
-        """Saves the same state in memory, which outlives this process only. A snapshot that can't be kept is no
-        error."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
-from ..base.process import compilations
-from ..base.timeline import Span, Timeline
+from ..base.timeline import Span, Timeline, compilations
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
@@ -370,10 +369,8 @@ class Runtime:
             "rewards": self.scorer.state_dict(),
         }
         with self.timeline.span("checkpoint", "trainer", order.step):
-            save = self.checkpointer.snapshot if order.snapshot else self.checkpointer.save
-            await self._in_thread(save, order.step, state)
-        if not order.snapshot:
-            self._tell(lambda observer: observer.on_checkpoint(order.step))
+            await self._in_thread(self.checkpointer.save, order.step, state)
+        self._tell(lambda observer: observer.on_checkpoint(order.step))
         self._post(messages.CheckpointSaved(order.step))
 
     @_carry_out.of(messages.Finish)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ..config import Config, ConfigError
 from ..config.bounds import check_fields, not_negative, positive, within
-from ..config.scheduling import MAX_DEGREE
+from ..config.learning import MAX_DEGREE
 from .faults import FaultRates
 from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
 
@@ -82,7 +82,7 @@ class SimulateConfig(Config):
         *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
         *("lora", "sharding", "packing", "report"),
         *("rollout.slots", "rollout.max_sequence_tokens", "rollout.kv_tokens"),
-        *("evaluation.samples", "checkpoint.keep", "checkpoint.snapshot_every"),
+        *("evaluation.samples", "checkpoint.keep"),
     )
 
     def validate(self) -> None:

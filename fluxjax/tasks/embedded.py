@@ -34,8 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sharding.door import ByName
 
 from ..base.errors import ConfigError, DataError
-from ..base.file_lock import lock_file
 from ..base.process import cache_folder
+from ..config.run_folder import lock_file
 
 Record: TypeAlias = Mapping[str, object]
 Recipe: TypeAlias = Any  # `StringsRecipe`, or its like in `digits.py` and `pans.py`

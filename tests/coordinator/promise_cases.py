@@ -9,7 +9,7 @@ from policy_cases import PolicyWorld
 from promises import Promises, make_promises, misplaced
 
 from fluxjax.config import POLICIES, Config, DynamicSampling
-from fluxjax.config.scheduling import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
+from fluxjax.config.learning import PREFERENCES, AdaptiveAsyncConfig, AprilConfig, TailBatchingConfig
 from fluxjax.coordinator.factory import make_policy, make_schedules
 from fluxjax.coordinator.messages import Event
 

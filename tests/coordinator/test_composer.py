@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxjax.base.types import Group, Media, MediaKind, Prompt, Response, Reward, Sample, has_variance
-from fluxjax.config.scheduling import PREFERENCES
+from fluxjax.config.learning import PREFERENCES
 from fluxjax.coordinator.policies.adaptive_async import compose, difficulty, total_tokens, versions_behind
 
 VERSION, LIMIT = 10, 4

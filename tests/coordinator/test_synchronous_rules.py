@@ -101,30 +101,6 @@ class TestBoundary:
         assert [e.step for e in world.all(Evaluate)] == [0, 3]
         assert [c.step for c in world.all(SaveCheckpoint)] == [3]
 
-    def test_snapshots(self) -> None:
-        """Rule 6: snapshots come every n steps where no checkpoint does; a run resumed from one does not repeat it."""
-        world = world_at(SaveCheckpoint, steps=5, checkpoint_every=4, snapshot_every=1)
-        before = len(world.said)
-        world.finish()
-        assert [(c.step, c.snapshot) for c in world.all(SaveCheckpoint)] == [
-            (1, True),
-            (2, True),
-            (3, True),
-            (4, False),
-            (5, False),
-        ]
-        state, next_draw = world.states[0]
-        resumed = World(steps=5, checkpoint_every=4, snapshot_every=1, state=state, next_draw=next_draw, served=1)
-        resumed.finish()
-        assert resumed.said == world.said[before:]
-
-    def test_a_stop_behind_a_snapshot(self) -> None:
-        """Rule 6: a snapshot of the step in which a run is stopped is no checkpoint."""
-        world = world_at(SaveCheckpoint, steps=5, snapshot_every=1)
-        world.hear(StopRequested("enough"))
-        world.finish()
-        assert [(c.step, c.snapshot) for c in world.all(SaveCheckpoint)] == [(1, True), (1, False)]
-
     def test_no_steps(self) -> None:
         """Rule 6: a run of no steps evaluates once, saves and ends."""
         assert names(World(steps=0).finish().said) == ["Evaluate", "SaveCheckpoint", "Finish"]

@@ -1,4 +1,4 @@
-"""Damages checkpoints and snapshots at random. A restore must give the same bits as before, or the newest of those that
+"""Damages checkpoints at random. A restore must give the same bits as before, or the newest of those that
 nobody touched and a line that names the damaged file."""
 
 import contextlib
@@ -15,7 +15,6 @@ import numpy as np
 from checkpoint_cases import save
 
 from fluxjax.run.checkpoint import Checkpoints
-from fluxjax.run.snapshots import Snapshots
 from fuzz.draws import each
 from sharding.weights import like
 
@@ -38,11 +37,10 @@ def arrays_of(step: int) -> dict[str, jax.Array]:
 
 
 def written(folder: pathlib.Path) -> None:
-    """Writes a checkpoint and a snapshot of each step, the newest two of which are kept."""
-    checkpoints, snapshots = Checkpoints(folder / "checkpoints", keep=2), Snapshots()
+    """Writes a checkpoint of each step, the newest two of which are kept."""
+    checkpoints = Checkpoints(folder, keep=2)
     for step in STEPS:
         assert save(checkpoints, step, arrays_of(step), {"step": step})
-        snapshots.write(folder / "snapshots", step, arrays_of(step), {"step": step})
     checkpoints.close()
 
 
@@ -51,19 +49,18 @@ def attempt(folder: pathlib.Path, rng: random.Random) -> None:
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "run", copy)
-    kind, restore = rng.choice([("checkpoints", restored), ("snapshots", restored_snapshot)])
-    paths = sorted((copy / kind).rglob("*"))
-    arrays = largest_file(copy / kind / str(STEPS[-1])) if kind == "checkpoints" else paths[-1]
+    paths = sorted(copy.rglob("*"))
+    arrays = largest_file(copy / str(STEPS[-1]))
     victim = arrays if rng.random() < 0.3 else rng.choice(paths)
     how = rng.choice([deleted] if victim.is_dir() else [flipped, truncated, extended, emptied, deleted, overwritten])
     how(victim, rng)
-    place = victim.relative_to(copy / kind)
-    damaged = int(place.parts[0].partition(".")[0])
+    place = victim.relative_to(copy)
+    damaged = int(place.parts[0])
     what = f"{how.__name__} {place}"
     newest, older = STEPS[-1], STEPS[-2]
     with heard() as lines:
         try:
-            step, arrays, state = restore(copy / kind)
+            step, arrays, state = restored(copy)
         except Exception as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     same = jax.tree.map(np.array_equal, arrays, arrays_of(step))
@@ -83,12 +80,6 @@ def restored(folder: pathlib.Path) -> tuple[int, dict[str, jax.Array], dict[str,
         checkpoints.forget_after(step)
         assert save(checkpoints, STEPS[-1] + 1, arrays, {}) and checkpoints.wait(), "what follows can't be saved"
         return step, arrays, state
-
-
-def restored_snapshot(folder: pathlib.Path) -> tuple[int, dict[str, jax.Array], dict[str, int]]:
-    snapshots, abstract = Snapshots(), like(arrays_of(0))
-    step = max(snapshots.steps(folder, abstract))
-    return step, snapshots.restore(folder, abstract, step), snapshots.state(folder, step)
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:

@@ -39,7 +39,7 @@ class AdaptiveAsyncPromises(Promises):
 
     @property
     def wanted(self) -> int:
-        ahead = 1 + self.pid.value * self.options.max_staleness
+        ahead = 1 + self.pid.now * self.options.max_staleness
         return math.floor(min(ahead, self.settings.steps - self.books.step) * self.needed)
 
     @property
@@ -64,7 +64,7 @@ class AdaptiveAsyncPromises(Promises):
 
     def usable(self) -> Sequence[int]:
         served = self.books.served
-        if self.pid.value and self.options.interrupt:
+        if self.pid.now and self.options.interrupt:
             return range(len(served))
         return [engine for engine, version in enumerate(served) if version == self.books.version]
 
@@ -138,7 +138,7 @@ class AdaptiveAsyncPromises(Promises):
         if PublishWeights not in books.awaiting:
             old = self._old()
             self.expect(not old, f"engines {old} serve {books.served}, the trainer has {books.version}")
-        if self.ending or books.stop or (books.awaiting and not self.pid.value):
+        if self.ending or books.stop or (books.awaiting and not self.pid.now):
             return
         self.expect(not self._could_train(), "nothing is trained although a step's groups are scored")
         if DrawPrompts in books.awaiting or not self.usable():

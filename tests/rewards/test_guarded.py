@@ -22,7 +22,7 @@ from turns import third_of
 
 from fluxjax.base.types import Prompt, Reward
 from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardTerm, SourceConfig
-from fluxjax.report.shown import reward_words
+from fluxjax.report.display import reward_words
 from fluxjax.rewards import Scorer, calls
 from fluxjax.rewards import scorer as scoring
 from fluxjax.runtime import ports

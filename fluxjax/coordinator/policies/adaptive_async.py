@@ -61,7 +61,7 @@ class AdaptiveAsync(Base):
     def __post_init__(self) -> None:
         ratio = self.settings.ratio
         low, high = (ratio, ratio) if ratio in (0.0, 1.0) else (min(ratio, RATIOS[0]), max(ratio, RATIOS[1]))
-        self._pid = Pid(ratio, low, high, **GAINS)
+        self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
         self.barrier = False  # nothing new begins until all running responses are trained on
@@ -70,7 +70,7 @@ class AdaptiveAsync(Base):
 
     @property
     def ratio(self) -> float:
-        return self._pid.value
+        return self._pid.now
 
     def decide(self, coordinator: Coordinator) -> Sequence[Instruction]:
         if urgent := self._urgent(coordinator):
