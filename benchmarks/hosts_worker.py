@@ -25,7 +25,7 @@ from ulysses_worker import text_model
 from fluxjax.algorithms import grpo
 from fluxjax.base.process import collector_paused, keep_freed_memory
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import Composer
+from fluxjax.batch.composer import Composer, Team
 from fluxjax.batch.composition import Composition
 from fluxjax.config import STRATEGIES, Config, ConfigError
 from fluxjax.hosts.gang import Gang, check_across_processes, fingerprint
@@ -52,7 +52,7 @@ class Process:
 
     def __init__(self, settings: dict[str, Any], links: Links | ScriptedLinks | None) -> None:
         self._settings, self._links = settings, links
-        self._gang = Gang(cast(Links, links)) if links is not None else Gang()
+        self._gang = Gang(cast(Links, links)) if links is not None else Team()
         self._processes = self._gang.processes
         self._most, row = MOST["model" in settings], settings.get("row", ROW)
         self._config = Config()
@@ -64,7 +64,7 @@ class Process:
         self._vocabulary = MODELS[settings["model"]]["vocab_size"] if "model" in settings else VOCABULARY
         self._learner: Learner | None = None
         self._composer = Composer(self._config, self._devices)
-        self._gang.equip(self._config, lambda ticket: "", lambda batches: None)
+        self._gang.equip(self._config, lambda ticket: "", None)
         if "model" in settings:
             if self._processes > 1:
                 check_across_processes(self._config)

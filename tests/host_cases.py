@@ -6,9 +6,8 @@ from learner_cases import random_groups, tiny
 from packing_cases import MODEL, make_config
 
 from fluxjax.algorithms import find_algorithm
-from fluxjax.batch.composer import Composer
+from fluxjax.batch.composer import Composer, Team
 from fluxjax.batch.composition import Composition, unpack
-from fluxjax.batch.team import ALONE, Team
 from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, KlEstimator
 from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic
@@ -48,7 +47,9 @@ def settings(strategy: str, feature: str, processes: int) -> Config:
 class Recorded:
     """A trainer of one process, and what it makes of the groups of each seed."""
 
-    def __init__(self, strategy: str, feature: str, processes: int, team: Team = ALONE, mesh=None, links=None) -> None:
+    def __init__(
+        self, strategy: str, feature: str, processes: int, team: Team | None = None, mesh=None, links=None
+    ) -> None:
         self.config = config = settings(strategy, feature, processes)
         self._early, self._algorithm = feature == "early", find_algorithm(config.algorithm)
         self.learner = Learner(config, tiny(HEADS), self._algorithm.token_loss, mesh=mesh, links=links)

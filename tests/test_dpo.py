@@ -16,6 +16,7 @@ from test_algorithms import finite_differences, group
 
 import models
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
+from fluxjax.batch.composer import Team
 from fluxjax.config import AlgorithmConfig, ConfigError, cli
 from fluxjax.learner.loss_inputs import coupled, logprobs_of
 from fluxjax.learner.policy_trainer import check_algorithm, portion
@@ -107,7 +108,7 @@ def computed(layout: str):
     part = portion(DPO.advantages(groups, CFG), prepared, trainer._config)
     [composition] = composed(trainer, [part])
     now = logprobs_of(composition, learner.gradients, learner.params)
-    composition, found = coupled(composition, now, part.groups, DPO, CFG)
+    composition, found = coupled(composition, now, part.groups, DPO, CFG, Team())
     grads, tally = learner.gradients.accumulate(learner.params, composition.microbatches)
     return jax.tree.map(np.asarray, grads), found, float(tally.sums["trained_tokens"])
 

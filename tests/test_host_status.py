@@ -17,6 +17,7 @@ from rich.console import Console
 from fluxjax.base.host_status import HostStage, HostStatus
 from fluxjax.base.process import resident_bytes
 from fluxjax.base.timeline import Span
+from fluxjax.batch.composer import Team
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang, heard_status, shifted, told_status
 from fluxjax.hosts.orders import decode_value, encode_value, is_value
@@ -24,7 +25,6 @@ from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
 from fluxjax.report.shown import MOST, host_lanes, host_lines, host_metrics, slowest
-from fluxjax.run.artifacts import process_log
 from fluxjax.run.follower import prometheus_port
 from sharding.links import Links
 
@@ -105,7 +105,7 @@ def test_process_0_hears_of_a_step_when_the_next_is_agreed_on(gangs):
 
 
 def test_one_process_tells_nothing():
-    gang = Gang()
+    gang = Team()
     gang.stepped()
     assert gang.statuses() == [] and host_metrics([]) == {} and host_lines([]) == []
 
@@ -183,7 +183,7 @@ def test_processes_that_share_a_host_serve_on_neighbouring_ports(gangs):
     config, (_, second) = Config(), gangs
     assert prometheus_port(config, second) == 0
     config.report.prometheus = "9100"
-    assert prometheus_port(config, second) == 9101 and prometheus_port(config, Gang()) == 9100
+    assert prometheus_port(config, second) == 9101 and prometheus_port(config, Team()) == 9100
     with pytest.raises(ConfigError, match="cannot serve on 65536"):
         PrometheusPort(65536)
     gc.collect()  # a socket that was left open fails this test, not the next one that collects
@@ -194,7 +194,7 @@ def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
     logging.getLogger().addHandler(terminal)
     try:
         for attempt in range(2):  # a resumed run writes behind what is there
-            with pytest.raises(ValueError, match="out of luck"), process_log(tmp_path, gang):
+            with pytest.raises(ValueError, match="out of luck"), gang.logged(tmp_path):
                 logging.getLogger("fluxjax.hosts").info("step %d", attempt)
                 logging.getLogger("elsewhere").warning("look out")
                 raise ValueError("out of luck")
@@ -211,6 +211,6 @@ def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
 
 
 def test_one_process_has_no_log_of_its_own(tmp_path):
-    with process_log(tmp_path, Gang()):
+    with Team().logged(tmp_path):
         pass
     assert not list(tmp_path.iterdir())

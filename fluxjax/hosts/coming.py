@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from models.inputs import ModelInput, PromptInput
 
 from ..base.types import PreparedPrompt, Prompt
+from ..batch.composer import Team
 from ..data.prepare import Preparer
 from ..data.shadows import rows_of
-from .gang import Gang
 from .orders import Coming, PlaceOf, told_media
 
 Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
@@ -23,7 +23,7 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 class ToldPrompts:
     """The prompts of `source`, in process 0, which tells the other processes of those whose pixels are elsewhere."""
 
-    def __init__(self, source: Preparer, gang: Gang, place_of: PlaceOf) -> None:
+    def __init__(self, source: Preparer, gang: Team, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of
 
     async def draw(self, count: int) -> Drawn:

@@ -30,14 +30,15 @@ from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
-from ..batch.composer import Composer
+from ..batch.composer import Composer, Team
 from ..batch.composition import Composition, plan_metrics, together
 from ..batch.share import Share
-from ..batch.team import ALONE, Arrays, Team, by_response
 from ..config import Config, ConfigError
 from .gradients import Gradients, Outcome
 from .learner import of_all_updates
 from .loss_inputs import (
+    Arrays,
+    by_response,
     coupled,
     logprobs_of,
     needs_scores,
@@ -90,14 +91,14 @@ class PolicyTrainer:
         engines: Sequence[Any] = (),
         weights: Callable[[], Params] | None = None,
         replay: ReplayBuffer | None = None,
-        team: Team = ALONE,
+        team: Team | None = None,
     ) -> None:
         """`composer` is for the devices of the learner's mesh; `engines` are known by their `devices` alone, those of
         this process that they compute on; `weights` returns the weights for engines, where these are not the learner's
         parameters; `replay` has groups that steps train on again; `team` are the processes that make the same steps.
         Raises ConfigError for an algorithm that can't have what `config` asks for."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
-        self._engines, self._weights, self._replay, self._team = engines, weights, replay, team
+        self._engines, self._weights, self._replay, self._team = engines, weights, replay, team or Team()
         self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
         idle = self._algorithm.idle_without_advantage(config.algorithm)

@@ -37,12 +37,11 @@ from sharding.weights import shardings
 from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, activity, give_back_large_blocks
 from ..base.timeline import Span
-from ..batch.composer import Composer
+from ..batch.composer import Composer, Team
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words
-from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..learner.gradients import TokenLoss
 from ..learner.learner import Learner, lora_of
@@ -246,8 +245,6 @@ class NoPixels:
     fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
     materializer: Materializer | None = None
 
-    def expect(self, batches: Iterable[object]) -> None: ...
-
     def read(self, tree: Tree) -> Tree:
         return tree
 
@@ -274,7 +271,7 @@ class NoPixels:
 def open_pixels(
     config: Config,
     processor: Processor,
-    gang: Gang,
+    gang: Team,
     run_dir: pathlib.Path,
     token: str,
     note: Callable[[float, float, int], None] = lambda start, end, bytes: None,

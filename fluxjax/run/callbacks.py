@@ -15,9 +15,9 @@ from ..base.host_status import HostStatus
 from ..base.process import settle_heap, working_time
 from ..base.timeline import Timeline
 from ..base.types import Group, Prompt
+from ..batch.composer import Team
 from ..config import Config, DType
 from ..coordinator.machine import Coordinator
-from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report.display import Display
@@ -59,7 +59,7 @@ class ReportedRun(Run, Protocol):
     """The parts of a `FluxTrainer` that its reporter needs."""
 
     display: Display
-    gang: Gang
+    gang: Team
     metrics: MetricsLog
     pixels: AnyPixels
     pool: EnginePool | FleetPool

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from models.inputs import PromptInput
 
 from ..algorithms import find_algorithm
+from ..batch.composer import Team
 from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..data.loader import open_sources, open_warm_start
 from ..data.prepare import Preparer
@@ -37,7 +38,6 @@ from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..runtime.engine_servers import EngineServers
 from ..runtime.fleet_pool import check_allocator
 from . import snapshot_folder
-from .artifacts import process_log
 from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 from .snapshots import Snapshots
@@ -145,13 +145,14 @@ class Follower:
         self._parts.checkpoints.forget_after(order.step)
 
 
-def follow(gang: Gang, algorithm: object) -> None:
+def follow(gang: Team, algorithm: object) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
     `algorithm` is this process's own `algorithm.name`, which, as an object, is not in the run's folder. Logs to
     `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus` says so. Raises ConfigError
     if this host does not see the run's folder, or the port is taken.
     """
+    assert isinstance(gang, Gang)
     orders = gang.orders()
     start = next(orders)
     if not isinstance(start, Start):
@@ -169,14 +170,14 @@ def follow(gang: Gang, algorithm: object) -> None:
 
             served = PrometheusPort(port, config.report.prometheus_address[0], HostCollector(gang.statuses))
             ended.callback(served.close)
-        ended.enter_context(process_log(run_dir, gang))
+        ended.enter_context(gang.logged(run_dir))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)
         follower.close()
 
 
-def prometheus_port(config: Config, gang: Gang) -> int:
+def prometheus_port(config: Config, gang: Team) -> int:
     """Returns the Prometheus port of this process: that of `report.prometheus`, or one of the next ones where several
     processes share a host; 0: none."""
     port = config.report.prometheus_address[1]

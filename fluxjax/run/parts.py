@@ -22,11 +22,11 @@ from sharding.walk import HOST_MEMORY
 from ..algorithms import RLAlgorithm
 from ..base.errors import DataError
 from ..base.types import PreparedPrompt
+from ..batch.composer import Composer, Team
 from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
 from ..data.loader import read_row
 from ..data.prepare import Preparer
 from ..data.sources import Source
-from ..hosts.gang import Gang
 from ..learner.run_models import RunModels
 from ..report.metrics import Summary
 from ..runtime.engine_pool import EnginePool, engine_count
@@ -35,7 +35,6 @@ from .build import AnyPixels, build_learning, open_pixels, run_mesh
 from .checkpoint import Checkpoints
 
 if TYPE_CHECKING:
-    from ..batch.composer import Composer
     from ..learner.learner import Learner
     from ..runtime.engine_servers import EngineServers
     from ..runtime.fleet_pool import FleetPool
@@ -46,7 +45,7 @@ _DURING = 64  # held-out prompts of a source in evaluations between the first an
 
 
 def settled(
-    config: Config, sizes: AnyConfig, processor: Processor, gang: Gang, note: Callable[[str], None] | None
+    config: Config, sizes: AnyConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
     """Returns a copy of the configuration with what `auto` and 0 come to on the devices here: the rematerialisation, by
     the memory part of the pre-flight, which tells `note` how it goes (None: it is left out), and the number of engines.
@@ -88,7 +87,7 @@ def assemble(
     sizes: AnyConfig,
     processor: Processor,
     algorithm: RLAlgorithm,
-    gang: Gang,
+    gang: Team,
     run_dir: pathlib.Path,
     token: str,
     fetched: Callable[[float, float, int], None] = lambda start, end, bytes: None,
@@ -107,7 +106,7 @@ def assemble(
         materializer=pixels.materializer,
     )
     learner, critic = learning.learner, None
-    gang.equip(config, pixels.place_of, pixels.expect)
+    gang.equip(config, pixels.place_of, pixels.materializer)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
     )
@@ -182,7 +181,7 @@ def _has_host_memory() -> bool:
 
 def make_pool(
     parts: Parts,
-    gang: Gang,
+    gang: Team,
     token: str,
     checkpoint: Callable[[], pathlib.Path],
     logs: pathlib.Path,
@@ -206,7 +205,7 @@ def make_pool(
     return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
 
 
-def serve_engines(parts: Parts, gang: Gang, token: str) -> EngineServers:
+def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
     """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
     from ..runtime.engine_servers import EngineServers
 

@@ -12,12 +12,12 @@ from models.processing import Processor
 
 from ..base.preprocessor_status import PreprocessorStatus
 from ..base.timeline import Span
+from ..batch.composer import Team
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
 from ..data.materializer import Materializer, Tree
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
-from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..report.pictures import look_lanes, media_picture
 from ..report.shown import DataMetrics
@@ -38,7 +38,7 @@ class Pixels:
         self,
         config: Config,
         processor: Processor,
-        gang: Gang,
+        gang: Team,
         run_dir: pathlib.Path,
         token: str,
         note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
@@ -69,7 +69,7 @@ class Pixels:
         self.materializer = self._open.enter_context(contextlib.closing(self._materializer))
 
     def _preprocessed(
-        self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
+        self, config: Config, processor: Processor, gang: Team, run_dir: pathlib.Path, token: str
     ) -> FlightStore:
         data = config.data
         folder = run_dir / "preprocessors"
@@ -91,10 +91,6 @@ class Pixels:
         preprocessors.tell(store)
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
-
-    def expect(self, batches: Iterable[object]) -> None:
-        """Begins to fetch the pixels of these batches, in this order."""
-        self._materializer.expect(batches)
 
     def read(self, tree: Tree) -> Tree:
         """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..base.types import PreparedPrompt
+from ..batch.composer import Team
 from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..data.prepare import Preparer
-from ..hosts.gang import Gang
 from ..hosts.orders import Restore, Save
 from ..learner.replay import ReplayBuffer, draws_of
 from ..report.metrics import Summary
@@ -29,7 +29,7 @@ class RunState:
     def __init__(
         self,
         parts: Parts,
-        gang: Gang,
+        gang: Team,
         run_dir: pathlib.Path,
         prompts: Preparer,
         rewards: Scorer,

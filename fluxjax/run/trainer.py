@@ -19,6 +19,7 @@ from ..algorithms import ALGORITHMS, find_algorithm
 from ..base.event_loop import on_all, run_async, stop_on_signals
 from ..base.timeline import Span, Timeline
 from ..base.types import Prompt
+from ..batch.composer import Team
 from ..config import Config, RolloutEngine, run_folder
 from ..config.bounds import expand_home
 from ..config.cli import remarks
@@ -26,7 +27,6 @@ from ..coordinator import Coordinator, SchedulingPolicy
 from ..coordinator.messages import Finish
 from ..data.loader import open_held_out, open_sources, open_warm_start
 from ..data.sources import given
-from ..hosts.gang import Gang, check_across_processes
 from ..hosts.orders import Begin, End, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..report.display import Display
@@ -65,7 +65,7 @@ class FluxTrainer:
         policy: Callable[[], SchedulingPolicy] | None = None,
         rewards: Mapping[str, Any] | None = None,
         read_only: bool = False,
-        gang: Gang | None = None,
+        gang: Team | None = None,
     ) -> None:
         """Builds everything, starts nothing. `algorithm` (the same as `config.algorithm.name`), `policy` and `rewards`
         replace those that `config` names (`examples/`): `policy` is called whenever a run begins or is resumed, and
@@ -81,13 +81,15 @@ class FluxTrainer:
             config.algorithm.name = algorithm
         expand_home(config)
         config.validate()
-        self.gang = gang = gang or Gang()
+        self.gang = gang = gang or Team()
         # Who only looks at a run computes no loss, and may not have what it was trained with.
         self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
         if not read_only:
             check_algorithm(config, self.algorithm)
             check_reference(config)
         if not gang.alone:
+            from ..hosts.gang import check_across_processes
+
             check_across_processes(config)
         summary = Summary(name=config.name, seed=config.seed)
         self.callbacks, self.display, self.timeline = list(callbacks), display or Display(config.steps), Timeline()
