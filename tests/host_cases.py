@@ -12,7 +12,7 @@ from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceC
 from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, minibatches, portion
+from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, minibatches
 from fluxjax.learner.run_models import RunModels
 
 DEVICES = 4
@@ -73,7 +73,7 @@ class Recorded:
         groups, prepared = random_groups(seed)
         scored, trainer = self._algorithm.advantages(groups, self.config.algorithm), self.trainer
         dealt = minibatches(scored, self.config.algorithm.minibatches)
-        parts = [portion(part, prepared, self.config) for part in dealt]
+        parts = [Portion(part, prepared) for part in dealt]
         return trainer._scored(parts, trainer._composed(parts, trainer._place(), update=False), trainer._place())
 
     def followed(self, compositions: list[Composition]) -> list[Composition]:

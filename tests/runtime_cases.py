@@ -157,7 +157,7 @@ class Run:
             source=self.source,
             scorer=self.scorer,
             trainer=self.trainer,
-            evaluator=self.evaluator,
+            evaluate=lambda full: self.evaluator.evaluate(self.coordinator.step, full),
             checkpointer=self.checkpointer,
             sampling=SamplingParams(),
             seed=7,

@@ -19,7 +19,7 @@ from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
 from fluxjax.batch.composer import Team
 from fluxjax.config import AlgorithmConfig, ConfigError, cli
 from fluxjax.learner.loss_inputs import coupled, logprobs_of
-from fluxjax.learner.policy_trainer import check_algorithm, portion
+from fluxjax.learner.policy_trainer import Portion, check_algorithm
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 from models.decoder import logprobs as model_logprobs
@@ -105,7 +105,7 @@ def computed(layout: str):
     """(gradients, what was found, trained tokens) of one step under a layout."""
     trainer, learner = trainer_of(CFG, layout, referred=True)
     groups, prepared, _ = scored()
-    part = portion(DPO.advantages(groups, CFG), prepared, trainer._config)
+    part = Portion(DPO.advantages(groups, CFG), prepared)
     [composition] = composed(trainer, [part])
     now = logprobs_of(composition, learner.gradients, learner.params)
     composition, found = coupled(composition, now, part.groups, DPO, CFG, Team())
@@ -118,7 +118,7 @@ def differentiated():
     """(loss, gradients) of the paper's equation 7 as one function of the weights."""
     trainer, learner = trainer_of(CFG, "one row", referred=True)
     _, prepared, _ = scored()
-    [composition] = composed(trainer, [portion(near_policy()[0], prepared, trainer._config)])
+    [composition] = composed(trainer, [Portion(near_policy()[0], prepared)])
     graphdef, _ = models.split(learner.gradients._model)
     ends = np.cumsum([0, *composition.lengths])
     cells = {key: composition.cells[ends[i] : ends[i + 1]] for i, key in enumerate(composition.keys)}

@@ -74,6 +74,8 @@ class Wire(Links):
 def gangs() -> Iterator[tuple[Gang, Gang]]:
     boxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     both = Gang(Wire(0, boxes)), Gang(Wire(1, boxes))
+    for gang in both:
+        gang.equip(Config(), lambda ticket: "", None)
     yield both
     for gang in both:
         gang.close()

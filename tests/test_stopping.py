@@ -21,7 +21,8 @@ from fluxjax.base.process import under_way
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.config import Config
 from fluxjax.run import main
-from fluxjax.runtime.held_out import EvaluationGivenUp, HeldOut
+from fluxjax.run.parts import HeldOut
+from fluxjax.runtime.ports import EvaluationGivenUp
 from rollout.engine import SamplingParams
 
 

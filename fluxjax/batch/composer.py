@@ -28,9 +28,8 @@ from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Rewar
 from ..config import FSDP, ODC, Config, Strategy
 from .composition import Composition
 from .fill import lay_out
-from .part import Room
 from .rows import RowPacking
-from .share import Share, TrainGroup
+from .share import Room, Share, TrainGroup
 
 if TYPE_CHECKING:
     from sharding.links import Links
@@ -82,6 +81,11 @@ class Composer:
     def on(self, num_devices: int) -> Composer:
         """Returns the same composer for another number of devices."""
         return Composer(self._config, num_devices, self._vision, self._text, self.shapes)
+
+    @property
+    def num_shapes(self) -> int:
+        """The number of shapes of microbatches that were compiled."""
+        return len(self.shapes)
 
     def check(self) -> None:
         """Raises ConfigError for rollouts longer than the devices of one sequence hold."""

@@ -23,8 +23,8 @@ from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .part import Part, Room, outlines_of
-from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
+from .part import Part, outlines_of
+from .share import Item, Outline, Piece, Room, TrainGroup, check, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 

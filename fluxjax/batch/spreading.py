@@ -17,8 +17,8 @@ from sharding.spread.buffers import size_cost
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
 from ..config import Config, ConfigError, Ulysses
-from .part import Part, Room, outlines_of
-from .share import Outline, Piece, TrainGroup, pieces_of
+from .part import Part, outlines_of
+from .share import Outline, Piece, Room, TrainGroup, pieces_of
 from .work import calibrated, forward_seconds
 
 # (tokens, squares) of each sequence, the most tokens of a device -> plan

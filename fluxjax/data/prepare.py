@@ -81,7 +81,7 @@ class PromptLimits:
         if tokens > self.tokens:
             detail = f"{tokens} tokens, at most {self.tokens} leave room to answer"
             return SkippedPrompt(prompt, "prompt too long", detail)
-        if not surely_hold(patches, largest_frame, self.devices, self.patches):
+        if patches and not surely_hold(patches, largest_frame, self.devices, self.patches):
             room = f"{self.devices} devices of {self.patches} (packing.patches_per_device)"
             return SkippedPrompt(prompt, "too many patches", f"{patches}, more than fit {room}")
         return None

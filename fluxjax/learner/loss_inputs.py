@@ -35,12 +35,6 @@ def logprobs_of(composition: Composition, gradients: Gradients, weights: Params)
     return [own_rows(scores[0]) for scores in found if scores is not None]
 
 
-def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
-    """Says whether the log-probs of the weights to be trained are needed before they are trained."""
-    settings = config.algorithm
-    return settings.importance.whole or settings.updates > 1 or settings.kl_in_reward or algorithm.response_ratios
-
-
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
     """The batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are right."""
     further = {

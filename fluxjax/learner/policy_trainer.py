@@ -14,10 +14,12 @@ Every process of a run has a trainer, and makes the same steps. Process 0 has th
 plans, and hands every process its share; from there on, all of them do the same.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer, Team
-from ..batch.composition import Composition, plan_metrics, together
+from ..batch.composition import Composition, packing_metrics, together
 from ..batch.share import Share
 from ..config import Config, ConfigError
 from .gradients import Gradients, Outcome
@@ -41,7 +43,6 @@ from .loss_inputs import (
     by_response,
     coupled,
     logprobs_of,
-    needs_scores,
     only_taught,
     shaped,
     token_kl,
@@ -50,8 +51,10 @@ from .loss_inputs import (
     with_logprobs,
     with_policy_ratios,
 )
-from .replay import ReplayBuffer, replay_metrics
 from .run_models import RunModels
+
+if TYPE_CHECKING:
+    from .replay import ReplayBuffer
 
 
 @dataclasses.dataclass
@@ -68,7 +71,7 @@ class _Place:
 @dataclasses.dataclass
 class Portion:
     """Some groups of a step with their advantages, and their gradients where they have been computed. Processes other
-    than 0 have no groups."""
+    than 0 have no groups. The `size` matters where gradients of several portions are added up."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
@@ -104,7 +107,13 @@ class PolicyTrainer:
         idle = self._algorithm.idle_without_advantage(config.algorithm)
         # The KL term is an advantage, too, and critics learn from all.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
-        self._needs_scores = needs_scores(config, self._algorithm)
+        settings = config.algorithm
+        self._needs_scores = (
+            settings.importance.whole
+            or settings.updates > 1
+            or settings.kl_in_reward
+            or self._algorithm.response_ratios
+        )
         self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
         self._early: list[Portion] = []  # of the step under way
@@ -126,14 +135,14 @@ class PolicyTrainer:
     ) -> None:
         """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
         on the learner's). What teaches nothing is left to `train`."""
-        latest = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
+        latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
         self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """The groups are those of `accumulate`, too; not those that are replayed, which neither `TrainedStep.groups`
-        has. Metrics are those of the learner, and of the rewards: see `reward_metrics` and `replay_metrics`.
+        has. Metrics are those of the learner, `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`.
         `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and plans are then of
         what was left."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
@@ -144,13 +153,13 @@ class PolicyTrainer:
             count = len(groups) + len(early.groups)
             replayed, again = self._replay.choose(count, learner.version)
         scored = self._algorithm.advantages([*groups, *replayed], settings)
-        rest = portion(scored, {**prepared, **again}, self._config)
+        rest = Portion(scored, {**prepared, **again})
         if early.outcome is None:  # nothing was computed yet
             whole = joined(place.gradients, [early, rest])
             dealt = minibatches(whole.groups, settings.minibatches) or [whole.groups]
-            parts = [portion(part, whole.prepared, self._config) for part in dealt]
+            parts = [Portion(part, whole.prepared) for part in dealt]
         else:
-            parts = [rest] if has_gradient(rest.groups, self._skip_idle) else []
+            parts = [self._sized(rest)] if has_gradient(rest.groups, self._skip_idle) else []
         compositions = self._composed(parts, place, rest.size, update=True)
         whole, metrics = self._finish(early, rest, parts, compositions, place)
         composition = whole.composition
@@ -160,15 +169,9 @@ class PolicyTrainer:
             metrics["stream/groups"] = float(len(fresh) - len(groups))
         if self._replay is not None:
             self._replay.keep(fresh, whole.prepared, learner.version)
-            metrics |= replay_metrics(fresh, replayed, place.version, len(self._replay))
-        tokens_fill, patches_fill = composition.fill()
-        metrics |= reward_metrics(fresh) | {
-            "packing/microbatches": float(len(composition.everywhere)),
-            "packing/token_fill": tokens_fill,
-            "packing/patch_fill": patches_fill,
-            "packing/shapes": float(len(self._composer.shapes)),
-        }
-        metrics |= plan_metrics(composition, learner.mesh.size)
+            metrics |= self._replay.metrics(fresh, replayed, place.version)
+        metrics |= reward_metrics(fresh) | packing_metrics(composition, learner.mesh.size)
+        metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
@@ -276,7 +279,7 @@ class PolicyTrainer:
         parts get new ones."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in compositions:
+        for composition in filter(lambda composition: composition.coming, compositions):  # in nearly no step
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
@@ -332,6 +335,13 @@ class PolicyTrainer:
         for part in portions:
             part.groups = [advantaged(group, advantages) for group in part.groups]
         return {"advantages": np.array([advantages[key] for key in keys])}
+
+    def _sized(self, portion: Portion) -> Portion:
+        """Sets the portion's part in the step's normaliser."""
+        lengths = np.array([s.response.num_tokens for group in portion.groups for s in group.samples], np.int64)
+        settings = self._config.algorithm
+        portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
+        return portion
 
     def _renew_reference(self) -> None:
         """Makes the current policy the reference, where the configuration says so for this version."""
@@ -390,13 +400,6 @@ def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
 def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
     """The group with these advantages, given by (draw, sample)."""
     return group.with_advantages([advantages[s.response.draw, s.response.sample] for s in group.samples])
-
-
-def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
-    """A portion without gradients yet."""
-    lengths = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
-    size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
-    return Portion(groups, prepared, size)
 
 
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:

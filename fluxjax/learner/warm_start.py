@@ -58,7 +58,8 @@ async def warm_start(
 
 def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
     """Makes a step of the warm start, in every process; returns its metrics."""
-    learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
+    if composition.coming:
+        learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
     return learner.step(composition.everywhere)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.types import PreparedPrompt
 from ..batch.composer import Team
@@ -13,12 +13,14 @@ from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..data.prepare import Preparer
 from ..hosts.orders import Restore, Save
-from ..learner.replay import ReplayBuffer, draws_of
 from ..report.metrics import Summary
 from ..rewards import Scorer
 from .checkpoint import ResumeError
 from .parts import Parts
 from .snapshots import GangSnapshots
+
+if TYPE_CHECKING:
+    from ..learner.replay import ReplayBuffer
 
 
 class RunState:
@@ -53,7 +55,11 @@ class RunState:
     def begin(self) -> None:
         """Begins with step 0."""
         self.coordinator = make_coordinator(self._parts.config, self._policy)
-        self.replay = ReplayBuffer.of(self._parts.config.replay)
+        self.replay: ReplayBuffer | None = None
+        if self._parts.config.replay.share:
+            from ..learner.replay import ReplayBuffer
+
+            self.replay = ReplayBuffer(self._parts.config.replay)
 
     # --- restoring -------------------------------------------------------------------------------
 
@@ -91,6 +97,8 @@ class RunState:
         prompts = {draw: prepared.prompt for draw, prepared in self.prepared.items()}
         self.coordinator.load_state_dict(state["coordinator"], prompts)
         if self.replay is not None:
+            from ..learner.replay import draws_of
+
             kept = state.get("replay", {})
             self.replay.load_state_dict(kept, self._again(draws_of(kept)))
         self._rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases

@@ -32,15 +32,16 @@ from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
-from ..runtime.held_out import EvaluationGivenUp, HeldOut
+from ..runtime.ports import EvaluationGivenUp
 from ..runtime.runtime import Runtime
 from .artifacts import export, export_adapters, server_checkpoint, write_pictures
 from .build import check_reference, describe_model, sampling_params, training_prompts
 from .callbacks import Callback, Reporter, closing, opening
 from .checkpoint import ResumeError
-from .parts import HeldOutEvaluator, assemble, held_out_prompts, make_pool, settled
+from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
 from .run_state import RunState
 
+_DURING = 64  # held-out prompts of a source in evaluations between the first and the last
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
 
 
@@ -375,7 +376,7 @@ class FluxTrainer:
             source=source,
             scorer=self.rewards,
             trainer=trainer,
-            evaluator=HeldOutEvaluator(config.evaluation.samples, self.held_out, self.engine, self.summary),
+            evaluate=self._evaluated,
             checkpointer=state,
             sampling=self.sampling,
             seed=config.seed,
@@ -388,6 +389,13 @@ class FluxTrainer:
         if self._stopping:
             self._runtime.request_stop(_STOPPED)
         return await self._runtime.run()
+
+    async def _evaluated(self, full: bool) -> dict[str, float]:
+        """Returns the held-out accuracy of the weights that the engine serves; over fewer prompts during the run than
+        at its start and end."""
+        samples = self.config.evaluation.samples
+        with self.summary.stage("eval"):
+            return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))
 
     async def _last_measurements(self) -> None:
         with self.summary.stage("eval"):

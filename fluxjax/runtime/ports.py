@@ -11,6 +11,10 @@ from ..coordinator.messages import Finish
 from ..coordinator.saved import State
 
 
+class EvaluationGivenUp(Exception):
+    """The run is to stop; whoever resumes it makes the evaluation."""
+
+
 @runtime_checkable
 class PromptSource(Protocol):
     async def draw(self, count: int) -> tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]:
@@ -72,13 +76,6 @@ class Trainer(Protocol):
 
     def weights(self) -> Mapping[str, Any]:
         """Returns the parameters of `version` as engines take them; they must outlive the next `train`."""
-        ...
-
-
-@runtime_checkable
-class Evaluator(Protocol):
-    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
-        """Returns the accuracy of each source. Raises `EvaluationGivenUp` if the run is to stop before it is known."""
         ...
 
 

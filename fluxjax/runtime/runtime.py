@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -21,8 +21,16 @@ from ..base.timeline import Span, Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
-from .held_out import EvaluationGivenUp
-from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
+from .ports import (
+    Checkpointer,
+    Engines,
+    EvaluationGivenUp,
+    Observer,
+    PromptSource,
+    RewardScorer,
+    StepReport,
+    Trainer,
+)
 
 T = TypeVar("T")
 
@@ -37,7 +45,8 @@ class Runtime:
     source: PromptSource
     scorer: RewardScorer
     trainer: Trainer
-    evaluator: Evaluator
+    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop before it is known
+    evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
     seed: int = 0  # this and the draw of a prompt decide its random numbers, never the time or the engine
@@ -354,7 +363,7 @@ class Runtime:
     async def _evaluate(self, order: messages.Evaluate) -> None:
         try:
             with self.timeline.span("eval", "eval", order.step):
-                result = await self.evaluator.evaluate(order.step, order.full)
+                result = await self.evaluate(order.full)
         except EvaluationGivenUp:
             return self._post(messages.Evaluated(order.step, given_up=True))
         self._compiled = time.perf_counter()  # what was compiled for it is no part of a step

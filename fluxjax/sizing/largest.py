@@ -19,9 +19,8 @@ from sharding.spread.shapes import ShapeBook
 
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..batch.composer import Composer
-from ..batch.part import Room
 from ..batch.rows import Budget
-from ..batch.share import Outline, Piece, Share, TrainGroup
+from ..batch.share import Outline, Piece, Room, Share, TrainGroup
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # of made-up lengths
