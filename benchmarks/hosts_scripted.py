@@ -20,7 +20,7 @@ class ScriptedLinks:
     """The part of `sharding.links.Links` that a gang needs, without the other processes of `jax.distributed`."""
 
     def __init__(self, processes: int, timeout: float = 60.0) -> None:
-        self.process, self.processes, self.name = 0, processes, "process 0"
+        self.process, self.processes, self.name, self.rank_here = 0, processes, "process 0", 0
         self._news = threading.Condition()
         self._boxes: collections.defaultdict[int, collections.deque[bytes]] = collections.defaultdict(collections.deque)
         self._failure = ""

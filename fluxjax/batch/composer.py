@@ -28,8 +28,9 @@ from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Rewar
 from ..config import FSDP, ODC, Config, Strategy
 from .composition import Composition
 from .fill import lay_out
+from .part import Room
 from .rows import RowPacking
-from .share import Room, Share, TrainGroup
+from .share import Share, TrainGroup
 
 if TYPE_CHECKING:
     from sharding.links import Links
@@ -65,7 +66,9 @@ class Composer:
     ) -> None:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
-        self._room, self._tempered = Room.of(config, vision), config.rollout.tempered
+        packing, self._tempered = config.packing, config.rollout.tempered
+        tokens = packing.tokens_per_row * packing.rows_per_device
+        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision)
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
@@ -76,7 +79,7 @@ class Composer:
             from .own_pace import OwnPace as Dealer
         else:
             from .spreading import Spreading as Dealer
-        return Dealer(self._config, num_devices, self._vision, self._text, self.shapes)
+        return Dealer(self._config, num_devices, self.room, self._text, self.shapes)
 
     def on(self, num_devices: int) -> Composer:
         """Returns the same composer for another number of devices."""
@@ -125,7 +128,7 @@ class Composer:
 
     def lay_out(self, share: Share) -> Composition:
         """Returns the microbatches of a share: with the rows of its shards, and no others."""
-        return lay_out(share, self._room, self._tempered)
+        return lay_out(share, self.room, self._tempered)
 
     def _chosen(
         self,

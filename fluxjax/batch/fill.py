@@ -24,8 +24,8 @@ from sharding.spread.buffers import SizedLayout, Spread, lay
 from ..base.scored import bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
 from .composition import Composition, Microbatch
-from .part import Part, rows_of
-from .share import Groups, Outline, Piece, Room, Row, Share, TrainGroup
+from .part import Part, Room, rows_of
+from .share import Groups, Outline, Piece, Row, Share, TrainGroup
 
 
 @dataclasses.dataclass

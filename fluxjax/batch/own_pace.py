@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.config import TextConfig, VisionConfig
+from models.config import TextConfig
 from models.inputs import common_bound
 from sharding.mesh import replica_size
 from sharding.planner.packing import Microbatches, busiest, lb_mini
@@ -23,8 +23,8 @@ from sharding.planner.vision_units import surely_hold
 from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
-from .part import Part, outlines_of
-from .share import Item, Outline, Piece, Room, TrainGroup, check, pieces_of
+from .part import Part, Room, outlines_of
+from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
@@ -41,12 +41,11 @@ class OwnPace:
     """
 
     def __init__(
-        self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
+        self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes = num_devices, shapes
-        self._work_of = estimate(config, text, vision)
-        self._spreading = Spreading(config, num_devices, vision, text, shapes)
-        self._room = Room.of(config, vision)
+        self._num_devices, self._shapes, self._room = num_devices, shapes, room
+        self._work_of = estimate(config, text, room.vision)
+        self._spreading = Spreading(config, num_devices, room, text, shapes)
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def check(self) -> None:

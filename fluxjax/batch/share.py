@@ -15,57 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from models.config import VisionConfig
 from models.inputs import PromptInput
-from sharding.mesh import binary_axes, replica_size
+from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
-from sharding.spread.shapes import Sizes, round_up
+from sharding.spread.shapes import Sizes
 
 from ..base.types import Columns
-from ..config import Config, ConfigError
-
-# A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
-# token. A prompt's last token in the chunk predicts the first tokens of responses beyond it: at most one sequence of a
-# chunk goes on beyond it.
-EXPORTS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """A device's capacity in a microbatch: a row of `tokens` tokens, and `patches` patches."""
-
-    tokens: int
-    patches: int
-    share_prompts: bool
-    vision: VisionConfig | None
-    degree: int = 1  # the most devices that compute one sequence
-
-    @classmethod
-    def of(cls, config: Config, vision: VisionConfig | None, degree: int = 1) -> Room:
-        """Returns the room that `config.packing` gives: one row with the tokens of all packed rows of a device."""
-        packing = config.packing
-        tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
-        return cls(tokens, patches, packing.share_prompts, vision, degree)
-
-    @property
-    def whole_patches(self) -> int:
-        """The patches that make up complete merged features; 0 for a text model."""
-        unit = self.vision.merge_unit if self.vision is not None else 0
-        return self.patches // unit * unit if unit else 0
-
-    def caps(self, num_devices: int) -> Sizes:
-        """Returns the largest size of each buffer that a microbatch on `num_devices` devices may need."""
-        degrees = [1 << k for k in range(min(self.degree, num_devices).bit_length())]
-        rounds = [f"round/{p}/0" for p in degrees]
-        caps = {"columns": self.tokens} | dict.fromkeys(rounds, self.tokens)
-        if len(rounds) > 1:
-            caps["exports"] = round_up(EXPORTS * (len(rounds) - 1))
-        if self.vision is not None:
-            features = self.whole_patches // self.vision.merge_unit
-            # In the worst case a device passes on all features that it receives.
-            sends = {f"send/{axis}": features << k for k, axis in enumerate(binary_axes(num_devices))}
-            caps |= {"patches": self.whole_patches, "frame": 1 << (self.whole_patches - 1).bit_length()} | sends
-        return caps
+from ..config import ConfigError
 
 
 class Item(NamedTuple):

@@ -159,7 +159,8 @@ class PolicyTrainer:
             dealt = minibatches(whole.groups, settings.minibatches) or [whole.groups]
             parts = [Portion(part, whole.prepared) for part in dealt]
         else:
-            parts = [self._sized(rest)] if has_gradient(rest.groups, self._skip_idle) else []
+            rest = self._sized(rest)
+            parts = [rest] if has_gradient(rest.groups, self._skip_idle) else []
         compositions = self._composed(parts, place, rest.size, update=True)
         whole, metrics = self._finish(early, rest, parts, compositions, place)
         composition = whole.composition
