@@ -24,7 +24,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .part import Part, Room, outlines_of
-from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
+from .share import Item, Outline, Piece, TrainGroup, check, first_fit, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
@@ -213,16 +213,9 @@ def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
     """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. An
     item's patches stand once in a microbatch, so its pieces stay together."""
-    parts: list[set[int]] = []
-    used: list[int] = []
     media = {pieces[i].item: pieces[i].patches for i in members}
-    for item, patches in sorted(media.items(), key=lambda pair: (-pair[1], pair[0])):
-        place = next((k for k, n in enumerate(used) if n + patches <= cap), len(parts))
-        if place == len(parts):
-            parts.append(set())
-            used.append(0)
-        parts[place].add(item)
-        used[place] += patches
+    items = sorted(media)
+    parts = [{items[k] for k in part} for part in first_fit([media[item] for item in items], cap)]
     return [sorted(i for i in members if pieces[i].item in part) for part in parts]
 
 
