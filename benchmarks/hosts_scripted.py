@@ -38,10 +38,10 @@ class ScriptedLinks:
         widen_send_buffers()  # as `Links` does
         self._wires = Wires(wires, timeout, self._heard, self._gone)
 
-    def answer(self, line: str) -> None:
-        """Sets the line that the followers answer from now on."""
+    def answer(self, data: bytes) -> None:
+        """Sets what the followers answer from now on."""
         assert self._followers.stdin is not None and self._followers.stdout is not None
-        self._followers.stdin.write(line + "\n")
+        self._followers.stdin.write(data.hex() + "\n")
         self._followers.stdin.flush()
         self._followers.stdout.readline()
 

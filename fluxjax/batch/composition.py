@@ -132,7 +132,7 @@ def packing_metrics(composition: Composition, num_devices: int) -> dict[str, flo
     largest over mean attention work and tokens of a device, and the padding of what all-to-alls send.
     """
     microbatches = composition.everywhere
-    tokens, token_cells, patches, patch_cells = np.sum(list(map(dataclasses.astuple, composition.filled)), axis=0)
+    tokens, token_cells, patches, patch_cells = np.sum(composition.filled, axis=0)
     metrics = {
         "packing/microbatches": float(len(microbatches)),
         "packing/token_fill": float(tokens / token_cells),

@@ -134,15 +134,9 @@ def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part)) for part in parts]
 
 
-@dataclasses.dataclass(frozen=True)
-class Filled:
-    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
-    and the cells of its patch buffers."""
-
-    tokens: int
-    token_cells: int
-    patches: int
-    patch_cells: int
+# The use of a microbatch's buffers, over all devices: tokens and the cells of token buffers, patches and the cells of
+# patch buffers.
+Filled: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +182,7 @@ class Outline:
         media = {(home, piece.item): piece.patches for home, piece in zip(homes, pieces, strict=True)}
         cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
-        return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
+        return sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells
 
     def of(self, shards: range) -> Outline:
         """Returns what these devices lay out. They take part in what all compute together."""

@@ -28,18 +28,13 @@ class ToldPrompts:
 
     async def draw(self, count: int) -> Drawn:
         prepared, skipped = await self._source.draw(count)
-        if (order := coming(prepared, self._place_of)).media:
-            self._gang.tell(order)
+        told = [(ready.prompt.draw, told_media(ready.inputs, self._place_of)) for ready in prepared]
+        if media := [[draw, tickets] for draw, tickets in told if tickets is not None]:
+            self._gang.tell(Coming(media))
         return prepared, skipped
 
     def state_dict(self) -> dict:
         return self._source.state_dict()
-
-
-def coming(prepared: Sequence[PreparedPrompt], place_of: PlaceOf) -> Coming:
-    """Returns the order that tells other processes of these prompts; those with their pixels here are left out."""
-    media = [(ready.prompt.draw, told_media(ready.inputs, place_of)) for ready in prepared]
-    return Coming([[draw, told] for draw, told in media if told is not None])
 
 
 class ComingPrompts:

@@ -168,12 +168,11 @@ class Gang(Team):
         with self.watch.waiting():
             mine = fingerprint(self._config, compositions)
             if self.process:
-                self._links.send(0, mine.encode())
+                self._links.send(0, encode_value(mine))
                 self.watch.agreed()
                 return
             for process in range(1, self.processes):
-                theirs = self._fingerprint_of(process)
-                if theirs != mine:
+                if (theirs := self._value_of(process)) != mine:
                     self._links.fail(
                         f"process {process} would run another program than process 0 ({theirs} and {mine}): start all "
                         "with the same command, release, and versions of JAX"
@@ -201,11 +200,6 @@ class Gang(Team):
                 self._heard.append(data)
             elif not self._noted(value := decode_value(data)):
                 return value
-
-    def _fingerprint_of(self, process: int) -> str:
-        while is_value(data := self._links.receive(process)):
-            self._noted(decode_value(data))
-        return data.decode()
 
     def stepped(self, idle: float | None = None) -> None:
         """Does what it does in a `Team`. Every other process sends process 0 its status of the step, which process 0

@@ -118,11 +118,6 @@ def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decouple
     return composition.replaced({"policy_log_ratios_BT": ratios_BT})
 
 
-def with_advantages(composition: Composition, advantages: np.ndarray) -> Composition:
-    """Returns the composition with other advantages, one a response."""
-    return composition.replaced({"advantages_BT": composition.scattered(np.repeat(advantages, composition.lengths))})
-
-
 def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:

@@ -46,7 +46,6 @@ from .loss_inputs import (
     only_taught,
     shaped,
     token_kl,
-    with_advantages,
     with_importance,
     with_logprobs,
     with_policy_ratios,
@@ -76,7 +75,6 @@ class Portion:
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
     size: int = 0  # of the step's normaliser
-    gradients: Gradients | None = None  # whose mesh the outcome is on
     composition: Composition | None = None  # the last one that was computed
     outcome: Outcome | None = None
 
@@ -116,7 +114,7 @@ class PolicyTrainer:
         )
         self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
-        self._early: list[Portion] = []  # of the step under way
+        self._early: dict[Gradients, Portion] = {}  # of the step under way, by where they were computed
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
     @property
@@ -191,14 +189,13 @@ class PolicyTrainer:
     def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """Computes the gradients of a portion, whose compositions are none or one, and keeps them for the step."""
         self._compute(latest, compositions, place)
-        here = [early for early in self._early if early.gradients is place.gradients]
-        elsewhere = [early for early in self._early if early.gradients is not place.gradients]
-        self._early = [*elsewhere, joined(place.gradients, [*here, latest])]
-        jax.block_until_ready(self._early[-1].outcome)
+        here = self._early.pop(place.gradients, Portion())
+        self._early[place.gradients] = joined(place.gradients, [here, latest])  # the last one now
+        jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:
         """Everything of the step under way that was computed before its end."""
-        early, self._early = self._early, []
+        early, self._early = list(self._early.values()), {}
         return joined(place.gradients, early)
 
     def _finish(
@@ -259,7 +256,7 @@ class PolicyTrainer:
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """The gradients of a portion, if there is anything to compute."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
-            portion.composition, portion.gradients = composition, place.gradients
+            portion.composition = composition
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
 
     def _composed(
@@ -297,7 +294,9 @@ class PolicyTrainer:
         elif settings.kl_in_reward:
             sums = [{"kl": minibatch.summed(tokens)} for minibatch, tokens in zip(scored, kl, strict=True)]
             found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
-            scored = [with_advantages(c, numbers["advantages"]) for c, numbers in zip(scored, found, strict=True)]
+            for number, (composition, values) in enumerate(zip(scored, found, strict=True)):
+                tokens = np.repeat(values["advantages"], composition.lengths)
+                scored[number] = composition.replaced({"advantages_BT": composition.scattered(tokens)})
         for number, now in enumerate(proximal):
             composition = scored[number]
             if settings.importance.whole:
@@ -431,7 +430,7 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
             composition = portion.composition
     groups = sorted((group for portion in portions for group in portion.groups), key=lambda group: group.prompt.draw)
     prepared = {draw: prompt for portion in portions for draw, prompt in portion.prepared.items()}
-    return Portion(groups, prepared, size, gradients, composition, total)
+    return Portion(groups, prepared, size, composition, total)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
