@@ -25,6 +25,7 @@ from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
 from fluxjax.report.shown import MOST, host_lanes, host_lines, host_metrics, slowest
+from fluxjax.run.artifacts import process_log
 from fluxjax.run.follower import prometheus_port
 from sharding.links import Links
 
@@ -195,7 +196,7 @@ def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
     logging.getLogger().addHandler(terminal)
     try:
         for attempt in range(2):  # a resumed run writes behind what is there
-            with pytest.raises(ValueError, match="out of luck"), gang.logged(tmp_path):
+            with pytest.raises(ValueError, match="out of luck"), process_log(tmp_path, gang):
                 logging.getLogger("fluxjax.hosts").info("step %d", attempt)
                 logging.getLogger("elsewhere").warning("look out")
                 raise ValueError("out of luck")
@@ -212,6 +213,6 @@ def test_a_process_logs_into_the_folder_of_the_run(gangs, tmp_path):
 
 
 def test_one_process_has_no_log_of_its_own(tmp_path):
-    with Team().logged(tmp_path):
+    with process_log(tmp_path, Team()):
         pass
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -24,7 +23,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
 from ..base.process import collector_paused
-from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
 from ..config import FSDP, ODC, Config, Strategy
 from .composition import Composition
 from .fill import lay_out
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from sharding.walk import Params
 
     from ..base.host_status import HostStatus
-    from ..data.materializer import Materializer
     from .own_pace import OwnPace
     from .spreading import Spreading
 
@@ -191,16 +189,22 @@ class Team:
     links: Links | None = None  # to the other processes
     rank_here = 0  # the number of processes with lower numbers that share this process's ports
     bytes_told = 0  # by this process, to all others together
-    _materializer: Materializer | None = None
+    _expect: Callable[[Iterable[TrainBatch]], None] | None = None
 
     @property
     def alone(self) -> bool:
         return self.processes == 1
 
-    def equip(self, config: Config, place_of: Callable[[str], str], materializer: Materializer | None) -> None:
+    def equip(
+        self,
+        config: Config,
+        place_of: Callable[[str], str],
+        expect: Callable[[Iterable[TrainBatch]], None] | None,
+    ) -> None:
         """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
-        medium of a ticket; `materializer`, which fetches pixels that are elsewhere."""
-        self._materializer = materializer
+        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
+        pixels)."""
+        self._expect = expect
 
     def composed(
         self,
@@ -225,8 +229,8 @@ class Team:
         """Returns the microbatches of this process's shares, when all processes agree on the programs to run."""
         with self.stage("layout"):
             compositions = [composer.lay_out(share) for share in shares]
-        if self._materializer is not None:
-            self._materializer.expect(micro.batch for composition in compositions for micro in composition.microbatches)
+        if self._expect is not None:
+            self._expect(micro.batch for composition in compositions for micro in composition.microbatches)
         self.agree(compositions)
         return compositions
 
@@ -271,12 +275,6 @@ class Team:
         """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
         others; of a process that is alone, none."""
         return []
-
-    def logged(self, run_dir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
-        """Writes what this process logs within the `with` to `run_dir/processes/process-N.log`, appended to what the
-        file holds: its own notes, warnings of libraries, a line a step, and the error that ends it. The terminal gets
-        the warnings as before. A process that is alone writes none. Raises OSError if the file cannot be written."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Ends the time limit on progress."""

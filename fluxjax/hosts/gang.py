@@ -10,11 +10,10 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +27,12 @@ from sharding.walk import Params
 from ..algorithms import own_code
 from ..base.host_status import HostStage, HostStatus
 from ..base.process import activity, resident_bytes
+from ..base.types import TrainBatch
 from ..batch.composer import Team
 from ..batch.composition import Composition
 from ..batch.share import Share
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
-from ..data.materializer import Materializer
 from .orders import (
     End,
     Gather,
@@ -51,7 +50,6 @@ from .progress import Progress
 
 log = logging.getLogger(__name__)
 
-_LOGS = "processes"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -124,8 +122,8 @@ class Gang(Team):
         for process in range(1, self.processes):
             self._send(process, data)
 
-    def equip(self, config: Config, place_of: PlaceOf, materializer: Materializer | None) -> None:
-        super().equip(config, place_of, materializer)
+    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Iterable[TrainBatch]], None] | None) -> None:
+        super().equip(config, place_of, expect)
         self._config, self._place_of = config, place_of
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -240,32 +238,6 @@ class Gang(Team):
             weights = brought(make(), mesh, keep=True)
             self._hear_statuses()
         return weights
-
-    @contextlib.contextmanager
-    def logged(self, run_dir: pathlib.Path) -> Iterator[None]:
-        (run_dir / _LOGS).mkdir(exist_ok=True)
-        handler = logging.FileHandler(run_dir / _LOGS / f"process-{self.process}.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        notes = logging.getLogger(__name__.partition(".")[0])
-        root = logging.getLogger()
-        terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: there is no other
-        levels = {logger_or_handler: logger_or_handler.level for logger_or_handler in [notes, *terminal]}
-        for terminal_handler in terminal:
-            terminal_handler.setLevel(max(terminal_handler.level, logging.WARNING))
-        notes.setLevel(logging.INFO)
-        before, root.handlers = root.handlers, [*terminal, handler]
-        try:
-            log.info("process %d of %d, %s, pid %d", self.process, self.processes, socket.gethostname(), os.getpid())
-            yield
-            log.info("the run is over")
-        except BaseException as error:
-            log.info("ended by %s: %s", type(error).__name__, error)  # whoever catches it tells the terminal
-            raise
-        finally:
-            root.handlers = before
-            for logger_or_handler, level in levels.items():
-                logger_or_handler.setLevel(level)
-            handler.close()
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:

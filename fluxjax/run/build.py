@@ -245,6 +245,8 @@ class NoPixels:
     fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
     materializer: Materializer | None = None
 
+    def expect(self, batches: Iterable[object]) -> None: ...
+
     def read(self, tree: Tree) -> Tree:
         return tree
 

@@ -38,6 +38,7 @@ from ..learner.warm_start import begin_warm_start, given_step, warm_start_source
 from ..runtime.engine_servers import EngineServers
 from ..runtime.fleet_pool import check_allocator
 from . import snapshot_folder
+from .artifacts import process_log
 from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 from .snapshots import Snapshots
@@ -170,7 +171,7 @@ def follow(gang: Team, algorithm: object) -> None:
 
             served = PrometheusPort(port, config.report.prometheus_address[0], HostCollector(gang.statuses))
             ended.callback(served.close)
-        ended.enter_context(gang.logged(run_dir))
+        ended.enter_context(process_log(run_dir, gang))
         follower = Follower(config, gang, run_dir, start.token)
         for order in orders:
             follower.obey(order)

@@ -19,6 +19,7 @@ from ..batch.composer import Team
 from ..config import Config, ConfigError, DistributedConfig
 from ..coordinator import CoordinatorError
 from ..hosts.orders import OrderError
+from .artifacts import process_log
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
 from .trainer import FluxTrainer
@@ -74,7 +75,7 @@ def main(config: Config) -> int:
 
             follow(gang, config.algorithm.name)
         else:
-            with FluxTrainer(config, gang=gang) as trainer, gang.logged(trainer.run_dir):
+            with FluxTrainer(config, gang=gang) as trainer, process_log(trainer.run_dir, gang):
                 stops.append(trainer.stop)
                 trainer.fit(callbacks=[SettledHeap()])
     except USER_ERRORS as error:

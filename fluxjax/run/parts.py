@@ -109,7 +109,7 @@ def assemble(
         materializer=pixels.materializer,
     )
     learner, critic = learning.learner, None
-    gang.equip(config, pixels.place_of, pixels.materializer)
+    gang.equip(config, pixels.place_of, None if pixels.materializer is None else pixels.materializer.expect)
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.checkpoint.keep, read_only=read_only, largest=learning.largest
     )

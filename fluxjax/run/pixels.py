@@ -92,6 +92,10 @@ class Pixels:
         self._watch = self._open.enter_context(contextlib.closing(PreprocessorWatch(store)))
         return store
 
+    def expect(self, batches: Iterable[object]) -> None:
+        """Begins to fetch the pixels of these batches, in this order."""
+        self._materializer.expect(batches)
+
     def read(self, tree: Tree) -> Tree:
         """Returns a pytree, such as a batch or a prompt's `vision`, with its pixels in the place of shadows."""
         return self._materializer.read(tree)

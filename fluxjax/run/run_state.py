@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.types import PreparedPrompt
 from ..batch.composer import Team
@@ -18,9 +18,6 @@ from ..rewards import Scorer
 from .checkpoint import ResumeError
 from .parts import Parts
 from .snapshots import GangSnapshots
-
-if TYPE_CHECKING:
-    from ..learner.replay import ReplayBuffer
 
 
 class RunState:
@@ -55,7 +52,7 @@ class RunState:
     def begin(self) -> None:
         """Begins with step 0."""
         self.coordinator = make_coordinator(self._parts.config, self._policy)
-        self.replay: ReplayBuffer | None = None
+        self.replay = None
         if self._parts.config.replay.share:
             from ..learner.replay import ReplayBuffer
 
