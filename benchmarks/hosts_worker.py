@@ -29,7 +29,7 @@ from fluxjax.batch.composer import Composer, Team
 from fluxjax.batch.composition import Composition
 from fluxjax.config import STRATEGIES, Config, ConfigError
 from fluxjax.hosts.gang import Gang, check_across_processes, fingerprint
-from fluxjax.hosts.orders import Learn, OrderError, decode, encode_value, shares_of
+from fluxjax.hosts.orders import Learn, OrderError, Value, decode, encode, shares_of
 from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
 from models.inputs import ModelInput
@@ -91,7 +91,8 @@ class Process:
             with watch("plan"):
                 shares = [[share] for share in self._composer.outline(groups, prepared).cut(self._processes)]
             if isinstance(links, ScriptedLinks):
-                links.answer(encode_value(fingerprint(self._config, [self._composer.lay_out(shares[0][0])])))
+                lead = fingerprint(self._config, [self._composer.lay_out(shares[0][0])])
+                links.answer(b"".join(encode(Value(lead))))
             with watch("send"):  # and write down
                 gang.hand_out(shares)
             with watch("own_rows"):

@@ -20,7 +20,7 @@ from fluxjax.base.timeline import Span
 from fluxjax.batch.composer import Team
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang, heard_status, shifted, told_status
-from fluxjax.hosts.orders import decode_value, encode_value, is_value
+from fluxjax.hosts.orders import decode, encode
 from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
@@ -37,10 +37,9 @@ def status(process: int = 0, layout: float = 0.25, **own: Any) -> HostStatus:
 
 def test_a_status_travels_whole():
     sent = status(3, idle=0.75)
-    data = encode_value(told_status(sent))
-    assert is_value(data) and len(data) < 300
-    assert heard_status(decode_value(data)) == sent
-    assert heard_status({"keys": 1}) is None and heard_status(4) is None
+    data = b"".join(encode(told_status(sent, 8.0)))
+    assert len(data) < 300
+    assert heard_status(decode(data), 8.0) == sent
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():

@@ -29,11 +29,9 @@ from fluxjax.hosts.orders import (
     Restore,
     Save,
     Start,
+    Value,
     decode,
-    decode_value,
     encode,
-    encode_value,
-    is_value,
     shares_of,
     told,
 )
@@ -184,9 +182,7 @@ def test_a_prompt_that_is_not_here_is_named():
 
 def test_a_value_comes_as_it_was_sent():
     value = {"numbers": np.arange(3), "means": np.array([0.1, -np.inf]), "text": ["a", {"b": 1e-9}], "nothing": None}
-    data = encode_value(value)
-    assert is_value(data) and not is_value(b"".join(encode(End())))
-    read = decode_value(data)
+    read = decode(b"".join(encode(Value(value)))).value
     for name, want in value.items():
         np.testing.assert_array_equal(read[name], want)
 

@@ -39,11 +39,10 @@ from .orders import (
     Learn,
     Order,
     PlaceOf,
+    Status,
+    Value,
     decode,
-    decode_value,
     encode,
-    encode_value,
-    is_value,
     told,
 )
 from .progress import Progress
@@ -112,7 +111,7 @@ class Gang(Team):
         self.watch = StepWatch()  # of this process
         self._number = 0  # of the last step whose update is told
         self._at = 0  # the step that this process works for
-        self._heard: collections.deque[bytes] = collections.deque()  # orders that came while it waited for a value
+        self._heard: collections.deque[Order] = collections.deque()  # orders that came while it waited for a value
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
@@ -120,7 +119,7 @@ class Gang(Team):
     def tell(self, order: Order) -> None:
         data = encode(order)
         for process in range(1, self.processes):
-            self._send(process, data)
+            self.bytes_told += self._links.send(process, *data)
 
     def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Iterable[TrainBatch]], None] | None) -> None:
         super().equip(config, place_of, expect)
@@ -136,7 +135,8 @@ class Gang(Team):
         for process in range(1, self.processes):
             minibatches = [told(share, self._place_of) for share in shares[process]]
             responses = [data for _, every in minibatches for data in every]
-            self._send(process, encode(Learn(self._at, [rows for rows, _ in minibatches], responses, size, update)))
+            order = Learn(self._at, [rows for rows, _ in minibatches], responses, size, update)
+            self.bytes_told += self._links.send(process, *encode(order))
 
     def _place(self) -> str:
         return f"step {self._at}, {self.watch.at}"
@@ -144,17 +144,13 @@ class Gang(Team):
     def close(self) -> None:
         self._progress.close()
 
-    def _send(self, process: int, data: Sequence[bytes]) -> None:
-        self.bytes_told += self._links.send(process, *data)
-
     def orders(self) -> Iterator[Order]:
         """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
         for bytes that are no order."""
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
-                data = self._heard.popleft() if self._heard else self._links.receive(0)
-            order = decode(data)
+                order = self._heard.popleft() if self._heard else decode(self._links.receive(0))
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
                 self._at, place = order.number, self._place
@@ -166,7 +162,7 @@ class Gang(Team):
         with self.watch.waiting():
             mine = fingerprint(self._config, compositions)
             if self.process:
-                self._links.send(0, encode_value(mine))
+                self._links.send(0, *encode(Value(mine)))
                 self.watch.agreed()
                 return
             for process in range(1, self.processes):
@@ -182,22 +178,24 @@ class Gang(Team):
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
         with self.watch.waiting():
             if self.process:
-                self._links.send(0, encode_value(value))
+                self._links.send(0, *encode(Value(value)))
                 return self._value_of(0)
             parts = decide([value, *map(self._value_of, range(1, self.processes))])
         for process in range(1, self.processes):
-            self._links.send(process, encode_value(parts[process]))
+            self._links.send(process, *encode(Value(parts[process])))
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
         """Returns the value that a process sends, after statuses, of which it takes note. An order that comes before it
         waits for its turn: process 0 tells of drawn prompts from another thread."""
         while True:
-            data = self._links.receive(process)
-            if not is_value(data):
-                self._heard.append(data)
-            elif not self._noted(value := decode_value(data)):
-                return value
+            heard = decode(self._links.receive(process))
+            if isinstance(heard, Value):
+                return heard.value
+            if isinstance(heard, Status):
+                self._know(heard_status(heard, self._stepped_at))
+            else:
+                self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
         """Does what it does in a `Team`. Every other process sends process 0 its status of the step, which process 0
@@ -209,17 +207,10 @@ class Gang(Team):
         self._know(status)
         log.info("%s", step_line(status))
         if self.process:
-            self._links.send(0, encode_value(told_status(shifted(status, -self._stepped_at))))
+            self._links.send(0, *encode(told_status(status, self._stepped_at)))
 
     def statuses(self) -> list[HostStatus]:
         return [status for _, status in sorted(self._statuses.items())]
-
-    def _noted(self, value: Any) -> bool:
-        """Takes note of a status; says whether the value is one."""
-        status = heard_status(value)
-        if status is not None:
-            self._know(shifted(status, self._stepped_at))
-        return status is not None
 
     def _know(self, status: HostStatus) -> None:
         self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
@@ -230,7 +221,9 @@ class Gang(Team):
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
-                self._noted(decode_value(self._links.receive(process)))
+                heard = decode(self._links.receive(process))
+                assert isinstance(heard, Status)
+                self._know(heard_status(heard, self._stepped_at))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
         with self._progress.of(lambda: "the gathering of weights"):
@@ -252,17 +245,15 @@ def step_line(status: HostStatus) -> str:
     return f"step {status.step}: {stages}, waited {status.waited:.3f} s, {status.memory / 1e9:.2f} GB"
 
 
-def told_status(status: HostStatus) -> dict[str, Any]:
-    """Returns the status as it is sent, a value for `encode_value`."""
-    return {"status": dataclasses.asdict(status)}
+def told_status(status: HostStatus, end: float) -> Status:
+    """Returns the status as it is sent; `end` is that of the step, on this process's clock."""
+    return Status(dataclasses.asdict(shifted(status, -end)))
 
 
-def heard_status(value: Any) -> HostStatus | None:
-    """Returns the status that `told_status` made a value of; None where it is another value."""
-    if not isinstance(value, dict) or value.keys() != {"status"}:
-        return None
-    stages = tuple(HostStage(**stage) for stage in value["status"].pop("stages"))
-    return HostStatus(stages=stages, **value["status"])
+def heard_status(told: Status, end: float) -> HostStatus:
+    """Returns the status that `told_status` made an answer of; `end` is that of the step, on this process's clock."""
+    stages = tuple(HostStage(**stage) for stage in told.fields["stages"])
+    return shifted(HostStatus(**{**told.fields, "stages": stages}), end)
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:

@@ -1,5 +1,5 @@
-"""The orders that process 0 sends to the other processes, and their encoding: typed, versioned, compact. They carry
-decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders that process 0 sends to the other processes, the answers of these, and their encoding: typed, versioned,
+compact. They carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
 last, as they were written when they arrived (`base.scored`): however many processes there are, process 0 only
@@ -40,7 +40,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders. Every order is a frozen dataclass; its `name` is that of its class."""
+    """The base of orders and answers. Each is a frozen dataclass; its `name` is that of its class."""
 
     name: ClassVar[str]
 
@@ -115,6 +115,19 @@ class End(Order):
     """The run is over: wait for what is being written, and end."""
 
 
+class Value(Order):
+    """The part of a process in what all decide together (`Team.decided`), there and back: numbers, texts, lists,
+    dictionaries, arrays of one dimension."""
+
+    value: Any
+
+
+class Status(Order):
+    """The fields of a `HostStatus`, to process 0. Times count from the end of the step."""
+
+    fields: Mapping[str, Any]
+
+
 _ORDERS = {kind.name: kind for kind in Order.__subclasses__()}
 
 
@@ -123,14 +136,17 @@ def encode(order: Order) -> list[bytes]:
     processes they are gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     responses = fields.pop("responses", ())
-    return [msgpack.packb(fields), *responses]
+    return [
+        msgpack.packb(fields, default=lambda array: {"dtype": array.dtype.str, "data": array.tobytes()}),
+        *responses,
+    ]
 
 
 def decode(data: bytes) -> Order:
     """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
     of this program made."""
     try:
-        unpacker = msgpack.Unpacker(io.BytesIO(data), strict_map_key=True)
+        unpacker = msgpack.Unpacker(io.BytesIO(data), strict_map_key=True, object_hook=_array)
         fields = unpacker.unpack()
         protocol, kind = fields.pop("protocol"), fields.pop("order")
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
@@ -146,6 +162,14 @@ def decode(data: bytes) -> Order:
         return _ORDERS[kind](**fields)
     except TypeError as error:
         raise OrderError(f"order {kind}: {error}") from error
+
+
+def _plain(array: np.ndarray) -> dict[str, Any]:
+    return {"dtype": array.dtype.str, "data": array.tobytes()}
+
+
+def _array(read: dict[str, Any]) -> Any:
+    return np.frombuffer(read["data"], read["dtype"]) if read.keys() == {"dtype", "data"} else read
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -281,27 +305,3 @@ def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None
     if not isinstance(patches, ShadowTensor):
         return None
     return [[rows.ticket, place_of(rows.ticket)] for rows in patches.elsewhere]
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-_VALUE = b"value:"  # an order and a status begin otherwise
-
-
-def encode_value(value: Any) -> bytes:
-    """Returns the bytes of a value for `decode_value`: numbers, texts, lists, dictionaries, arrays of one dimension."""
-    packer = msgpack.Packer(default=lambda array: {"dtype": array.dtype.str, "data": array.tobytes()})
-    return _VALUE + bytes(packer.pack(value))
-
-
-def is_value(data: bytes) -> bool:
-    return data.startswith(_VALUE)
-
-
-def decode_value(data: bytes) -> Any:
-    """Returns the value in these bytes."""
-    return msgpack.unpackb(data.removeprefix(_VALUE), object_hook=_array)
-
-
-def _array(read: dict[str, Any]) -> Any:
-    return np.frombuffer(read["data"], read["dtype"]) if read.keys() == {"dtype", "data"} else read
