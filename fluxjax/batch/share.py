@@ -134,9 +134,14 @@ def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part)) for part in parts]
 
 
-# The use of a microbatch's buffers, over all devices: tokens and the cells of token buffers, patches and the cells of
-# patch buffers.
-Filled: TypeAlias = tuple[int, int, int, int]
+class Filled(NamedTuple):
+    """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
+    and the cells of its patch buffers."""
+
+    tokens: int
+    token_cells: int
+    patches: int
+    patch_cells: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +172,6 @@ class Outline:
         return len(self.shards) if self.plan is None else self.plan.num_devices
 
     @property
-    def program(self) -> tuple[object, ...]:
-        """A key that is equal for microbatches that the same compiled program computes."""
-        return (self.num_devices, *sorted(self.sizes.items()))
-
-    @property
     def filled(self) -> Filled:
         pieces = self.pieces
         if self.plan is None:
@@ -182,7 +182,7 @@ class Outline:
         media = {(home, piece.item): piece.patches for home, piece in zip(homes, pieces, strict=True)}
         cells = self.num_devices * self.sizes.get("rows", 1) * self.sizes["columns"]
         patch_cells = self.num_devices * self.sizes.get("patches", 0)
-        return sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells
+        return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
         """Returns what these devices lay out. They take part in what all compute together."""
