@@ -106,22 +106,7 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
     return dict(zip(composition.keys, parts, strict=True))
 
 
-def together(compositions: Sequence[Composition]) -> Composition:
-    """Joins compositions into one of all microbatches, to measure how full and how even they are; returns a single one
-    itself."""
-    if len(compositions) == 1:
-        return compositions[0]
-    return Composition(
-        microbatches=tuple(m for composition in compositions for m in composition.microbatches),
-        keys=tuple(key for composition in compositions for key in composition.keys),
-        cells=np.zeros(0, np.int64),  # they would have to be counted anew
-        lengths=np.concatenate([composition.lengths for composition in compositions]),
-        filled=tuple(filled for composition in compositions for filled in composition.filled),
-        elsewhere=tuple(m for composition in compositions for m in composition.elsewhere),
-    )
-
-
-def packing_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
+def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
     """Returns the number of microbatches, the used share of the token buffers and of the patch buffers, between 0 and 1
     (patches of text models: 0), and what the strategy's plans say of a step, where sequences are packed by plans.
 
@@ -131,8 +116,10 @@ def packing_metrics(composition: Composition, num_devices: int) -> dict[str, flo
     device, those included that it computes with all others; how many these are. Else how evenly sequences are spread:
     largest over mean attention work and tokens of a device, and the padding of what all-to-alls send.
     """
-    microbatches = composition.everywhere
-    tokens, token_cells, patches, patch_cells = np.sum(composition.filled, axis=0)
+    elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
+    microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere
+    filled = np.concatenate([composition.filled for composition in compositions])
+    tokens, token_cells, patches, patch_cells = filled.sum(axis=0)
     metrics = {
         "packing/microbatches": float(len(microbatches)),
         "packing/token_fill": float(tokens / token_cells),

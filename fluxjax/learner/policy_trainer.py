@@ -33,7 +33,7 @@ from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
 from ..batch.composer import Composer, Team
-from ..batch.composition import Composition, packing_metrics, together
+from ..batch.composition import Composition, packing_metrics
 from ..batch.share import Share
 from ..config import Config, ConfigError
 from .gradients import Gradients, Outcome
@@ -75,7 +75,7 @@ class Portion:
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
     size: int = 0  # of the step's normaliser
-    composition: Composition | None = None  # the last one that was computed
+    compositions: Sequence[Composition] = ()  # those that were computed last
     outcome: Outcome | None = None
 
 
@@ -161,15 +161,13 @@ class PolicyTrainer:
             parts = [rest] if has_gradient(rest.groups, self._skip_idle) else []
         compositions = self._composed(parts, place, rest.size, update=True)
         whole, metrics = self._finish(early, rest, parts, compositions, place)
-        composition = whole.composition
-        assert composition is not None
         fresh = [group for group in whole.groups if group.prompt.draw not in again]
         if early.groups:
             metrics["stream/groups"] = float(len(fresh) - len(groups))
         if self._replay is not None:
             self._replay.keep(fresh, whole.prepared, learner.version)
             metrics |= self._replay.metrics(fresh, replayed, place.version)
-        metrics |= reward_metrics(fresh) | packing_metrics(composition, learner.mesh.size)
+        metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
         metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
@@ -213,7 +211,7 @@ class PolicyTrainer:
             whole = joined(place.gradients, [early, rest])
             new = {group.prompt.draw: group for part in parts for group in part.groups}
             whole.groups = [new.get(group.prompt.draw, group) for group in whole.groups]
-            whole.composition = together(compositions)
+            whole.compositions = compositions
         else:
             self._compute(rest, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -256,7 +254,7 @@ class PolicyTrainer:
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """The gradients of a portion, if there is anything to compute."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
-            portion.composition = composition
+            portion.compositions = [composition]
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
 
     def _composed(
@@ -420,17 +418,17 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
     """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
     outcomes are donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
-    composition: Composition | None = None
+    compositions: Sequence[Composition] = ()
     total: Outcome | None = None
     for portion in portions:
         if portion.outcome is not None:
             share = np.float32(portion.size / size)
             brought = gradients.bring(portion.outcome if portion.size == size else _scaled(portion.outcome, share))
             total = brought if total is None else gradients.add(total, brought)
-            composition = portion.composition
+            compositions = portion.compositions
     groups = sorted((group for portion in portions for group in portion.groups), key=lambda group: group.prompt.draw)
     prepared = {draw: prompt for portion in portions for draw, prompt in portion.prepared.items()}
-    return Portion(groups, prepared, size, composition, total)
+    return Portion(groups, prepared, size, compositions, total)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
