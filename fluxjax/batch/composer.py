@@ -257,7 +257,7 @@ class Team:
         before a step."""
         return self.decided(value, lambda every: [every] * len(every))
 
-    def tell(self, order: object) -> None:
+    def tell(self, order: Any) -> None:
         """Sends all other processes the same order, a `hosts.orders.Order`. Raises LinkError if a process has
         failed."""
 
