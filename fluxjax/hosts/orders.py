@@ -136,10 +136,7 @@ def encode(order: Order) -> list[bytes]:
     processes they are gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     responses = fields.pop("responses", ())
-    return [
-        msgpack.packb(fields, default=lambda array: {"dtype": array.dtype.str, "data": array.tobytes()}),
-        *responses,
-    ]
+    return [bytes(msgpack.Packer(default=_plain).pack(fields)), *responses]
 
 
 def decode(data: bytes) -> Order:

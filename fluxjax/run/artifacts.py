@@ -16,8 +16,8 @@ from models.decoder import Decoder
 from models.processing import Processor
 
 from ..base.timeline import Timeline
+from ..batch.composer import Team
 from ..config import Config
-from ..hosts.gang import Gang
 from ..learner.learner import Learner, lora_of
 from ..report import pictures
 from ..report.metrics import Summary, read
@@ -38,7 +38,7 @@ def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
     processor.save(folder)
 
 
-def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Team) -> None:
     """Writes the LoRA adapters, if the model has any, in the format of PEFT."""
     lora = lora_of(config)
     if lora is not None:
@@ -74,7 +74,7 @@ def write_pictures(
 
 
 @contextlib.contextmanager
-def process_log(run_dir: pathlib.Path, gang: Gang) -> Iterator[None]:
+def process_log(run_dir: pathlib.Path, gang: Team) -> Iterator[None]:
     """Writes what this process logs to `run_dir/processes/process-N.log`, appended to what the file holds: its own
     notes, warnings of libraries, a line a step, and the error that ends the body of the `with`. The terminal gets the
     warnings as before. Does nothing where the process is alone. Raises OSError if the file cannot be written."""
