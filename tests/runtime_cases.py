@@ -125,9 +125,6 @@ class Diary(Observer):
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self.lines.append(f"skip {prompt.draw} {reason}")
 
-    def on_finish(self, finish: Finish) -> None:
-        self.lines.append(f"finish {finish.step}")
-
 
 class Run:
     """A runtime with scripted collaborators, each of which a test may replace before `go`."""
@@ -163,7 +160,7 @@ class Run:
             seed=7,
             observers=[self.diary],
             tick=self.tick,
-            pool=self.pool,
+            set_parallelism=self.pool and self.pool.set_parallelism,
             colocated=self.colocated,
         )
         return self.runtime

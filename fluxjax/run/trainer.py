@@ -383,7 +383,7 @@ class FluxTrainer:
             observers=[Reporter(self)],
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync else 0.0,
-            pool=self.pool,
+            set_parallelism=self.pool.set_parallelism,
             colocated=config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated,
         )
         if self._stopping:

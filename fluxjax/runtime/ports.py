@@ -4,10 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.engine import Engine
-
 from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
-from ..coordinator.messages import Finish
 from ..coordinator.saved import State
 
 
@@ -36,16 +33,6 @@ class RewardScorer(Protocol):
 
     def state_dict(self) -> State:
         """Returns the part of the rewards' state that must be in a checkpoint."""
-        ...
-
-
-@runtime_checkable
-class Engines(Protocol):
-    """Engines on a fixed set of devices."""
-
-    async def set_parallelism(self, degree: int) -> Sequence[Engine]:
-        """Returns the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
-        the oldest weights that any engine did before. Nothing runs on any engine meanwhile."""
         ...
 
 
@@ -115,5 +102,3 @@ class Observer:
     def on_checkpoint(self, step: int) -> None: ...
 
     def on_skip(self, prompt: Prompt, reason: str) -> None: ...
-
-    def on_finish(self, finish: Finish) -> None: ...

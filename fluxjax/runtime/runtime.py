@@ -21,16 +21,7 @@ from ..base.timeline import Span, Timeline
 from ..base.types import Group, PreparedPrompt, Response
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
-from .ports import (
-    Checkpointer,
-    Engines,
-    EvaluationGivenUp,
-    Observer,
-    PromptSource,
-    RewardScorer,
-    StepReport,
-    Trainer,
-)
+from .ports import Checkpointer, EvaluationGivenUp, Observer, PromptSource, RewardScorer, StepReport, Trainer
 
 T = TypeVar("T")
 
@@ -54,7 +45,9 @@ class Runtime:
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
     tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
-    pool: Engines | None = None  # has the `engines` where the coordinator may ask for others
+    # (degree) -> the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
+    # the oldest weights that any engine did before. Nothing runs on any engine meanwhile. None: they never change.
+    set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
     colocated: bool = False  # engines sleep while the trainer's own devices compute, until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
@@ -91,7 +84,6 @@ class Runtime:
             self._thread.shutdown()
         finish = self.coordinator.finished
         assert finish is not None
-        self._tell(lambda observer: observer.on_finish(finish))
         return finish
 
     def request_stop(self, reason: str = "stopped", *, failed: bool = False) -> None:
@@ -318,10 +310,10 @@ class Runtime:
 
     @_carry_out.of(messages.SetParallelism)
     async def _set_parallelism(self, order: messages.SetParallelism) -> None:
-        if self.pool is None:
+        if self.set_parallelism is None:
             raise CoordinatorError(f"{order}, but these engines can't change")
         with self.timeline.span("sync", "engines", self.coordinator.step):
-            self.engines = tuple(await self.pool.set_parallelism(order.degree))
+            self.engines = tuple(await self.set_parallelism(order.degree))
         self._asleep.clear()
         self._preempted = self._preemptions()
         self._post(messages.ParallelismSet(order.degree, len(self.engines)))
