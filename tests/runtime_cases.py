@@ -44,9 +44,6 @@ class Source:
         good = [PreparedPrompt(p, inputs) for p in prompts if p.draw not in self.bad]
         return good, [(p, "bad file") for p in prompts if p.draw in self.bad]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
 
 @dataclasses.dataclass
 class Scorer:
@@ -59,9 +56,6 @@ class Scorer:
             await asyncio.sleep(0)
         self.scored.append(response.rid)
         return Reward(float(sum(response.token_ids) % 7), correct=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass
@@ -97,8 +91,12 @@ class Evaluator:
 
 @dataclasses.dataclass
 class Checkpointer:
+    run: Any
     saved: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return {"coordinator": self.run.coordinator.state_dict(), "source": {"position": self.run.source.position}}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.saved[step] = json.loads(json.dumps(state))
@@ -141,7 +139,7 @@ class Run:
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
         self.tick, self.pool, self.colocated = 0.0, None, False
-        self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
+        self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(self), Diary()
         if state is not None:
             self.coordinator.load_state_dict(state["coordinator"])
             self.source.position = state["source"]["position"]

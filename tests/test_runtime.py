@@ -130,7 +130,7 @@ class TestRun:
 
 _COLLABORATORS = [
     "source.draw",
-    "source.state_dict",
+    "checkpointer.state",
     "scorer.score",
     "trainer.train",
     "trainer.weights",

@@ -33,9 +33,6 @@ class ToldPrompts:
             self._gang.tell(Coming(media))
         return prepared, skipped
 
-    def state_dict(self) -> dict:
-        return self._source.state_dict()
-
 
 class ComingPrompts:
     """Laid-out prompts of which process 0 has told this process; the newest `most` that were not asked for are kept."""

@@ -112,6 +112,14 @@ class RunState:
 
     # --- saving ----------------------------------------------------------------------------------
 
+    def state(self) -> dict[str, Any]:
+        """Returns all of the run's state that is no array; see `runtime.ports.Checkpointer`."""
+        return {
+            "coordinator": self.coordinator.state_dict(),
+            "source": self.prompts.state_dict(),
+            "rewards": self._rewards.state_dict(),
+        }
+
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint; see `runtime.ports.Checkpointer`."""
         with self.summary.stage("checkpoint"):
@@ -126,12 +134,7 @@ class RunState:
         """Starts a checkpoint while nothing is generated or trained. Raises `ResumeError` before the run's start."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
-        state = {
-            "coordinator": self.coordinator.state_dict(),
-            "source": self.prompts.state_dict(),
-            "rewards": self._rewards.state_dict(),
-        }
-        self._save(self.coordinator.step, state)
+        self._save(self.coordinator.step, self.state())
 
     def _save(self, step: int, state: dict[str, Any]) -> None:
         arrays = self._parts.models.arrays()

@@ -19,20 +19,12 @@ class PromptSource(Protocol):
         are fewer than `count` only at the end of the data."""
         ...
 
-    def state_dict(self) -> State:
-        """Returns the position just after the last prompt that `draw` returned, whatever was read ahead."""
-        ...
-
 
 @runtime_checkable
 class RewardScorer(Protocol):
     async def score(self, prompt: Prompt, response: Response) -> Reward:
         """Scores a response. A reward function that crashes or hangs is the scorer's business; what `score` raises ends
         the run."""
-        ...
-
-    def state_dict(self) -> State:
-        """Returns the part of the rewards' state that must be in a checkpoint."""
         ...
 
 
@@ -68,9 +60,12 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Checkpointer(Protocol):
+    def state(self) -> State:
+        """Returns the state of coordinator, prompts and rewards, all of this moment: a step has just ended."""
+        ...
+
     def save(self, step: int, state: State) -> None:
-        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
-        `state` is `{"coordinator": ..., "source": ..., "rewards": ...}`, all of the moment when the step ended."""
+        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background."""
         ...
 
     def snapshot(self, step: int, state: State) -> None:

@@ -365,11 +365,7 @@ class Runtime:
 
     @_carry_out.of(messages.SaveCheckpoint)
     async def _save(self, order: messages.SaveCheckpoint) -> None:
-        state = {
-            "coordinator": self.coordinator.state_dict(),
-            "source": self.source.state_dict(),
-            "rewards": self.scorer.state_dict(),
-        }
+        state = self.checkpointer.state()
         with self.timeline.span("checkpoint", "trainer", order.step):
             save = self.checkpointer.snapshot if order.snapshot else self.checkpointer.save
             await self._in_thread(save, order.step, state)
