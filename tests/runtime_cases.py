@@ -149,8 +149,8 @@ class Run:
         self.runtime = Runtime(
             self.coordinator,
             engines=self.engines,
-            source=self.source,
-            scorer=self.scorer,
+            draw=self.source.draw,
+            score=self.scorer.score,
             trainer=self.trainer,
             evaluate=lambda full: self.evaluator.evaluate(self.coordinator.step, full),
             checkpointer=self.checkpointer,

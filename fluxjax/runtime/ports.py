@@ -4,28 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, TrainedStep
+from ..base.types import Group, PreparedPrompt, Prompt, TrainedStep
 from ..coordinator.saved import State
 
 
 class EvaluationGivenUp(Exception):
     """The run is to stop; whoever resumes it makes the evaluation."""
-
-
-@runtime_checkable
-class PromptSource(Protocol):
-    async def draw(self, count: int) -> tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]:
-        """Returns the next prompts, in draw order, and those that could not be prepared, with the reason. Both together
-        are fewer than `count` only at the end of the data."""
-        ...
-
-
-@runtime_checkable
-class RewardScorer(Protocol):
-    async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Scores a response. A reward function that crashes or hangs is the scorer's business; what `score` raises ends
-        the run."""
-        ...
 
 
 @runtime_checkable

@@ -18,10 +18,10 @@ from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, S
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.process import compilations
 from ..base.timeline import Span, Timeline
-from ..base.types import Group, PreparedPrompt, Response
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
-from .ports import Checkpointer, EvaluationGivenUp, Observer, PromptSource, RewardScorer, StepReport, Trainer
+from .ports import Checkpointer, EvaluationGivenUp, Observer, StepReport, Trainer
 
 T = TypeVar("T")
 
@@ -33,8 +33,10 @@ class Runtime:
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
     engines: Sequence[Engine]
-    source: PromptSource
-    scorer: RewardScorer
+    # (count) -> the next prompts, in draw order, and those that could not be prepared, with the reason: both together
+    # fewer than `count` only at the end of the data.
+    draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
+    score: Callable[[Prompt, Response], Awaitable[Reward]]  # a reward that crashes or hangs is its own business
     trainer: Trainer
     # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop before it is known
     evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
@@ -148,7 +150,7 @@ class Runtime:
     @_carry_out.of(messages.DrawPrompts)
     async def _draw(self, order: messages.DrawPrompts) -> None:
         with self.timeline.span("data", "data", self._step):
-            prepared, skipped = await self.source.draw(order.count)
+            prepared, skipped = await self.draw(order.count)
         self._prepared.update({p.prompt.draw: p for p in prepared})
         for prompt, reason in skipped:
             self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
@@ -223,7 +225,7 @@ class Runtime:
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
         with self.timeline.span("reward", "reward", self._step):
-            reward = await self.scorer.score(self._prepared[order.response.draw].prompt, order.response)
+            reward = await self.score(self._prepared[order.response.draw].prompt, order.response)
         self._post(messages.RewardReady(order.response.rid, reward))
 
     @_carry_out.of(messages.Skip)
