@@ -36,7 +36,7 @@ from fluxjax.hosts.orders import (
     told,
 )
 
-ORDERS = [Start("/runs/a", "secret", "{}"), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
+ORDERS = [Start("/runs/a", "secret", {"steps": 3}), Begin("rl"), Gather(), Save(7), Restore(3), Offer("/m/a"), End()]
 ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
 ORDERS += [Save(5, "/m/a"), Restore(5, "/m/a", {"next_index": 4, "mixtures": [{"weights": {"a": 0.5}}]})]
 

@@ -24,7 +24,7 @@ from sharding.spread.shapes import ShapeBook
 from ..algorithms.loss import response_weights
 from ..base.process import collector_paused
 from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
-from ..config import FSDP, ODC, Config, Strategy
+from ..config import FSDP, ODC, Config, ConfigError, Strategy
 from .composition import Composition
 from .fill import lay_out
 from .part import Room
@@ -89,8 +89,17 @@ class Composer:
         return len(self.shapes)
 
     def check(self) -> None:
-        """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
-        self._dealer.check()
+        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Packed rows do not
+        depend on the number of devices."""
+        if isinstance(self._dealer, RowPacking):
+            return
+        degree, longest = self._dealer.degree, self._config.rollout.max_sequence_tokens
+        held = degree * self.room.tokens
+        if longest > held:
+            raise ConfigError(
+                f"rollout.max_sequence_tokens is {longest}, but the {degree} devices of a sequence hold {held} tokens "
+                "(packing.tokens_per_row * packing.rows_per_device each)"
+            )
 
     def compose(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], **options: Any) -> Composition:
         """Returns the microbatches with all of their shards. Arguments are those of `outline`."""

@@ -46,11 +46,8 @@ class OwnPace:
         self._num_devices, self._shapes, self._room = num_devices, shapes, room
         self._work_of = estimate(config, text, room.vision)
         self._spreading = Spreading(config, num_devices, room, text, shapes)
+        self.degree = self._spreading.degree
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
-
-    def check(self) -> None:
-        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
-        self._spreading.check()
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches and their groups: first those of all devices together, for sequences that no single
@@ -136,7 +133,7 @@ class OwnPace:
         copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
-        degree, replica = self._spreading.degree, self._replica
+        degree, replica = self.degree, self._replica
         check(
             [group.item for group in groups],
             degree * room,

@@ -60,9 +60,6 @@ class RowPacking:
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
 
-    def check(self) -> None:
-        """Does nothing: rows do not depend on the number of devices."""
-
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, in buffers whose sizes the shape book chooses, and their groups."""
         items = [group.item for group in groups]

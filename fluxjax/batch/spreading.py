@@ -42,18 +42,9 @@ class Spreading:
         self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
         self._num_devices, self._shapes = num_devices, shapes
-        self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
+        self._by_cost = bool(config.sharding.calibration)
         self.degree, self._plan = planner(config, text, num_devices, room.tokens)
         self._room = dataclasses.replace(room, degree=self.degree)
-
-    def check(self) -> None:
-        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
-        held = self.degree * self._room.tokens
-        if self._longest_rollout > held:
-            raise ConfigError(
-                f"rollout.max_sequence_tokens is {self._longest_rollout}, but the {self.degree} devices of a "
-                f"sequence hold {held} tokens (packing.tokens_per_row * packing.rows_per_device each)"
-            )
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches and their groups; see `parts`."""

@@ -330,8 +330,6 @@ def check_across_processes(config: Config) -> None:
             f"rollout.engines is {config.rollout.engines}; make it 0, or a multiple of the {jax.process_count()} "
             "processes, which have as many engines each"
         )
-    counts = dict.fromkeys(range(jax.process_count()), 0)
-    for device in jax.devices():
-        counts[device.process_index] += 1
+    counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         raise ConfigError(f"processes must have as many devices each; they have {sorted(counts.values())}")

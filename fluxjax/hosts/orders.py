@@ -51,11 +51,11 @@ class Order:
 
 class Start(Order):
     """A run begins. Its folder is on a file system that all hosts share. The `token` gives access to the engines of its
-    processes; `config` is its configuration, as JSON."""
+    processes; `config` is its configuration, as in its folder."""
 
     run_dir: str
     token: str
-    config: str
+    config: Mapping[str, Any]
 
 
 class Begin(Order):

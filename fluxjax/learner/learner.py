@@ -209,10 +209,6 @@ class Learner:
         self.version += last
         return np.asarray(report)
 
-    def rest(self) -> None:
-        """Counts a training step that leaves the weights unchanged."""
-        self.version += 1
-
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
         """Computes `Gradients.accumulate` under the learner's parameters."""
         return self.gradients.accumulate(self.params, microbatches)

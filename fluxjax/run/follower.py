@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import pathlib
 from collections.abc import Mapping
@@ -161,7 +160,7 @@ def follow(gang: Team, algorithm: object) -> None:
     run_dir = pathlib.Path(start.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {run_dir} is not here")
-    config = run_folder.from_json(json.loads(start.config))
+    config = run_folder.from_json(start.config)
     config.run_dir = str(run_dir)
     if not isinstance(algorithm, str):
         config.algorithm.name = algorithm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import pathlib
 import secrets
 import time
@@ -111,7 +110,7 @@ class FluxTrainer:
                 # --- mesh, model and learner ----------------------------------------------------
                 sizes, self.processor = describe_model(config, self.sources)
                 token = secrets.token_hex(16)  # of the engines of all processes
-                gang.tell(Start(str(run_dir.absolute()), token, json.dumps(run_folder.to_json(config))))
+                gang.tell(Start(str(run_dir.absolute()), token, run_folder.to_json(config)))
                 note = None if read_only else self.display.note
                 self.config = config = settled(config, sizes, self.processor, gang, note)
                 self.parts = parts = assemble(
