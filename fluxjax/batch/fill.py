@@ -267,8 +267,8 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
     """Returns the batch whose arrays these are, by its fields and those of its inputs."""
     inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
-    others: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
-    return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **others)
+    beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
+    return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **beside)
 
 
 def _media(

@@ -110,9 +110,9 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
         else:
             parts = [(k,) for k in range(len(sizes))]
         for part in parts:
-            own = sizes if len(part) == len(sizes) else [sizes[k] for k in part]
-            tokens = sum(own)
-            squares = float(prompt * (prompt + 2 * tokens) + sum(size * size for size in own))
+            lengths = sizes if len(part) == len(sizes) else [sizes[k] for k in part]
+            tokens = sum(lengths)
+            squares = float(prompt * (prompt + 2 * tokens) + sum(size * size for size in lengths))
             pieces.append(Piece(number, part, prompt + tokens, squares, patches))
     return pieces
 

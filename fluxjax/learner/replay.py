@@ -105,17 +105,14 @@ class ReplayBuffer:
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
         """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt it lacks,
         because it can't be prepared any more, are let go."""
-        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in _groups(state) if saved["draw"] in prepared]
+        there = [saved for saved in state.get("groups", []) if saved["draw"] in prepared]
+        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in there]
         self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
 
 
 def draws_of(state: SavedState) -> list[int]:
-    """The draws of the prompts in a buffer's state."""
-    return [saved["draw"] for saved in _groups(state)]
-
-
-def _groups(state: SavedState) -> Sequence[Mapping[str, Any]]:
-    return state.get("groups", [])  # none where nothing was replayed before
+    """The draws of the prompts in a buffer's state; none where nothing was replayed before."""
+    return [saved["draw"] for saved in state.get("groups", [])]
 
 
 def _to_json(kept: _KeptGroup) -> State:
