@@ -143,7 +143,7 @@ def decode(data: bytes) -> Order:
     """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
     of this program made."""
     try:
-        unpacker = msgpack.Unpacker(io.BytesIO(data), strict_map_key=True, object_hook=_array)
+        unpacker = msgpack.Unpacker(io.BytesIO(data), object_hook=_array, max_buffer_size=len(data))
         fields = unpacker.unpack()
         protocol, kind = fields.pop("protocol"), fields.pop("order")
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
