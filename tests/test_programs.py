@@ -32,11 +32,6 @@ HEADS = (4, 2)
 STEPS, MOST = 60, 4
 
 
-def program_of(outline):
-    """A key that is equal for microbatches that the same compiled program computes."""
-    return (outline.num_devices, *sorted(outline.sizes.items()))
-
-
 def shape_of(batch):
     """Everything of a batch that a program is compiled for."""
     vision, spread = batch.inputs.vision, batch.inputs.spread
@@ -71,7 +66,7 @@ def test_outlines_name_the_shapes_of_their_batches(strategy):
         outlines = composer.outline(groups, prepared).micros
         composition = again.compose(groups, prepared)
         for outline, batch in zip(outlines, composition.batches, strict=True):
-            shapes.setdefault(program_of(outline), set()).add(shape_of(batch))
+            shapes.setdefault(outline.program, set()).add(shape_of(batch))
             filled, vision = outline.filled, batch.inputs.vision
             assert filled.token_cells == batch.inputs.tokens_BT.size and filled.patch_cells == vision.num_patches
             assert filled.tokens == np.count_nonzero(batch.inputs.segments_BT)
@@ -98,7 +93,7 @@ def test_as_many_programs_are_traced_as_outlines_name(strategy):
         before = len(traced)
         learner.step(composer.compose(groups, prepared).microbatches)
         late += len(traced) - before if seed >= STEPS // 2 else 0
-        programs |= {program_of(outline) for outline in counted.outline(groups, prepared).micros}
+        programs |= {outline.program for outline in counted.outline(groups, prepared).micros}
     assert len(traced) == len(programs) <= MOST
     assert late == 0
 
@@ -144,7 +139,7 @@ def test_rows_of_sequences_that_are_just_longer_than_half_a_row_are_not_half_emp
         outlines = composer.outline(groups, prepared).micros
         tokens, cells = (sum(getattr(o.filled, name) for o in outlines) for name in ("tokens", "token_cells"))
         assert tokens == sum(sizes) and 1 - tokens / cells < 0.12
-        programs |= {program_of(outline) for outline in outlines}
+        programs |= {outline.program for outline in outlines}
     assert len(programs) <= 6
 
 
@@ -200,7 +195,7 @@ def test_an_image_that_many_responses_show_needs_one_shape():
     """Each response has a prompt of its own, on several devices, so that the image is wanted on all of them."""
     groups, prepared = make_groups([[4, (1, 4, 8)]], [[9, 10, 11, 12, 13, 14]])
     composer = composer_of(FlexUlysses(), 4, MODEL.vision, tokens_per_row=24, rows=2, patches=32, share=False)
-    programs = {program_of(outline) for _ in range(4) for outline in composer.outline(groups, prepared).micros}
+    programs = {outline.program for _ in range(4) for outline in composer.outline(groups, prepared).micros}
     assert len(composer.shapes) == len(programs)
     assert len(programs) <= len(composer.outline(groups, prepared).micros)
 
@@ -212,11 +207,11 @@ def test_a_run_that_is_settled_rather_computes_one_more_microbatch_than_another_
     small, large = (make_groups([[20]] * count, [[20, 20]] * count) for count in (8, 16))
     for _ in range(steps):
         (outline,) = composer.outline(*small).micros
-    found = [program_of(other) for other in composer.outline(*large).micros]
+    found = [other.program for other in composer.outline(*large).micros]
     assert len(found) == (1 if steps < 300 else 2)
-    assert (set(found) == {program_of(outline)}) == (steps >= 300)
-    again = [program_of(other) for other in composer.outline(*large).micros]
-    assert len(again) == 1 and again != [program_of(outline)], "where steps have grown, the program is worth it"
+    assert (set(found) == {outline.program}) == (steps >= 300)
+    again = [other.program for other in composer.outline(*large).micros]
+    assert len(again) == 1 and again != [outline.program], "where steps have grown, the program is worth it"
 
 
 def test_a_step_that_a_program_holds_is_not_divided():

@@ -172,6 +172,11 @@ class Outline:
         return len(self.shards) if self.plan is None else self.plan.num_devices
 
     @property
+    def program(self) -> tuple[object, ...]:
+        """A key that is equal for microbatches that the same compiled program computes."""
+        return (self.num_devices, *sorted(self.sizes.items()))
+
+    @property
     def filled(self) -> Filled:
         pieces = self.pieces
         if self.plan is None:
