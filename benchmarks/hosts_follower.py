@@ -3,8 +3,8 @@ only.
 
     python benchmarks/hosts_follower.py '{"port": 1234, "secret": "...", "followers": 511}'
 
-Each calls process 0, greets it as a process of the run does, reads what it is told, and answers every order with the
-line that standard input gave last.
+Each calls process 0, greets it as a process of the run does, reads what it is told, and answers every order with what
+standard input gave last, in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(settings: dict[str, Any]) -> None:
                 line = sys.stdin.readline()
                 if not line:
                     return
-                answer = line.strip().encode()
+                answer = bytes.fromhex(line)
                 print("ready", flush=True)
             elif not key.data.read(answer):
                 return

@@ -20,7 +20,7 @@ class ScriptedLinks:
     """The part of `sharding.links.Links` that a gang needs, without the other processes of `jax.distributed`."""
 
     def __init__(self, processes: int, timeout: float = 60.0) -> None:
-        self.process, self.processes, self.name = 0, processes, "process 0"
+        self.process, self.processes, self.name, self.rank_here = 0, processes, "process 0", 0
         self._news = threading.Condition()
         self._boxes: collections.defaultdict[int, collections.deque[bytes]] = collections.defaultdict(collections.deque)
         self._failure = ""
@@ -38,10 +38,10 @@ class ScriptedLinks:
         widen_send_buffers()  # as `Links` does
         self._wires = Wires(wires, timeout, self._heard, self._gone)
 
-    def answer(self, line: str) -> None:
-        """Sets the line that the followers answer from now on."""
+    def answer(self, data: bytes) -> None:
+        """Sets what the followers answer from now on."""
         assert self._followers.stdin is not None and self._followers.stdout is not None
-        self._followers.stdin.write(line + "\n")
+        self._followers.stdin.write(data.hex() + "\n")
         self._followers.stdin.flush()
         self._followers.stdout.readline()
 

@@ -25,11 +25,11 @@ from ulysses_worker import text_model
 from fluxjax.algorithms import grpo
 from fluxjax.base.process import collector_paused, keep_freed_memory
 from fluxjax.base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from fluxjax.batch.composer import Composer
+from fluxjax.batch.composer import Composer, Team
 from fluxjax.batch.composition import Composition
 from fluxjax.config import STRATEGIES, Config, ConfigError
 from fluxjax.hosts.gang import Gang, check_across_processes, fingerprint
-from fluxjax.hosts.orders import Learn, OrderError, decode, shares_of
+from fluxjax.hosts.orders import Learn, OrderError, Value, decode, encode, shares_of
 from fluxjax.learner.learner import Learner
 from models.decoder import parameter_count
 from models.inputs import ModelInput
@@ -52,7 +52,7 @@ class Process:
 
     def __init__(self, settings: dict[str, Any], links: Links | ScriptedLinks | None) -> None:
         self._settings, self._links = settings, links
-        self._gang = Gang(cast(Links, links)) if links is not None else Gang()
+        self._gang = Gang(cast(Links, links)) if links is not None else Team()
         self._processes = self._gang.processes
         self._most, row = MOST["model" in settings], settings.get("row", ROW)
         self._config = Config()
@@ -64,7 +64,7 @@ class Process:
         self._vocabulary = MODELS[settings["model"]]["vocab_size"] if "model" in settings else VOCABULARY
         self._learner: Learner | None = None
         self._composer = Composer(self._config, self._devices)
-        self._gang.equip(self._config, lambda ticket: "", lambda batches: None)
+        self._gang.equip(self._config, lambda ticket: "", None)
         if "model" in settings:
             if self._processes > 1:
                 check_across_processes(self._config)
@@ -91,7 +91,8 @@ class Process:
             with watch("plan"):
                 shares = [[share] for share in self._composer.outline(groups, prepared).cut(self._processes)]
             if isinstance(links, ScriptedLinks):
-                links.answer(fingerprint(self._config, [self._composer.lay_out(shares[0][0])]))
+                lead = fingerprint(self._config, [self._composer.lay_out(shares[0][0])])
+                links.answer(b"".join(encode(Value(lead))))
             with watch("send"):  # and write down
                 gang.hand_out(shares)
             with watch("own_rows"):

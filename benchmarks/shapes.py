@@ -184,7 +184,7 @@ class Tally:
         self._microbatches.append(len(outlines))
         loads, owned = np.zeros(self._devices), False
         for outline in outlines:
-            self._cells += np.array(dataclasses.astuple(outline.filled))
+            self._cells += np.array(outline.filled)
             if (part := outline.part) is None:
                 continue
             if part.owner is None:

@@ -6,14 +6,13 @@ from learner_cases import random_groups, tiny
 from packing_cases import MODEL, make_config
 
 from fluxjax.algorithms import find_algorithm
-from fluxjax.batch.composer import Composer
+from fluxjax.batch.composer import Composer, Team
 from fluxjax.batch.composition import Composition, unpack
-from fluxjax.batch.team import ALONE, Team
 from fluxjax.config import ODC, AlgorithmConfig, Config, Importance, ImportanceConfig, ImportanceLevel, KlEstimator
 from fluxjax.config import STRATEGIES as KINDS
 from fluxjax.learner.critic import Critic
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, minibatches, portion
+from fluxjax.learner.policy_trainer import PolicyTrainer, Portion, minibatches
 from fluxjax.learner.run_models import RunModels
 
 DEVICES = 4
@@ -48,7 +47,9 @@ def settings(strategy: str, feature: str, processes: int) -> Config:
 class Recorded:
     """A trainer of one process, and what it makes of the groups of each seed."""
 
-    def __init__(self, strategy: str, feature: str, processes: int, team: Team = ALONE, mesh=None, links=None) -> None:
+    def __init__(
+        self, strategy: str, feature: str, processes: int, team: Team | None = None, mesh=None, links=None
+    ) -> None:
         self.config = config = settings(strategy, feature, processes)
         self._early, self._algorithm = feature == "early", find_algorithm(config.algorithm)
         self.learner = Learner(config, tiny(HEADS), self._algorithm.token_loss, mesh=mesh, links=links)
@@ -72,7 +73,7 @@ class Recorded:
         groups, prepared = random_groups(seed)
         scored, trainer = self._algorithm.advantages(groups, self.config.algorithm), self.trainer
         dealt = minibatches(scored, self.config.algorithm.minibatches)
-        parts = [portion(part, prepared, self.config) for part in dealt]
+        parts = [Portion(part, prepared) for part in dealt]
         return trainer._scored(parts, trainer._composed(parts, trainer._place(), update=False), trainer._place())
 
     def followed(self, compositions: list[Composition]) -> list[Composition]:

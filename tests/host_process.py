@@ -34,7 +34,7 @@ def work(links: Links) -> None:
 def train(strategy: str, feature: str, gang: Gang, orders) -> None:
     """Writes what comes of the groups of each seed: gradients, sums, what the loss read; then the metrics of steps."""
     recorded = host_cases.Recorded(strategy, feature, gang.processes, gang, links=gang.links)
-    gang.equip(recorded.config, lambda ticket: "", lambda batches: None)
+    gang.equip(recorded.config, lambda ticket: "", None)
     for seed in host_cases.SEEDS:
         if gang.process == 0:
             compositions = recorded.composed(seed)

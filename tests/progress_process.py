@@ -21,7 +21,7 @@ def work(links: Links) -> None:
     gang = Gang(links, SETTINGS["limit"])
     config = make_config(tokens_per_row=64, rows=2)
     composer = Composer(config, 2, MODEL.vision)
-    gang.equip(config, lambda ticket: "", lambda batches: None)
+    gang.equip(config, lambda ticket: "", None)
     groups, prepared = make_groups([[5], [4]], [[3], [2]])
     if gang.process == 0:
         gang.composed(composer, [(groups, prepared)])

@@ -44,9 +44,6 @@ class Source:
         good = [PreparedPrompt(p, inputs) for p in prompts if p.draw not in self.bad]
         return good, [(p, "bad file") for p in prompts if p.draw in self.bad]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
 
 @dataclasses.dataclass
 class Scorer:
@@ -59,9 +56,6 @@ class Scorer:
             await asyncio.sleep(0)
         self.scored.append(response.rid)
         return Reward(float(sum(response.token_ids) % 7), correct=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass
@@ -97,7 +91,11 @@ class Evaluator:
 
 @dataclasses.dataclass
 class Checkpointer:
+    run: Any
     saved: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return {"coordinator": self.run.coordinator.state_dict(), "source": {"position": self.run.source.position}}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.saved[step] = json.loads(json.dumps(state))
@@ -121,9 +119,6 @@ class Diary(Observer):
     def on_skip(self, prompt: Prompt, reason: str) -> None:
         self.lines.append(f"skip {prompt.draw} {reason}")
 
-    def on_finish(self, finish: Finish) -> None:
-        self.lines.append(f"finish {finish.step}")
-
 
 class Run:
     """A runtime with scripted collaborators, each of which a test may replace before `go`."""
@@ -140,7 +135,7 @@ class Run:
         self.coordinator = Coordinator(Settings(**options, engines=len(self.engines)), policy or Synchronous())
         self.source, self.scorer, self.trainer = Source(), Scorer(), Trainer()
         self.tick, self.pool, self.colocated = 0.0, None, False
-        self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(), Diary()
+        self.evaluator, self.checkpointer, self.diary = Evaluator(), Checkpointer(self), Diary()
         if state is not None:
             self.coordinator.load_state_dict(state["coordinator"])
             self.source.position = state["source"]["position"]
@@ -150,16 +145,16 @@ class Run:
         self.runtime = Runtime(
             self.coordinator,
             engines=self.engines,
-            source=self.source,
-            scorer=self.scorer,
+            draw=self.source.draw,
+            score=self.scorer.score,
             trainer=self.trainer,
-            evaluator=self.evaluator,
+            evaluate=lambda full: self.evaluator.evaluate(self.coordinator.step, full),
             checkpointer=self.checkpointer,
             sampling=SamplingParams(),
             seed=7,
             observers=[self.diary],
             tick=self.tick,
-            pool=self.pool,
+            set_parallelism=self.pool and self.pool.set_parallelism,
             colocated=self.colocated,
         )
         return self.runtime

@@ -30,7 +30,7 @@ from fluxjax.algorithms.ppo import value_loss
 from fluxjax.batch.composition import unpack
 from fluxjax.config import AlgorithmConfig, Config, ConfigError, ImportanceConfig, KlEstimator
 from fluxjax.learner.learner import Learner
-from fluxjax.learner.policy_trainer import check_algorithm, portion
+from fluxjax.learner.policy_trainer import Portion, check_algorithm
 from models.decoder import hidden_states, merge, split
 from sharding.mesh import make_mesh
 from sharding.walk import Walk
@@ -130,7 +130,7 @@ def test_advantages_are_those_of_the_values_before_the_step(in_reward):
     groups, prepared, own = near_policy()
     config = trainer._config
     halves = [PPO().advantages(some, config.algorithm) for some in (groups[::2], groups[1::2])]
-    compositions = composed(trainer, [portion(some, prepared, config) for some in halves])
+    compositions = composed(trainer, [Portion(some, prepared) for some in halves])
 
     def stored(name):
         found = {}
@@ -205,7 +205,7 @@ def test_own_algorithms_may_have_a_critic():
     trainer, _ = trainer_of(algorithm, critic={"gae_lambda": 1.0})
     groups, prepared, _ = near_policy()
     groups = grpo.advantages(groups, AlgorithmConfig())
-    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
+    [composition] = composed(trainer, [Portion(groups, prepared)])
     wanted = {key_of(s): s.advantage for s in samples_of(groups)}
     for key, values in unpack(composition, [np.asarray(batch.returns_BT) for batch in composition.batches]).items():
         np.testing.assert_allclose(values, wanted[key], atol=1e-5)

@@ -16,7 +16,7 @@ from turns import third_of
 
 from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
 from fluxjax.batch.composer import MAX_SHAPES, Composer
-from fluxjax.batch.composition import plan_metrics, unpack
+from fluxjax.batch.composition import packing_metrics, unpack
 from fluxjax.batch.work import estimate, model_sizes
 from fluxjax.config import FSDP, ODC, ConfigError
 from fluxjax.data.prepare import PromptLimits
@@ -227,7 +227,7 @@ def test_devices_may_have_no_microbatch():
     groups, prepared = make_groups([[9], [9]], [[4], [4]])
     composition = compose(groups, prepared, odc(), 5, text=MODEL.text)
     assert len(composition.batches) == 2 and len(set(owners(composition))) == 2
-    metrics = plan_metrics(composition, 5)
+    metrics = packing_metrics([composition], 5)
     assert metrics["sharding/bubble"] == pytest.approx(3 / 5)
     assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (1, 0)
     assert 0 <= metrics["sharding/mlp_padding"] < 1
@@ -236,7 +236,7 @@ def test_devices_may_have_no_microbatch():
 def test_groups_are_cut_where_devices_would_wait():
     groups, prepared = make_groups([[6], [6]], [[9] * 6, [9] * 6])
     composition = compose(groups, prepared, odc(), 4, text=MODEL.text)
-    assert owners(composition) == (0, 1, 2, 3) and plan_metrics(composition, 4)["sharding/bubble"] < 0.01
+    assert owners(composition) == (0, 1, 2, 3) and packing_metrics([composition], 4)["sharding/bubble"] < 0.01
     prompts = sum(len(np.unique(b.inputs.segments_BT[b.inputs.segments_BT != 0])) for b in composition.batches)
     assert prompts == 4
     many, prepared = make_groups([[6]] * 8, [[9] * 6] * 8)
@@ -247,7 +247,7 @@ def test_devices_have_as_many_microbatches_as_they_need():
     groups, prepared = make_groups([[75], [36], [36], [75]], [[5]] * 4)  # 80, 41, 41, 80 tokens
     composition = compose(groups, prepared, odc(), 3, text=MODEL.text)
     assert sorted(np.bincount(owners(composition)).tolist()) == [1, 1, 2]
-    assert plan_metrics(composition, 3)["sharding/bubble"] < 0.05
+    assert packing_metrics([composition], 3)["sharding/bubble"] < 0.05
 
 
 def test_few_shapes_over_all_devices_and_steps():
@@ -332,7 +332,7 @@ def test_devices_that_the_long_sequence_leaves_idle_compute_shorter_ones():
     assert plan.firsts == (0, 2, 3, 4, 5, 6)
     assert composition.batches[0].inputs.tokens_BT.shape == (8, 64)
     assert len(composition.batches) == 2 and owners(composition)[1] in range(8)  # 75 tokens alone, none at 7 others
-    metrics = plan_metrics(composition, 8)
+    metrics = packing_metrics([composition], 8)
     assert metrics["sharding/collective"] == 1 and metrics["sharding/sharded_tokens"] == pytest.approx(120 / 384)
     assert (metrics["sharding/microbatches_max"], metrics["sharding/microbatches_min"]) == (2, 1)
     busy = sum(plan.compute()) + works(composition)[1]
@@ -350,7 +350,7 @@ def test_where_all_devices_share_the_long_sequence_nothing_is_added():
 def test_a_step_of_long_sequences_only():
     composition = composed([[100], [90]], [[5, 6], [9]], 2)
     assert set(owners(composition)) == {None} and len(composition.keys) == 3
-    metrics = plan_metrics(composition, 2)
+    metrics = packing_metrics([composition], 2)
     assert metrics["sharding/microbatches_max"] == metrics["sharding/microbatches_min"] == len(composition.batches)
     assert 0 <= metrics["sharding/bubble"] < 0.1
 

@@ -16,9 +16,10 @@ from test_algorithms import finite_differences, group
 
 import models
 from fluxjax.algorithms import ALGORITHMS, RLAlgorithm
+from fluxjax.batch.composer import Team
 from fluxjax.config import AlgorithmConfig, ConfigError, cli
 from fluxjax.learner.loss_inputs import coupled, logprobs_of
-from fluxjax.learner.policy_trainer import check_algorithm, portion
+from fluxjax.learner.policy_trainer import Portion, check_algorithm
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
 from models.decoder import logprobs as model_logprobs
@@ -104,10 +105,10 @@ def computed(layout: str):
     """(gradients, what was found, trained tokens) of one step under a layout."""
     trainer, learner = trainer_of(CFG, layout, referred=True)
     groups, prepared, _ = scored()
-    part = portion(DPO.advantages(groups, CFG), prepared, trainer._config)
+    part = Portion(DPO.advantages(groups, CFG), prepared)
     [composition] = composed(trainer, [part])
     now = logprobs_of(composition, learner.gradients, learner.params)
-    composition, found = coupled(composition, now, part.groups, DPO, CFG)
+    composition, found = coupled(composition, now, part.groups, DPO, CFG, Team())
     grads, tally = learner.gradients.accumulate(learner.params, composition.microbatches)
     return jax.tree.map(np.asarray, grads), found, float(tally.sums["trained_tokens"])
 
@@ -117,7 +118,7 @@ def differentiated():
     """(loss, gradients) of the paper's equation 7 as one function of the weights."""
     trainer, learner = trainer_of(CFG, "one row", referred=True)
     _, prepared, _ = scored()
-    [composition] = composed(trainer, [portion(near_policy()[0], prepared, trainer._config)])
+    [composition] = composed(trainer, [Portion(near_policy()[0], prepared)])
     graphdef, _ = models.split(learner.gradients._model)
     ends = np.cumsum([0, *composition.lengths])
     cells = {key: composition.cells[ends[i] : ends[i + 1]] for i, key in enumerate(composition.keys)}

@@ -9,6 +9,7 @@ from step_cases import LAYOUTS, SEQUENCE, TOKEN, VERSION, config_for, flat, key_
 from test_importance import TOLERANCE, weight_of
 from turns import by_turns
 
+from fluxjax.batch.composer import Team
 from fluxjax.batch.composition import unpack
 from fluxjax.config import Importance, ImportanceConfig, ImportanceLevel
 from fluxjax.learner.loss_inputs import with_importance
@@ -75,7 +76,7 @@ def test_every_layout_has_the_same_ratios_and_lags(name, cfg):
     groups, prepared, own = near_policy()
     devices, layout = LAYOUTS[name]
     plain = compose(groups, prepared, config_for(cfg, **layout), devices, text=TEXT.text, version=VERSION)
-    composition = with_importance(plain, scattered(plain, own), cfg)
+    composition = with_importance(plain, scattered(plain, own), cfg, Team())
     if name == "flex_ulysses":
         assert max(degree for batch in plain.batches for degree, _ in batch.inputs.spread.rounds) > 1
     found = expected(cfg)

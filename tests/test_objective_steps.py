@@ -11,7 +11,7 @@ from step_cases import VERSION, WIDE, composed, key_of, near_policy, samples_of,
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.config import AlgorithmConfig, ConfigError, ImportanceConfig, KlEstimator
-from fluxjax.learner.policy_trainer import portion
+from fluxjax.learner.policy_trainer import Portion
 from fluxjax.learner.run_models import first_reference
 from fluxjax.run.build import check_reference
 
@@ -61,7 +61,7 @@ def test_kl_in_the_reward(minibatches):
     cfg.minibatches = minibatches
     trainer, learner = trainer_of(cfg, referred=True)
     groups, prepared, own = near_policy()
-    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
+    [composition] = composed(trainer, [Portion(groups, prepared)])
     reference = composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
     parts = dict(zip(composition.keys, np.split(reference, np.cumsum(composition.lengths))[:-1], strict=True))
     paid = {key_of(s): s.reward.value for g in groups for s in g.samples}
@@ -104,7 +104,7 @@ def test_distillation_goes_towards_its_teacher_and_stays_there():
     trainer, learner = trainer_of(cfg, referred=True)
     teacher = trainer._models.reference
     groups, prepared, _ = near_policy()
-    [composition] = composed(trainer, [portion(groups, prepared, trainer._config)])
+    [composition] = composed(trainer, [Portion(groups, prepared)])
 
     def distance():
         scores = [[learner.logprobs(b.inputs, p)[0] for b in composition.batches] for p in (learner.params, teacher)]

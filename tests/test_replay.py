@@ -27,7 +27,7 @@ from test_algorithms import group
 
 from fluxjax.base.types import PreparedPrompt
 from fluxjax.config import AlgorithmConfig, ImportanceConfig, ReplayConfig, cli
-from fluxjax.learner.replay import ReplayBuffer, draws_of, replay_metrics
+from fluxjax.learner.replay import ReplayBuffer, draws_of
 from fluxjax.report.metrics import read
 from models.inputs import ModelInput
 
@@ -117,10 +117,11 @@ def test_what_can_not_be_prepared_again_is_let_go():
 
 def test_ages_are_counted_apart():
     fresh = [made(5, 7)[0], made(6, 9)[0], made(7, 1, (0.0, 0.0))[0]]
-    got = replay_metrics(fresh, [made(0, 4)[0], made(1, 5)[0]], 10, 3)
-    want = {"replay/share": 0.4, "replay/kept": 3, "replay/age": 5.5, "replay/age_max": 6}
+    buffer = ReplayBuffer(ReplayConfig(share=0.5))
+    got = buffer.metrics(fresh, [made(0, 4)[0], made(1, 5)[0]], 10)
+    want = {"replay/share": 0.4, "replay/kept": 0, "replay/age": 5.5, "replay/age_max": 6}
     assert got == want | {"staleness/lag_mean": 2, "staleness/lag_max": 3}
-    assert replay_metrics(fresh, [], 10, 0) == {"replay/share": 0.0, "replay/kept": 0.0}
+    assert buffer.metrics(fresh, [], 10) == {"replay/share": 0.0, "replay/kept": 0.0}
 
 
 # --- steps -------------------------------------------------------------------------------------------
@@ -184,7 +185,6 @@ def test_replay_without_a_correction_is_told():
     assert line.startswith("warning: replay.share above 0 trains on older versions without an importance correction")
     load = cli.load([shared, "--config.algorithm.importance.kind=truncate", "--config.algorithm.importance.decay=0.9"])
     assert not [line for line in cli.remarks(load) if "importance correction" in line]
-    assert ReplayBuffer.of(cli.load([]).replay) is None
 
 
 # --- runs ----------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from tensorboardX.proto import event_pb2
 
 from fluxjax.base.timeline import Span, Timeline, activity
 from fluxjax.base.types import Group, Prompt, Response, Reward, Sample
+from fluxjax.batch.composer import Team
 from fluxjax.config import Config, ConfigError, ReportConfig
-from fluxjax.hosts.gang import Gang
 from fluxjax.report import pictures
 from fluxjax.report.display import Display
 from fluxjax.report.metrics import MetricsLog, Summary, dump_samples, read
@@ -380,7 +380,7 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
     none = types.SimpleNamespace(metrics=dict)
     run: Any = types.SimpleNamespace(
         config=Config(),
-        gang=Gang(),
+        gang=Team(),
         summary=Summary(),
         metrics=log,
         display=display,

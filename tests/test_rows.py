@@ -8,7 +8,7 @@ from packing_cases import make_config
 from turns import third_of
 
 from fluxjax.batch.fitted import _placed
-from fluxjax.batch.rows import Budget, _chain, _cost, _Deal, _first_fit, _spread, _with_room, grid, packed
+from fluxjax.batch.rows import Budget, _chain, _cost, _dealt, _first_fit, _spread, grid, packed
 from fluxjax.batch.share import Item, Outline, Piece, check, pieces_of
 
 
@@ -128,30 +128,30 @@ def test_media_count_once_for_all_responses_of_a_group_in_a_row():
 def test_a_row_goes_to_the_shard_that_a_look_at_all_of_them_would_choose(rows, shards, most):
     """It adds the fewest patches, then has the fewest, then the fewest rows; `rows` are pairs of items."""
     patches, cap = {0: 0, 1: 4, 2: 8, 3: 12}, 20
-    deal, held, counts = _Deal(shards, most, cap), [set() for _ in range(shards)], [0] * shards
-    for pair in rows:
+    pieces = [tuple(Piece(item, (k,), 1, 1.0, patches[item]) for item in pair) for k, pair in enumerate(rows)]
+    held, want, left = [set() for _ in range(shards)], [[] for _ in range(shards)], []
+    for pair, row in zip(rows, pieces, strict=True):
         added = [sum(patches[item] for item in set(pair) - have) for have in held]
         before = [sum(patches[item] for item in have) for have in held]
-        keys = [(added[k], before[k], counts[k], k) for k in range(shards)]
-        fitting = [key for key in keys if counts[key[3]] < most and before[key[3]] + added[key[3]] <= cap]
-        row = tuple(Piece(item, (0,)) for item in pair)
-        assert deal.take(row, {item: patches[item] for item in pair}) == bool(fitting)
-        if fitting:
-            shard = min(fitting)[3]
-            assert deal.shards[shard][-1] is row
-            held[shard] |= set(pair)
-            counts[shard] += 1
-        assert [len(shard) for shard in deal.shards] == counts
+        keys = [(added[k], before[k], len(want[k]), k) for k in range(shards)]
+        fitting = [key for key in keys if len(want[key[3]]) < most and before[key[3]] + added[key[3]] <= cap]
+        if not fitting:
+            left.append(row)
+            continue
+        shard = min(fitting)[3]
+        want[shard].append(row)
+        held[shard] |= set(pair)
+    fullest = max(sum(patches[item] for item in have) for have in held)
+    assert _dealt(pieces, shards, most, cap) == (tuple(map(tuple, want)), fullest, left)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_a_piece_goes_to_the_row_that_a_look_at_all_of_them_would_choose(sizes, room):
-    """Longest first: where it leaves the least room, the first of several; and the first of all with room for it."""
+    """Longest first: where it leaves the least room, the first of several."""
     sizes, left = np.array(sizes), np.array(room)
     order = np.argsort(-sizes, kind="stable")
     where = _placed(sizes, order, left)
     for i in order.tolist():
-        assert list(_with_room(left, int(sizes[i]))) == np.flatnonzero(left >= sizes[i]).tolist()
         fitting = [(free, row) for row, free in enumerate(left.tolist()) if free >= sizes[i]]
         if not fitting:
             assert where is None
@@ -160,7 +160,6 @@ def test_a_piece_goes_to_the_row_that_a_look_at_all_of_them_would_choose(sizes, 
         assert where is None or where[i] == row
         left[row] -= sizes[i]
     assert where is not None
-    assert list(_with_room(left[:0], 1)) == []
 
 
 def test_shards_are_filled_evenly():
@@ -223,7 +222,6 @@ def test_rows_without_media_are_dealt_as_with_them(items, most, shards):
     budget = Budget(64, (most,), (0,), shards)
     waiting = [(piece,) for piece in sorted(pieces_of(items, 64, True))]
     for micro in _spread(waiting, budget, most, 64):
-        deal = _Deal(shards, most, 0)
-        waiting = [row for row in waiting if not deal.take(row, {row[0].item: 0})]
-        assert micro.shards == tuple(map(tuple, deal.shards))
+        want, _, waiting = _dealt(waiting, shards, most, 0)
+        assert micro.shards == want
     assert not waiting

@@ -41,7 +41,6 @@ class TestRun:
             "step 3",
             "evaluation 3 full 0.3",
             "checkpoint 3",
-            "finish 3",
         ]
         assert run.runtime._prepared == {} and run.runtime._streams == {}
 
@@ -131,7 +130,7 @@ class TestRun:
 
 _COLLABORATORS = [
     "source.draw",
-    "source.state_dict",
+    "checkpointer.state",
     "scorer.score",
     "trainer.train",
     "trainer.weights",

@@ -20,9 +20,9 @@ from fluxjax.base import event_loop
 from fluxjax.base.timeline import under_way
 from fluxjax.base.types import PreparedPrompt, Prompt, Reward
 from fluxjax.config import Config
-from fluxjax.hosts.gang import Gang
 from fluxjax.run import main
-from fluxjax.runtime.held_out import EvaluationGivenUp, HeldOut
+from fluxjax.run.parts import HeldOut
+from fluxjax.runtime.ports import EvaluationGivenUp
 from rollout.engine import SamplingParams
 
 
@@ -136,7 +136,7 @@ def test_the_others_are_told_of_every_error(error, monkeypatch):
 
     monkeypatch.setattr(main, "hear_signals", lambda *_: None)
     monkeypatch.setattr(main, "take_signals", lambda: None)
-    monkeypatch.setattr(main, "join", lambda _: (Gang(), links))
+    monkeypatch.setattr(main, "joined", lambda *_: types.SimpleNamespace(process=0, links=links))
     monkeypatch.setattr(main, "FluxTrainer", broken)
     monkeypatch.setattr(main, "leave", leave)
     with pytest.raises(TimeoutError):

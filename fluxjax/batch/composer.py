@@ -1,26 +1,30 @@
 """Turns scored groups into the microbatches of a step: RL, supervised warm starts and log-probs take the same way.
 
 `Composer` decides what is trained on and with which weights; the object that it chose for `sharding.strategy` (`rows`,
-`spreading` or `own_pace`) decides which devices compute what, and `fill` writes the arrays.
+`spreading` or `own_pace`) decides which devices compute what, and `fill` writes the arrays. A `Team` is the process, or
+the processes, in which that happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
+from jax.sharding import Mesh
 
 from models.config import TextConfig, VisionConfig
 from models.inputs import PromptInput
 from sharding.spread.shapes import ShapeBook
 
 from ..algorithms.loss import response_weights
-from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample
-from ..config import FSDP, ODC, Config, Strategy
+from ..base.process import collector_paused
+from ..base.types import Columns, Group, PreparedPrompt, Prompt, Response, Reward, Sample, TrainBatch
+from ..config import FSDP, ODC, Config, ConfigError, Strategy
 from .composition import Composition
 from .fill import lay_out
 from .part import Room
@@ -28,8 +32,15 @@ from .rows import RowPacking
 from .share import Share, TrainGroup
 
 if TYPE_CHECKING:
+    from sharding.links import Links
+    from sharding.walk import Params
+
+    from ..base.host_status import HostStatus
     from .own_pace import OwnPace
     from .spreading import Spreading
+
+T = TypeVar("T")
+Minibatch: TypeAlias = tuple[Sequence[Group], Mapping[int, PreparedPrompt]]  # groups, and their prompts by draw
 
 
 class Composer:
@@ -53,7 +64,9 @@ class Composer:
     ) -> None:
         self._config, self._vision, self._text, self.num_devices = config, vision, text, num_devices
         self.shapes = shape_book(config) if shapes is None else shapes
-        self._room, self._tempered = Room.of(config, vision), config.rollout.tempered
+        packing, self._tempered = config.packing, config.rollout.tempered
+        tokens = packing.tokens_per_row * packing.rows_per_device
+        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision)
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
@@ -64,15 +77,29 @@ class Composer:
             from .own_pace import OwnPace as Dealer
         else:
             from .spreading import Spreading as Dealer
-        return Dealer(self._config, num_devices, self._vision, self._text, self.shapes)
+        return Dealer(self._config, num_devices, self.room, self._text, self.shapes)
 
     def on(self, num_devices: int) -> Composer:
         """Returns the same composer for another number of devices."""
         return Composer(self._config, num_devices, self._vision, self._text, self.shapes)
 
+    @property
+    def num_shapes(self) -> int:
+        """The number of shapes of microbatches that were compiled."""
+        return len(self.shapes)
+
     def check(self) -> None:
-        """Raises ConfigError for rollouts longer than the devices of one sequence hold."""
-        self._dealer.check()
+        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold. Packed rows do not
+        depend on the number of devices."""
+        if isinstance(self._dealer, RowPacking):
+            return
+        degree, longest = self._dealer.degree, self._config.rollout.max_sequence_tokens
+        held = degree * self.room.tokens
+        if longest > held:
+            raise ConfigError(
+                f"rollout.max_sequence_tokens is {longest}, but the {degree} devices of a sequence hold {held} tokens "
+                "(packing.tokens_per_row * packing.rows_per_device each)"
+            )
 
     def compose(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], **options: Any) -> Composition:
         """Returns the microbatches with all of their shards. Arguments are those of `outline`."""
@@ -108,7 +135,7 @@ class Composer:
 
     def lay_out(self, share: Share) -> Composition:
         """Returns the microbatches of a share: with the rows of its shards, and no others."""
-        return lay_out(share, self._room, self._tempered)
+        return lay_out(share, self.room, self._tempered)
 
     def _chosen(
         self,
@@ -159,6 +186,107 @@ class Composer:
         if inputs.patches_PX is not None and self._vision is None:
             raise ValueError(f"prompt {prompt.id} has media, but the model has no vision tower")
         return inputs
+
+
+class Team:
+    """The processes that train together, as each of them sees them: every process lays out its share of a step, one
+    decides. This one is alone, and `hosts.gang.Gang` is one of several. All processes of a team call the same methods
+    in the same order, but for `composed` and `tell`, which are process 0's: the others call `laid_out` with the shares
+    that it hands out."""
+
+    process, processes = 0, 1
+    links: Links | None = None  # to the other processes
+    rank_here = 0  # the number of processes with lower numbers that share this process's ports
+    bytes_told = 0  # by this process, to all others together
+    _expect: Callable[[Iterable[TrainBatch]], None] | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.processes == 1
+
+    def equip(
+        self,
+        config: Config,
+        place_of: Callable[[str], str],
+        expect: Callable[[Iterable[TrainBatch]], None] | None,
+    ) -> None:
+        """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
+        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
+        pixels)."""
+        self._expect = expect
+
+    def composed(
+        self,
+        composer: Composer,
+        minibatches: Sequence[Minibatch],
+        *,
+        size: int = 0,
+        update: bool = True,
+        **options: Any,
+    ) -> list[Composition]:
+        """Returns the share of this process, process 0, of each minibatch; `options` are those of `Composer.outline`.
+        The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`), and lay them out at
+        the same time. After an error nothing can follow."""
+        with collector_paused():
+            with self.stage("plan"):
+                steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
+                cut = [step.cut(self.processes) if self.processes > 1 else [step] for step in steps]
+                self.hand_out([[shares[process] for shares in cut] for process in range(self.processes)], size, update)
+            return self.laid_out(composer, [shares[0] for shares in cut])
+
+    def laid_out(self, composer: Composer, shares: Sequence[Share]) -> list[Composition]:
+        """Returns the microbatches of this process's shares, when all processes agree on the programs to run."""
+        with self.stage("layout"):
+            compositions = [composer.lay_out(share) for share in shares]
+        if self._expect is not None:
+            self._expect(micro.batch for composition in compositions for micro in composition.microbatches)
+        self.agree(compositions)
+        return compositions
+
+    def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Measures a stage of the step."""
+        return contextlib.nullcontext()
+
+    def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
+        """Sends every other process an order to learn from its shares, `shares[process]`, one of each minibatch: those
+        of a whole training step, or, without `update`, of a portion of one."""
+
+    def agree(self, compositions: Sequence[Composition]) -> None:
+        """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
+        those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
+        ever."""
+
+    def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+        """Calls `decide` in process 0, with the value of every process; returns this process's part of the result.
+        Values are numbers, texts, arrays of one dimension, and lists and dictionaries of these."""
+        return decide([value])[0]
+
+    def exchange(self, value: T) -> list[T]:
+        """Returns the `value` of every process, by process, in all processes; see `decided`. All must call it, and
+        before a step."""
+        return self.decided(value, lambda every: [every] * len(every))
+
+    def tell(self, order: Any) -> None:
+        """Sends all other processes the same order, a `hosts.orders.Order`. Raises LinkError if a process has
+        failed."""
+
+    def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
+        """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
+        arrays in its own memory. Tells the other processes to call `make` and take part in gathering. A process that is
+        alone gets the weights as they are."""
+        return make()
+
+    def stepped(self, idle: float | None = None) -> None:
+        """Notes that this process has made the step whose rows were told last; a second call for the same step does
+        nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
+
+    def statuses(self) -> list[HostStatus]:
+        """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
+        others; of a process that is alone, none."""
+        return []
+
+    def close(self) -> None:
+        """Ends the time limit on progress."""
 
 
 MAX_SHAPES = 32  # of microbatches that are compiled at most, for each number of devices

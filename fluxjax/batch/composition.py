@@ -62,13 +62,6 @@ class Composition:
     def batches(self) -> tuple[TrainBatch, ...]:
         return tuple(microbatch.batch for microbatch in self.microbatches)
 
-    def fill(self) -> tuple[float, float]:
-        """Returns the used share of the token buffers and of the patch buffers, between 0 and 1; 0 patches for text
-        models."""
-        counts = [dataclasses.astuple(filled) for filled in self.filled]
-        tokens, token_cells, patches, patch_cells = np.sum(counts, axis=0)
-        return float(tokens / token_cells), float(patches / patch_cells) if patch_cells else 0.0
-
     def of_responses(self, arrays_BT: PerToken, dtype: type | None = None) -> np.ndarray:
         """Returns per-token values of all responses, response after response."""
         flat = [np.asarray(array, dtype).reshape(-1) for array in arrays_BT]
@@ -113,37 +106,31 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
     return dict(zip(composition.keys, parts, strict=True))
 
 
-def together(compositions: Sequence[Composition]) -> Composition:
-    """Joins compositions into one of all microbatches, to measure how full and how even they are; returns a single one
-    itself."""
-    if len(compositions) == 1:
-        return compositions[0]
-    return Composition(
-        microbatches=tuple(m for composition in compositions for m in composition.microbatches),
-        keys=tuple(key for composition in compositions for key in composition.keys),
-        cells=np.zeros(0, np.int64),  # they would have to be counted anew
-        lengths=np.concatenate([composition.lengths for composition in compositions]),
-        filled=tuple(filled for composition in compositions for filled in composition.filled),
-        elsewhere=tuple(m for composition in compositions for m in composition.elsewhere),
-    )
+def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
+    """Returns the number of microbatches, the used share of the token buffers and of the patch buffers, between 0 and 1
+    (patches of text models: 0), and what the strategy's plans say of a step, where sequences are packed by plans.
 
-
-def plan_metrics(composition: Composition, num_devices: int) -> dict[str, float]:
-    """Returns what the strategy's plans say of a step; nothing where sequences are packed without one.
-
-    The share of tokens in sequences on more than one device, and the padding of the rows. Where devices keep their own
-    pace, how evenly work is dealt to them: the share of all devices' time in which they are predicted to wait, at its
-    end, and in collective microbatches for the busiest device; the most and fewest microbatches of a device, those
-    included that it computes with all others; how many these are. Else how evenly sequences are spread: largest over
-    mean attention work and tokens of a device, and the padding of what all-to-alls send.
+    The plans say: the share of tokens in sequences on more than one device, and the padding of the rows. Where devices
+    keep their own pace, how evenly work is dealt to them: the share of all devices' time in which they are predicted to
+    wait, at its end, and in collective microbatches for the busiest device; the most and fewest microbatches of a
+    device, those included that it computes with all others; how many these are. Else how evenly sequences are spread:
+    largest over mean attention work and tokens of a device, and the padding of what all-to-alls send.
     """
-    microbatches = composition.everywhere
+    elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
+    microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere
+    filled = np.concatenate([composition.filled for composition in compositions])
+    tokens, token_cells, patches, patch_cells = filled.sum(axis=0)
+    metrics = {
+        "packing/microbatches": float(len(microbatches)),
+        "packing/token_fill": float(tokens / token_cells),
+        "packing/patch_fill": float(patches / patch_cells) if patch_cells else 0.0,
+    }
     layouts = [microbatch.layout for microbatch in microbatches if microbatch.layout is not None]
     if len(layouts) < len(microbatches):
-        return {}
+        return metrics
     plans, padding = [layout.plan for layout in layouts], [layout.padding() for layout in layouts]
     degrees = [(n, degree) for plan in plans for n, degree in zip(plan.lengths, plan.degrees, strict=True)]
-    metrics = {
+    metrics |= {
         "sharding/sharded_tokens": sum(n for n, degree in degrees if degree > 1) / sum(n for n, _ in degrees),
         "sharding/mlp_padding": float(np.mean([share["mlp"] for share in padding])),
     }

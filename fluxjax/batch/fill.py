@@ -137,9 +137,11 @@ def _spread(
     spans.place(part.pieces, 0, share.groups, media.first_feature if media else {}, room.share_prompts)
     arrays = _arrays(spans, spans.total, share.version, tempered)
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in arrays.items()}
-    line["predecessor"], spread = layout.spread(line["predecessor"])
+    line["predecessor_BT"], spread = layout.spread(line["predecessor_BT"])
     if media is not None:
-        line["feature_index"], vision = media.buffers(line["feature_index"], layout.device, outline.sizes, devices)
+        line["feature_index_BT"], vision = media.buffers(
+            line["feature_index_BT"], layout.device, outline.sizes, devices
+        )
     return spans, _train_batch(_onto_rows(line, layout, devices), vision, rows_of(spread, devices)), layout
 
 
@@ -182,7 +184,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-_PADDING = {"feature_index": -1, "lags": -1, "temperatures": 1.0}  # 0 elsewhere
+_PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # 0 elsewhere
 
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
@@ -210,48 +212,51 @@ def span_cells(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> dict[str, np.ndarray]:
-    """Returns the arrays of a microbatch as one tall stack of rows `[rows, T]` (positions `[3, rows, T]`)."""
+    """Returns the arrays of a microbatch, by its fields, as one tall stack of rows `[rows, T]` (positions `[3, rows,
+    T]`)."""
     total = spans.total
-    arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens", "segments", "branches")}
-    arrays |= {name: np.zeros(total, np.float32) for name in ("loss_weights", "advantages", "behaviour")}
-    arrays |= {name: np.zeros(total, np.float32) for name in ("reference", "response_log_ratios")}
-    arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index", "lags")}
-    arrays["positions"] = np.zeros((3, total), np.int32)
+    arrays: dict[str, Any] = {name: np.zeros(total, np.int32) for name in ("tokens_BT", "segments_BT", "branches_BT")}
+    arrays |= {
+        name: np.zeros(total, np.float32) for name in ("loss_weights_BT", "advantages_BT", "behaviour_logprobs_BT")
+    }
+    arrays |= {name: np.zeros(total, np.float32) for name in ("reference_logprobs_BT", "response_log_ratios_BT")}
+    arrays |= {name: np.full(total, -1, np.int32) for name in ("feature_index_BT", "lags_BT")}
+    arrays["positions_3BT"] = np.zeros((3, total), np.int32)
     if tempered:
-        arrays["temperatures"] = np.ones(total, np.float32)
+        arrays["temperatures_BT"] = np.ones(total, np.float32)
     column = np.arange(total, dtype=np.int32) % tokens_per_row
-    arrays["predecessor"] = np.maximum(column - 1, 0)
+    arrays["predecessor_BT"] = np.maximum(column - 1, 0)
 
     if not spans.prompts:  # the devices of this process have no rows in this microbatch
         return _rows(arrays, tokens_per_row)
     starts, segments, features = np.array(spans.prompts).T
     lengths = np.array([len(prompt) for prompt in spans.inputs])
     cells, _ = span_cells(starts, lengths)
-    arrays["tokens"][cells] = np.concatenate([prompt.token_ids_T for prompt in spans.inputs])
-    arrays["positions"][:, cells] = np.concatenate([prompt.positions_3T for prompt in spans.inputs], axis=1)
+    arrays["tokens_BT"][cells] = np.concatenate([prompt.token_ids_T for prompt in spans.inputs])
+    arrays["positions_3BT"][:, cells] = np.concatenate([prompt.positions_3T for prompt in spans.inputs], axis=1)
     index = np.concatenate([prompt.feature_index_T for prompt in spans.inputs])
-    arrays["feature_index"][cells] = np.where(index >= 0, index + np.repeat(features, lengths), -1)
-    arrays["segments"][cells] = np.repeat(segments, lengths)
-    arrays["predecessor"][starts] = column[starts]  # no token predicts a first token; stay within the segment
+    arrays["feature_index_BT"][cells] = np.where(index >= 0, index + np.repeat(features, lengths), -1)
+    arrays["segments_BT"][cells] = np.repeat(segments, lengths)
+    arrays["predecessor_BT"][starts] = column[starts]  # no token predicts a first token; stay within the segment
 
     starts, segments, branches, last, position = np.array(spans.responses).T
     lengths = np.array(spans.lengths, np.int64)
     cells, within = span_cells(starts, lengths)
     numbers = [numbers_of(data) for data in spans.data]
-    arrays["tokens"][cells] = np.concatenate([response.tokens for response in numbers])
-    arrays["behaviour"][cells] = np.concatenate([response.logprobs for response in numbers])
+    arrays["tokens_BT"][cells] = np.concatenate([response.tokens for response in numbers])
+    arrays["behaviour_logprobs_BT"][cells] = np.concatenate([response.logprobs for response in numbers])
     versions = np.concatenate([response.versions for response in numbers])
-    arrays["lags"][cells] = np.where(versions < 0, -1, version - versions)
+    arrays["lags_BT"][cells] = np.where(versions < 0, -1, version - versions)
     for name, values in (
-        ("segments", segments),
-        ("branches", branches),
-        ("loss_weights", spans.weights),
-        ("advantages", spans.advantages),
-        *([("temperatures", [response.temperature or 1.0 for response in numbers])] if tempered else ()),
+        ("segments_BT", segments),
+        ("branches_BT", branches),
+        ("loss_weights_BT", spans.weights),
+        ("advantages_BT", spans.advantages),
+        *([("temperatures_BT", [response.temperature or 1.0 for response in numbers])] if tempered else ()),
     ):
         arrays[name][cells] = np.repeat(np.asarray(values, arrays[name].dtype), lengths)
-    arrays["positions"][:, cells] = np.repeat(position, lengths) + within
-    arrays["predecessor"][starts] = last
+    arrays["positions_3BT"][:, cells] = np.repeat(position, lengths) + within
+    arrays["predecessor_BT"][starts] = last
     return _rows(arrays, tokens_per_row)
 
 
@@ -260,26 +265,10 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 
 
 def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
-    inputs = PackedTokens(
-        tokens_BT=arrays["tokens"],
-        segments_BT=arrays["segments"],
-        branches_BT=arrays["branches"],
-        positions_3BT=arrays["positions"],
-        predecessor_BT=arrays["predecessor"],
-        feature_index_BT=arrays["feature_index"],
-        vision=vision,
-        spread=spread,
-        temperatures_BT=arrays.get("temperatures"),
-    )
-    return TrainBatch(
-        inputs=inputs,
-        loss_weights_BT=arrays["loss_weights"],
-        advantages_BT=arrays["advantages"],
-        behaviour_logprobs_BT=arrays["behaviour"],
-        reference_logprobs_BT=arrays["reference"],
-        response_log_ratios_BT=arrays["response_log_ratios"],
-        lags_BT=arrays["lags"],
-    )
+    """Returns the batch whose arrays these are, by its fields and those of its inputs."""
+    inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
+    beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
+    return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **beside)
 
 
 def _media(

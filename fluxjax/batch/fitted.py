@@ -105,19 +105,10 @@ def _choices(lengths: Sequence[int], count: int, total: int, rows: int, longest:
 def _placed(sizes: np.ndarray, order: np.ndarray, room: np.ndarray) -> np.ndarray | None:
     """Returns the row of each piece: longest piece first, into the row that it fills best. Returns None if a piece fits
     no row."""
-    descending, count = sizes[order], len(room)
-    # In rows of one length, a piece stands alone until two neighbours in descending order fit one row together.
-    alone = 0
-    if len(sizes) and descending[0] <= room.min() == room.max():
-        fits = descending[1:] + descending[:-1] <= room[0]
-        alone = 1 + (int(fits.argmax()) if fits.any() else len(fits))
-    if alone > count:
-        return None
-    free = room.astype(np.int64)
-    free[:alone] -= descending[:alone]
-    left = np.sort(free * count + np.arange(count)).tolist()  # sorted by free tokens, then by row
-    where = list(range(alone))
-    for size in descending[alone:].tolist():
+    count = len(room)
+    left = np.sort(room.astype(np.int64) * count + np.arange(count)).tolist()  # sorted by free tokens, then by row
+    where: list[int] = []
+    for size in sizes[order].tolist():
         k = bisect.bisect_left(left, size * count)
         if k == len(left):
             return None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.config import TextConfig, VisionConfig
+from models.config import TextConfig
 from models.inputs import common_bound
 from sharding.mesh import replica_size
 from sharding.planner.packing import Microbatches, busiest, lb_mini
@@ -24,7 +24,7 @@ from sharding.spread.shapes import ShapeBook
 
 from ..config import Config
 from .part import Part, Room, outlines_of
-from .share import Item, Outline, Piece, TrainGroup, check, pieces_of
+from .share import Item, Outline, Piece, TrainGroup, check, first_fit, pieces_of
 from .spreading import Spreading
 from .work import Estimate, estimate
 
@@ -41,17 +41,13 @@ class OwnPace:
     """
 
     def __init__(
-        self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
+        self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes = num_devices, shapes
-        self._work_of = estimate(config, text, vision)
-        self._spreading = Spreading(config, num_devices, vision, text, shapes)
-        self._room = Room.of(config, vision)
+        self._num_devices, self._shapes, self._room = num_devices, shapes, room
+        self._work_of = estimate(config, text, room.vision)
+        self._spreading = Spreading(config, num_devices, room, text, shapes)
+        self.degree = self._spreading.degree
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
-
-    def check(self) -> None:
-        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
-        self._spreading.check()
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches and their groups: first those of all devices together, for sequences that no single
@@ -137,7 +133,7 @@ class OwnPace:
         copies of the prompt would be more tokens than they have.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
-        degree, replica = self._spreading.degree, self._replica
+        degree, replica = self.degree, self._replica
         check(
             [group.item for group in groups],
             degree * room,
@@ -214,16 +210,9 @@ def _on_one_device(pieces: Sequence[Piece]) -> ShardPlan:
 def _within(members: Sequence[int], pieces: Sequence[Piece], cap: int) -> list[list[int]]:
     """Splits the members of a microbatch into parts of at most `cap` patches, as few as first-fit-decreasing finds. An
     item's patches stand once in a microbatch, so its pieces stay together."""
-    parts: list[set[int]] = []
-    used: list[int] = []
     media = {pieces[i].item: pieces[i].patches for i in members}
-    for item, patches in sorted(media.items(), key=lambda pair: (-pair[1], pair[0])):
-        place = next((k for k, n in enumerate(used) if n + patches <= cap), len(parts))
-        if place == len(parts):
-            parts.append(set())
-            used.append(0)
-        parts[place].add(item)
-        used[place] += patches
+    items = sorted(media)
+    parts = [{items[k] for k in part} for part in first_fit([media[item] for item in items], cap)]
     return [sorted(i for i in members if pieces[i].item in part) for part in parts]
 
 

@@ -24,7 +24,6 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from ..config import Config
 from .share import Groups, Outline, Piece
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
@@ -37,20 +36,13 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's capacity in a microbatch: a row of `tokens` tokens, and `patches` patches."""
+    """A device's capacity in a microbatch: a row with the `tokens` of all packed rows of a device, and `patches`."""
 
     tokens: int
     patches: int
     share_prompts: bool
     vision: VisionConfig | None
     degree: int = 1  # the most devices that compute one sequence
-
-    @classmethod
-    def of(cls, config: Config, vision: VisionConfig | None, degree: int = 1) -> Room:
-        """Returns the room that `config.packing` gives: one row with the tokens of all packed rows of a device."""
-        packing = config.packing
-        tokens, patches = packing.tokens_per_row * packing.rows_per_device, packing.patches_per_device
-        return cls(tokens, patches, packing.share_prompts, vision, degree)
 
     @property
     def whole_patches(self) -> int:

@@ -6,9 +6,8 @@ The packing is a pure function of the sizes in their order, so a resumed run pac
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,9 +59,6 @@ class RowPacking:
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
-
-    def check(self) -> None:
-        """Does nothing: rows do not depend on the number of devices."""
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, in buffers whose sizes the shape book chooses, and their groups."""
@@ -180,35 +176,26 @@ def _cost(plan: Sequence[Outline]) -> int:
 
 def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
     """Puts each piece into the first row with room for its tokens and patches."""
-    free = np.zeros(len(pieces), np.int64)
     rows: list[list[Piece]] = []
-    patches: list[int] = []
+    free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # of each row
     members: list[set[int]] = []
+
+    def added(row: int, piece: Piece) -> int:
+        return 0 if piece.item in members[row] else piece.patches
+
     for piece in pieces:
-        for row in _with_room(free[: len(rows)], piece.tokens):
-            added = 0 if piece.item in members[row] else piece.patches
-            if patches[row] + added <= budget.patches[-1]:
-                break
-        else:
-            row, added = len(rows), piece.patches
+        fitting = np.flatnonzero(free[: len(rows)] >= piece.tokens).tolist()
+        room = (row for row in fitting if patches[row] + added(row, piece) <= budget.patches[-1])
+        row = next(room, len(rows))
+        if row == len(rows):
             free[row] = budget.tokens_per_row
             rows.append([])
-            patches.append(0)
             members.append(set())
         free[row] -= piece.tokens
+        patches[row] += added(row, piece)
         rows[row].append(piece)
-        patches[row] += added
         members[row].add(piece.item)
     return [tuple(sorted(row)) for row in rows]
-
-
-def _with_room(free: np.ndarray, size: int) -> Iterator[int]:
-    """Yields the rows, in order, that have room for `size` tokens. The caller mostly takes the first."""
-    fits = free >= size
-    first = int(fits.argmax()) if len(fits) else 0
-    if first < len(fits) and fits[first]:
-        yield first
-        yield from (first + 1 + np.flatnonzero(fits[first + 1 :])).tolist()
 
 
 def _chain(items: Sequence[Item], budget: Budget) -> list[Row]:
@@ -250,9 +237,7 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
         wanted = min(-(-len(waiting) // budget.num_shards), allowed[-1])
         per_shard = next(size for size in allowed if size >= wanted)
         if media:
-            deal = _Deal(budget.num_shards, per_shard, budget.patches[-1])
-            left = [row for row in waiting if not deal.take(row, {p.item: p.patches for p in row})]
-            packed, buffer = tuple(map(tuple, deal.shards)), max(deal.patches)
+            packed, buffer, left = _dealt(waiting, budget.num_shards, per_shard, budget.patches[-1])
         else:  # without media, the shards take the rows in turn
             now, left = waiting[: budget.num_shards * per_shard], waiting[budget.num_shards * per_shard :]
             packed, buffer = tuple(tuple(now[shard :: budget.num_shards]) for shard in range(budget.num_shards)), 0
@@ -265,44 +250,27 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
     return plan
 
 
-class _Deal:
-    """The shards of one microbatch, while rows are dealt to them. A deal looks at few shards: those that hold media of
-    the row, and the one with the fewest patches and rows. So thousands of shards are no slower than ten."""
-
-    def __init__(self, num_shards: int, most_rows: int, most_patches: int) -> None:
-        self.shards: list[list[Row]] = [[] for _ in range(num_shards)]
-        self.patches = [0] * num_shards
-        self._most_rows, self._most_patches = most_rows, most_patches
-        self._holders: dict[int, set[int]] = {}  # the shards that hold an item's media
-        self._emptiest = [(0, 0, shard) for shard in range(num_shards)]  # a heap, in which outdated entries stay
-
-    def take(self, row: Row, patches: Mapping[int, int]) -> bool:
-        """Deals the row to a shard, unless none has room; `patches` are those of each of the row's items."""
-        media = [item for item, count in patches.items() if count]
-        candidates = {shard for item in media for shard in self._holders.get(item, ())} | self._first()
-        best: tuple[int, int, int, int] | None = None
-        for shard in candidates:
-            added = sum(patches[item] for item in media if shard not in self._holders.get(item, ()))
-            held, rows = self.patches[shard], len(self.shards[shard])
-            if rows < self._most_rows and held + added <= self._most_patches:
-                key = (added, held, rows, shard)
-                best = key if best is None else min(best, key)
-        if best is None:
-            return False
-        added, _, _, shard = best
-        self.shards[shard].append(row)
-        self.patches[shard] += added
+def _dealt(
+    rows: Sequence[Row], num_shards: int, most_rows: int, most_patches: int
+) -> tuple[tuple[tuple[Row, ...], ...], int, list[Row]]:
+    """Returns the rows of each shard of a microbatch, the patches of the fullest, and the rows that fit in none."""
+    shards: list[list[Row]] = [[] for _ in range(num_shards)]
+    held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
+    holders: dict[int, np.ndarray] = {}  # says of each shard whether it holds an item's media
+    left: list[Row] = []
+    for row in rows:
+        media = {piece.item: piece.patches for piece in row if piece.patches}
+        added = np.full(num_shards, sum(media.values()))
+        for item in media.keys() & holders.keys():
+            added -= media[item] * holders[item]
+        free = np.flatnonzero((counts < most_rows) & (held + added <= most_patches))
+        if not len(free):
+            left.append(row)
+            continue
+        shard = free[np.lexsort((counts[free], held[free], added[free]))[0]]
+        shards[shard].append(row)
+        held[shard] += added[shard]
+        counts[shard] += 1
         for item in media:
-            self._holders.setdefault(item, set()).add(shard)
-        heapq.heappush(self._emptiest, (self.patches[shard], len(self.shards[shard]), shard))
-        return True
-
-    def _first(self) -> set[int]:
-        """Returns the shard with the fewest patches, then the fewest rows, that has room for a row; empty if all are
-        full."""
-        while self._emptiest:
-            held, rows, shard = self._emptiest[0]
-            if rows < self._most_rows and (held, rows) == (self.patches[shard], len(self.shards[shard])):
-                return {shard}
-            heapq.heappop(self._emptiest)
-        return set()
+            holders.setdefault(item, np.zeros(num_shards, bool))[shard] = True
+    return tuple(map(tuple, shards)), int(held.max()), left

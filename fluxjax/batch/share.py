@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,58 +102,39 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
     limit): as few as first-fit-decreasing finds, nearly always one. A response that exceeds these limits alone, with
     its prompt, is still a piece.
     """
-    if not items:
-        return []
-    prompts = np.fromiter((item.prompt for item in items), np.int64, len(items))
-    counts = np.fromiter((len(item.responses) for item in items), np.int64, len(items))
-    sizes = np.fromiter(chain.from_iterable(item.responses for item in items), np.int64, int(counts.sum()))
-    firsts = np.cumsum(counts) - counts
-    item_of = np.repeat(np.arange(len(items)), counts)
-    number = np.arange(len(sizes)) - firsts[item_of]  # index of each response in its item
-    part = number if not share_prompts else np.zeros(len(sizes), np.int64)
-    if share_prompts:
-        most = np.minimum(longest, prompts + responses) if responses else longest
-        rooms = np.maximum(most - prompts, np.maximum.reduceat(sizes, firsts))
-        wide = np.add.reduceat(sizes, firsts) > rooms
-        if wide.any():
-            here = wide[item_of]
-            part[here] = _parts(sizes[here], counts[wide], rooms[wide])
-    key = item_of * (int(part.max()) + 1) + part
-    order = np.argsort(key, kind="stable")
-    begins = np.flatnonzero(np.diff(key[order], prepend=-1))
-    owner = item_of[order[begins]]
-    prompt, ordered = prompts[owner], sizes[order]
-    tokens = np.add.reduceat(ordered, begins)
-    squares = prompt * (prompt + 2 * tokens) + np.add.reduceat(ordered**2, begins)
-    numbers, ends = number[order].tolist(), [*begins[1:].tolist(), len(sizes)]
-    spans = [tuple(numbers[begin:end]) for begin, end in zip(begins.tolist(), ends, strict=True)]
-    patches = [items[item].patches for item in owner.tolist()]
-    columns = (owner.tolist(), spans, (prompt + tokens).tolist(), squares.astype(float).tolist(), patches)
-    return [Piece(*fields) for fields in zip(*columns, strict=True)]
+    pieces: list[Piece] = []
+    for number, (_, prompt, sizes, patches) in enumerate(items):
+        if share_prompts:
+            most = min(longest, prompt + responses) if responses else longest
+            parts = first_fit(sizes, max(most - prompt, max(sizes)))
+        else:
+            parts = [(k,) for k in range(len(sizes))]
+        for part in parts:
+            lengths = sizes if len(part) == len(sizes) else [sizes[k] for k in part]
+            tokens = sum(lengths)
+            squares = float(prompt * (prompt + 2 * tokens) + sum(size * size for size in lengths))
+            pieces.append(Piece(number, part, prompt + tokens, squares, patches))
+    return pieces
 
 
-def _parts(sizes: np.ndarray, counts: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-    """Returns the part of each response, group after group: the first part of the group with room for it, largest
-    responses first. A part holds `rooms` tokens of its group; no response exceeds that."""
-    groups, most = len(counts), int(counts.max())
-    group = np.repeat(np.arange(groups), counts)
-    order = np.lexsort((-sizes, group))  # stable: equal sizes stay in order
-    held = np.arange(most) < counts[:, None]
-    ranked = np.zeros((groups, most), np.int64)
-    ranked[held] = sizes[order]
-    free, chosen = np.repeat(rooms[:, None], most, axis=1), np.zeros((groups, most), np.int64)
-    every = np.arange(groups)
-    for rank in range(most):
-        size = ranked[:, rank]
-        chosen[:, rank] = (free[:, : rank + 1] >= size[:, None]).argmax(axis=1)
-        free[every, chosen[:, rank]] -= size
-    part = np.empty(len(sizes), np.int64)
-    part[order] = chosen[held]
-    return part
+def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
+    """Returns the indices of each part of at most `room`: largest sizes first, each in the first part that has room. A
+    size above `room` is a part of its own."""
+    if sum(sizes) <= room:
+        return [tuple(range(len(sizes)))]
+    parts: list[list[int]] = []
+    free: list[int] = []
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        part = next((number for number, left in enumerate(free) if left >= sizes[k]), len(parts))
+        if part == len(parts):
+            parts.append([])
+            free.append(room)
+        parts[part].append(k)
+        free[part] -= sizes[k]
+    return [tuple(sorted(part)) for part in parts]
 
 
-@dataclasses.dataclass(frozen=True)
-class Filled:
+class Filled(NamedTuple):
     """The use of a microbatch's buffers, over all devices: its tokens and the cells of its token buffers, its patches
     and the cells of its patch buffers."""
 

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from models.config import TextConfig, VisionConfig
+from models.config import TextConfig
 from models.inputs import common_bound
 from sharding.cost import CostError
 from sharding.planner.flex import Limits, flex_ulysses, ulysses
@@ -40,21 +40,12 @@ class Spreading:
     """
 
     def __init__(
-        self, config: Config, num_devices: int, vision: VisionConfig | None, text: TextConfig | None, shapes: ShapeBook
+        self, config: Config, num_devices: int, room: Room, text: TextConfig | None, shapes: ShapeBook
     ) -> None:
-        self._num_devices, self._shapes, room = num_devices, shapes, Room.of(config, vision)
-        self._longest_rollout, self._by_cost = config.rollout.max_sequence_tokens, bool(config.sharding.calibration)
+        self._num_devices, self._shapes = num_devices, shapes
+        self._by_cost = bool(config.sharding.calibration)
         self.degree, self._plan = planner(config, text, num_devices, room.tokens)
-        self.room = dataclasses.replace(room, degree=self.degree)
-
-    def check(self) -> None:
-        """Raises ConfigError for rollouts that are longer than the devices of one sequence can hold."""
-        held = self.degree * self.room.tokens
-        if self._longest_rollout > held:
-            raise ConfigError(
-                f"rollout.max_sequence_tokens is {self._longest_rollout}, but the {self.degree} devices of a "
-                f"sequence hold {held} tokens (packing.tokens_per_row * packing.rows_per_device each)"
-            )
+        self._room = dataclasses.replace(room, degree=self.degree)
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches and their groups; see `parts`."""
@@ -68,7 +59,7 @@ class Spreading:
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.
         """
-        room, frame = self.room, common_bound(group.inputs for group in groups)
+        room, frame = self._room, common_bound(group.inputs for group in groups)
         # A group that exceeds all devices of a sharded sequence is cut, and its prompt is computed twice.
         pieces = pieces_of([group.item for group in groups], room.tokens * self.degree, room.share_prompts)
         least = math.ceil(sum(piece.tokens for piece in pieces) / (room.tokens * self._num_devices))
@@ -103,7 +94,7 @@ class Spreading:
         the costs.
         """
         tokens, squares = [piece.tokens for piece in pieces], [piece.squares for piece in pieces]
-        room, mean = self.room.tokens, sum(tokens) / self._num_devices
+        room, mean = self._room.tokens, sum(tokens) / self._num_devices
         known = self._shapes.columns(self._num_devices, int(TIGHT * mean), min(int(LOOSE * mean), room))[:TRIES]
         tried = [] if self._by_cost else [*known, min(round_up(int(TIGHT * mean)), room)]
         fallback: Part | None = None
@@ -112,14 +103,14 @@ class Spreading:
                 plan = self._plan(tokens, squares, columns)
                 if plan.balance > NEARLY_EVEN:
                     continue
-                part = Part(groups, pieces, plan, self.room, frame, shaped=True)
+                part = Part(groups, pieces, plan, self._room, frame, shaped=True)
             except PlanError:
                 continue
             compiled = self._compiled(part) is not None
             if plan.balance <= EVEN and (compiled or columns not in known):
                 return part
             fallback = fallback or (part if compiled else None)
-        free = Part(groups, pieces, self._plan(tokens, squares, room), self.room, frame)
+        free = Part(groups, pieces, self._plan(tokens, squares, room), self._room, frame)
         return fallback or free if self._compiled(free) is None else free
 
     def _held(self, part: Part) -> bool:

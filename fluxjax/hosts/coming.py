@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from models.inputs import ModelInput, PromptInput
 
 from ..base.types import PreparedPrompt, Prompt
+from ..batch.composer import Team
 from ..data.prepare import Preparer
 from ..data.shadows import rows_of
-from .gang import Gang
 from .orders import Coming, PlaceOf, told_media
 
 Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
@@ -23,23 +23,15 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 class ToldPrompts:
     """The prompts of `source`, in process 0, which tells the other processes of those whose pixels are elsewhere."""
 
-    def __init__(self, source: Preparer, gang: Gang, place_of: PlaceOf) -> None:
+    def __init__(self, source: Preparer, gang: Team, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of
 
     async def draw(self, count: int) -> Drawn:
         prepared, skipped = await self._source.draw(count)
-        if (order := coming(prepared, self._place_of)).media:
-            self._gang.tell(order)
+        told = [(ready.prompt.draw, told_media(ready.inputs, self._place_of)) for ready in prepared]
+        if media := [[draw, tickets] for draw, tickets in told if tickets is not None]:
+            self._gang.tell(Coming(media))
         return prepared, skipped
-
-    def state_dict(self) -> dict:
-        return self._source.state_dict()
-
-
-def coming(prepared: Sequence[PreparedPrompt], place_of: PlaceOf) -> Coming:
-    """Returns the order that tells other processes of these prompts; those with their pixels here are left out."""
-    media = [(ready.prompt.draw, told_media(ready.inputs, place_of)) for ready in prepared]
-    return Coming([[draw, told] for draw, told in media if told is not None])
 
 
 class ComingPrompts:

@@ -13,8 +13,8 @@ import logging
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,30 +29,27 @@ from ..base.process import resident_bytes
 from ..base.statuses import HostStage, HostStatus
 from ..base.timeline import activity
 from ..base.types import TrainBatch
+from ..batch.composer import Team
 from ..batch.composition import Composition
 from ..batch.share import Share
-from ..batch.team import Team
 from ..config import Config, ConfigError, DistributedConfig, RolloutEngine
 from ..config.run_folder import to_json
 from .orders import (
-    UNKNOWN_PLACE,
     End,
     Gather,
     Learn,
     Order,
     PlaceOf,
+    Status,
+    Value,
     decode,
-    decode_value,
     encode,
-    encode_value,
-    is_value,
     told,
 )
 from .progress import Progress
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -103,181 +100,118 @@ class StepWatch:
 
 
 class Gang(Team):
-    """All processes that train together. A gang of one process is trivial: it sends no orders and gathers nothing.
-    Orders are given from one thread at a time, and process 0 itself does what it orders, too."""
+    """Several processes that train together. Orders are given from one thread at a time, and process 0 itself does what
+    it orders, too."""
 
-    def __init__(
-        self, links: Links | None = None, progress_timeout: float = DistributedConfig().progress_timeout
-    ) -> None:
+    def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from telling rows until all processes agree,
         and while weights are gathered: in collective work, the other processes are stuck where process 0 is."""
-        self.links = links  # to the other processes; None for a process that is alone
-        self._progress = Progress(links, progress_timeout) if links is not None else None
-        self.process = links.process if links is not None else 0
-        self.processes = links.processes if links is not None else 1
-        self.bytes_told = 0  # by this process, to all others together
+        self.links = self._links = links
+        self._progress = Progress(links, progress_timeout)
+        self.process, self.processes, self.rank_here = links.process, links.processes, links.rank_here
         self.watch = StepWatch()  # of this process
         self._number = 0  # of the last step whose update is told
         self._at = 0  # the step that this process works for
-        self._heard: collections.deque[bytes] = collections.deque()  # orders that came while it waited for a value
+        self._heard: collections.deque[Order] = collections.deque()  # orders that came while it waited for a value
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
-        self.equip(Config(), lambda ticket: UNKNOWN_PLACE, None)
-
-    @property
-    def alone(self) -> bool:
-        return self.processes == 1
-
-    @property
-    def rank_here(self) -> int:
-        """The number of processes with lower numbers that share this process's ports."""
-        return self.links.rank_here if self.links is not None else 0
 
     def tell(self, order: Order) -> None:
-        """Sends all other processes the same order. Raises LinkError if a process has failed."""
-        if self.alone:
-            return
         data = encode(order)
         for process in range(1, self.processes):
-            self._send(process, data)
+            self.bytes_told += self._links.send(process, *data)
 
-    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Sequence[TrainBatch]], None] | None) -> None:
-        """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
-        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
-        pixels)."""
-        self._config, self._place_of, self._expect = config, place_of, expect
+    def equip(self, config: Config, place_of: PlaceOf, expect: Callable[[Iterable[TrainBatch]], None] | None) -> None:
+        super().equip(config, place_of, expect)
+        self._config, self._place_of = config, place_of
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.alone else self.watch.stage(name)
+        return self.watch.stage(name)
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from its shares: those of a whole training step, or, without
-        `update`, of a portion of one."""
-        if self._progress is None:
-            return
         self._at = self._number + 1
         self._number += update
         self._progress.begin(self._place)
         for process in range(1, self.processes):
             minibatches = [told(share, self._place_of) for share in shares[process]]
             responses = [data for _, every in minibatches for data in every]
-            self._send(process, encode(Learn(self._at, [rows for rows, _ in minibatches], responses, size, update)))
+            order = Learn(self._at, [rows for rows, _ in minibatches], responses, size, update)
+            self.bytes_told += self._links.send(process, *encode(order))
 
     def _place(self) -> str:
         return f"step {self._at}, {self.watch.at}"
 
     def close(self) -> None:
-        """Ends the time limit on progress."""
-        if self._progress is not None:
-            self._progress.close()
-
-    def _send(self, process: int, data: Sequence[bytes]) -> None:
-        assert self.links is not None
-        self.bytes_told += self.links.send(process, *data)
+        self._progress.close()
 
     def orders(self) -> Iterator[Order]:
         """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
         for bytes that are no order."""
-        assert self.links is not None
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
-                data = self._heard.popleft() if self._heard else self.links.receive(0)
-            order = decode(data)
+                order = self._heard.popleft() if self._heard else decode(self._links.receive(0))
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
                 self._at, place = order.number, self._place
                 self._number = order.number if order.update else self._number
-            assert self._progress is not None
             with self._progress.of(place):
                 yield order
 
-    def exchange(self, value: T) -> list[T]:
-        """Returns the `value` of every process, by process, in all processes; see `encode_value`. All must call it, and
-        before a step."""
-        return self.decided(value, lambda every: [every] * len(every))
-
     def agree(self, compositions: Sequence[Composition]) -> None:
-        """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
-        those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
-        ever."""
-        if self._expect is not None:
-            self._expect([batch for composition in compositions for batch in composition.batches])
-        if self.links is None or self.alone:
-            return
         with self.watch.waiting():
             mine = fingerprint(self._config, compositions)
             if self.process:
-                self.links.send(0, mine.encode())
+                self._links.send(0, *encode(Value(mine)))
                 self.watch.agreed()
                 return
             for process in range(1, self.processes):
-                theirs = self._fingerprint_of(process)
-                if theirs != mine:
-                    self.links.fail(
+                if (theirs := self._value_of(process)) != mine:
+                    self._links.fail(
                         f"process {process} would run another program than process 0 ({theirs} and {mine}): start all "
                         "with the same command, release, and versions of JAX"
                     )
-                    self.links.check()
+                    self._links.check()
         self.watch.agreed()
-        assert self._progress is not None
         self._progress.end()
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-        if self.links is None or self.alone:
-            return super().decided(value, decide)
         with self.watch.waiting():
             if self.process:
-                self.links.send(0, encode_value(value))
+                self._links.send(0, *encode(Value(value)))
                 return self._value_of(0)
             parts = decide([value, *map(self._value_of, range(1, self.processes))])
         for process in range(1, self.processes):
-            self.links.send(process, encode_value(parts[process]))
+            self._links.send(process, *encode(Value(parts[process])))
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
         """Returns the value that a process sends, after statuses, of which it takes note. An order that comes before it
         waits for its turn: process 0 tells of drawn prompts from another thread."""
-        assert self.links is not None
         while True:
-            data = self.links.receive(process)
-            if not is_value(data):
-                self._heard.append(data)
-            elif not self._noted(value := decode_value(data)):
-                return value
-
-    def _fingerprint_of(self, process: int) -> str:
-        assert self.links is not None
-        while is_value(data := self.links.receive(process)):
-            self._noted(decode_value(data))
-        return data.decode()
+            heard = decode(self._links.receive(process))
+            if isinstance(heard, Value):
+                return heard.value
+            if isinstance(heard, Status):
+                self._know(heard_status(heard, self._stepped_at))
+            else:
+                self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """Notes that this process has made the step whose rows were told last; a second call for the same step does
-        nothing. Every other process sends process 0 its status of the step, which process 0 reads where it waits
-        anyway: in `agree` and `whole`. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
-        if self.alone or self._stepped == self._number:
+        """Does what it does in a `Team`. Every other process sends process 0 its status of the step, which process 0
+        reads where it waits anyway: in `agree` and `whole`."""
+        if self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()
         status = self.watch.status(self.process, self._number, idle)
         self._know(status)
         log.info("%s", step_line(status))
         if self.process:
-            assert self.links is not None
-            self.links.send(0, encode_value(told_status(shifted(status, -self._stepped_at))))
+            self._links.send(0, *encode(told_status(status, self._stepped_at)))
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
-        others."""
         return [status for _, status in sorted(self._statuses.items())]
-
-    def _noted(self, value: Any) -> bool:
-        """Takes note of a status; says whether the value is one."""
-        status = heard_status(value)
-        if status is not None:
-            self._know(shifted(status, self._stepped_at))
-        return status is not None
 
     def _know(self, status: HostStatus) -> None:
         self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
@@ -285,19 +219,14 @@ class Gang(Team):
     def _hear_statuses(self) -> None:
         """Reads the statuses of the last step, in process 0: each other process sent its own before it took part in
         what followed."""
-        assert self.links is not None
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
-                self._noted(decode_value(self.links.receive(process)))
+                heard = decode(self._links.receive(process))
+                assert isinstance(heard, Status)
+                self._know(heard_status(heard, self._stepped_at))
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
-        """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
-        arrays in its own memory. Tells the other processes to call `make` and take part in gathering. A process that is
-        alone gets the weights as they are."""
-        if self.alone:
-            return make()
-        assert self._progress is not None
         with self._progress.of(lambda: "the gathering of weights"):
             self.tell(Gather(adapters))
             weights = brought(make(), mesh, keep=True)
@@ -317,17 +246,15 @@ def step_line(status: HostStatus) -> str:
     return f"step {status.step}: {stages}, waited {status.wait_seconds:.3f} s, {status.memory_bytes / 1e9:.2f} GB"
 
 
-def told_status(status: HostStatus) -> dict[str, Any]:
-    """Returns the status as it is sent, a value for `encode_value`."""
-    return {"status": dataclasses.asdict(status)}
+def told_status(status: HostStatus, end: float) -> Status:
+    """Returns the status as it is sent; `end` is that of the step, on this process's clock."""
+    return Status(dataclasses.asdict(shifted(status, -end)))
 
 
-def heard_status(value: Any) -> HostStatus | None:
-    """Returns the status that `told_status` made a value of; None where it is another value."""
-    if not isinstance(value, dict) or value.keys() != {"status"}:
-        return None
-    stages = tuple(HostStage(**stage) for stage in value["status"].pop("stages"))
-    return HostStatus(stages=stages, **value["status"])
+def heard_status(told: Status, end: float) -> HostStatus:
+    """Returns the status that `told_status` made an answer of; `end` is that of the step, on this process's clock."""
+    stages = tuple(HostStage(**stage) for stage in told.fields["stages"])
+    return shifted(HostStatus(**{**told.fields, "stages": stages}), end)
 
 
 def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
@@ -404,8 +331,6 @@ def check_across_processes(config: Config) -> None:
             f"rollout.engines is {config.rollout.engines}; make it 0, or a multiple of the {jax.process_count()} "
             "processes, which have as many engines each"
         )
-    counts = dict.fromkeys(range(jax.process_count()), 0)
-    for device in jax.devices():
-        counts[device.process_index] += 1
+    counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         raise ConfigError(f"processes must have as many devices each; they have {sorted(counts.values())}")

@@ -1,5 +1,5 @@
-"""The orders that process 0 sends to the other processes, and their encoding: typed, versioned, compact. They carry
-decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders that process 0 sends to the other processes, the answers of these, and their encoding: typed, versioned,
+compact. They carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
 last, as they were written when they arrived (`base.scored`): however many processes there are, process 0 only
@@ -9,18 +9,19 @@ decides which goes where.
 from __future__ import annotations
 
 import dataclasses
-import struct
+import io
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 import numpy as np
 
 from models.inputs import PromptInput
 from models.shadow import ShadowTensor
-from sharding.planner.plan import Round, ShardPlan
+from sharding.planner.plan import ShardPlan, rounds
+from sharding.spread.shapes import Sizes
 
 from ..base.scored import head_of, version_span_of
 from ..base.types import Columns
@@ -39,7 +40,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders. Every order is a frozen dataclass; its `name` is that of its class."""
+    """The base of orders and answers. Each is a frozen dataclass; its `name` is that of its class."""
 
     name: ClassVar[str]
 
@@ -50,11 +51,11 @@ class Order:
 
 class Start(Order):
     """A run begins. Its folder is on a file system that all hosts share. The `token` gives access to the engines of its
-    processes; `config` is its configuration, as JSON."""
+    processes; `config` is its configuration, as in its folder."""
 
     run_dir: str
     token: str
-    config: str
+    config: Mapping[str, Any]
 
 
 class Begin(Order):
@@ -73,11 +74,11 @@ class Coming(Order):
 class Learn(Order):
     """Lay out `minibatches` of the `number`-th training step of the run, and make its optimizer steps; without
     `update`, keep the gradients for them. `size`: see `PolicyTrainer.follow`. `minibatches` and `responses` are of
-    `told`; in a decoded order, `responses` is one run of bytes."""
+    `told`; in a decoded order, all `responses` are one."""
 
     number: int
     minibatches: Sequence[Mapping[str, Any]]
-    responses: Sequence[bytes] | bytes
+    responses: Sequence[bytes]
     size: int = 0
     update: bool = True
 
@@ -104,8 +105,19 @@ class End(Order):
     """The run is over: wait for what is being written, and end."""
 
 
-_BYTES = struct.Struct(">BI")  # how msgpack begins so many bytes ("bin 32")
-_HEAD = 1 << 12  # bytes that an order mostly has without its responses
+class Value(Order):
+    """The part of a process in what all decide together (`Team.decided`), there and back: numbers, texts, lists,
+    dictionaries, arrays of one dimension."""
+
+    value: Any
+
+
+class Status(Order):
+    """The fields of a `HostStatus`, to process 0. Times count from the end of the step."""
+
+    fields: Mapping[str, Any]
+
+
 _ORDERS = {kind.name: kind for kind in Order.__subclasses__()}
 
 
@@ -113,19 +125,16 @@ def encode(order: Order) -> list[bytes]:
     """Returns the bytes of an order, in pieces to be sent one after the other. Responses are not copied: for many
     processes they are gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
-    if not isinstance(order, Learn):
-        return [bytes(msgpack.Packer().pack(fields))]
-    responses = fields.pop("responses")
-    # The last two bytes say that there are none.
-    head = msgpack.Packer(buf_size=_HEAD).pack(fields | {"responses": b""})
-    return [head[:-2] + _BYTES.pack(0xC6, sum(map(len, responses))), *responses]
+    responses = fields.pop("responses", ())
+    return [bytes(msgpack.Packer(default=_plain).pack(fields)), *responses]
 
 
 def decode(data: bytes) -> Order:
     """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
     of this program made."""
     try:
-        fields = msgpack.unpackb(data, strict_map_key=True)
+        unpacker = msgpack.Unpacker(io.BytesIO(data), object_hook=_array, max_buffer_size=len(data))
+        fields = unpacker.unpack()
         protocol, kind = fields.pop("protocol"), fields.pop("order")
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
         raise OrderError(f"{len(data)} bytes came that are no order: {error}") from error
@@ -133,37 +142,29 @@ def decode(data: bytes) -> Order:
         raise OrderError(f"process 0 speaks version {protocol} of the orders, this one {PROTOCOL}: run one release")
     if kind not in _ORDERS:
         raise OrderError(f"there is no order {kind!r}")
+    responses = data[unpacker.tell() :]
+    if responses or kind == Learn.name:
+        fields["responses"] = [responses]
     try:
         return _ORDERS[kind](**fields)
     except TypeError as error:
         raise OrderError(f"order {kind}: {error}") from error
 
 
-# --- rows ---------------------------------------------------------------------------------------
+def _plain(array: np.ndarray) -> dict[str, Any]:
+    return {"dtype": array.dtype.str, "data": array.tobytes()}
 
+
+def _array(read: dict[str, Any]) -> Any:
+    return np.frombuffer(read["data"], read["dtype"]) if read.keys() == {"dtype", "data"} else read
+
+
+# --- rows ---------------------------------------------------------------------------------------
+# A group is sent without its responses, which follow the order, and without its prompt's inputs: as a list of values,
+# because there may be thousands. Of a group on whose sizes alone the places of other groups depend, the sizes are sent.
 
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses in them
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
-
-
-class ToldGroup(NamedTuple):
-    """A group as it is sent, without its responses, and without its prompt's inputs: a tuple of values, because there
-    may be thousands."""
-
-    draw: int
-    media: list[list[Any]] | None  # what `told_media` returns
-    weights: bytes  # float64, one number a response, as of `advantages`
-    advantages: bytes
-    responses: Sequence[int]  # in the rows; the order has these, and no others
-
-
-class ToldSizes(NamedTuple):
-    """The sizes of a group, on which the places of other groups depend."""
-
-    prompt: int
-    shown: Sequence[Sequence[int]]  # runs of `ModelInput.shown`: where they begin, which feature, how many
-    frames: Sequence[int]
-    lengths: Sequence[int]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
@@ -172,13 +173,13 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
     used: dict[int, list[int]] = {}  # responses by item
     for piece in chain.from_iterable(outline.pieces for outline in share.micros):
         used.setdefault(piece.item, []).extend(piece.responses)
-    groups: list[ToldGroup | ToldSizes] = []
+    groups: list[Sequence[Any]] = []
     responses: list[bytes] = []
     for item, group in share.groups.items():
         if item in share.needed:
             draw, _, advantages_G, data = group.columns
             media, numbers = told_media(group.inputs, place_of), used[item]
-            groups.append(ToldGroup(draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers))
+            groups.append((draw, media, group.weights.tobytes(), advantages_G.tobytes(), numbers))
             responses += [data[k] for k in numbers]
         else:
             groups.append(_told_sizes(group))
@@ -188,7 +189,6 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
         "micros": [_told_outline(outline) for outline in share.micros],
         "items": list(share.groups),
         "groups": groups,
-        "bytes": sum(map(len, responses)),
     }, responses
 
 
@@ -196,94 +196,94 @@ def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
     """Returns this process's share of each minibatch of an order. `inputs` returns the inputs of prompts, by draw, from
     what was told of their media. Raises OrderError for a prompt that `inputs` does not return, and for malformed
     rows."""
-    data = order.responses if isinstance(order.responses, bytes) else b"".join(order.responses)
-    shares, end = [], 0
+    data, at = b"".join(order.responses), 0
+    shares: list[Share] = []
     try:
         for rows in order.minibatches:
-            begin, end = end, end + rows["bytes"]
-            shares.append(_share_of(rows, data[begin:end], inputs))
+            share, at = _share_of(rows, data, at, inputs)
+            shares.append(share)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, OrderError):
             raise
         raise OrderError(f"rows that can't be read: {error}") from error
+    if at != len(data):
+        raise OrderError(f"{len(data) - at} bytes more than the responses came")
     return shares
 
 
-def _share_of(rows: Mapping[str, Any], data: bytes, inputs: Inputs) -> Share:
-    groups = [ToldGroup(*g) if isinstance(g[2], bytes) else ToldSizes(*g) for g in rows["groups"]]
-    needed = {k: group for k, group in zip(rows["items"], groups, strict=True) if isinstance(group, ToldGroup)}
-    media = {group.draw: _media(group) for group in needed.values()}
+def _share_of(rows: Mapping[str, Any], data: bytes, at: int, inputs: Inputs) -> tuple[Share, int]:
+    """Returns the share whose responses begin at byte `at`, and where they end."""
+    groups = dict(zip(rows["items"], rows["groups"], strict=True))
+    needed = {item: group for item, group in groups.items() if isinstance(group[2], bytes)}
+    media = {
+        draw: media and [(str(ticket), str(place)) for ticket, place in media] for draw, media, *_ in needed.values()
+    }
     found = inputs({draw: media[draw] for draw in sorted(media)})
     if missing := sorted(media.keys() - set(found)):
         raise OrderError(f"draw {missing[0]} can't be prepared here, but could be in process 0")
     read: dict[int, TrainGroup] = {}
-    at = 0
-    for item, group in zip(rows["items"], groups, strict=True):
-        if isinstance(group, ToldGroup):
-            read[item], at = _group(group, found[group.draw], data, at)
+    for item, group in groups.items():
+        if item in needed:
+            draw, _, weights, advantages, responses = group
+            columns, at = _columns(draw, np.frombuffer(advantages), responses, data, at)
+            read[item] = TrainGroup("", found[draw], columns, np.frombuffer(weights))
         else:
-            read[item] = _sizes(group)
-    if at != len(data):
-        raise OrderError(f"{len(data) - at} bytes more than the responses came")
+            read[item] = _sizes(*group)
     micros = tuple(_outline(*micro) for micro in rows["micros"])
-    return Share(micros, read, range(*rows["shards"]), rows["version"], frozenset(needed))
+    return Share(micros, read, range(*rows["shards"]), rows["version"], frozenset(needed)), at
 
 
-def _group(told: ToldGroup, inputs: PromptInput, data: bytes, at: int) -> tuple[TrainGroup, int]:
-    """Returns the group whose responses begin at byte `at`, and where they end."""
-    advantages_G, weights = np.frombuffer(told.advantages), np.frombuffer(told.weights)
-    data_G, numbers_G3 = [b""] * len(weights), np.zeros((len(weights), 3), np.int64)
-    for k in told.responses:
+def _columns(
+    draw: int, advantages_G: np.ndarray, responses: Sequence[int], data: bytes, at: int
+) -> tuple[Columns, int]:
+    """Returns the columns of the group whose `responses` begin at byte `at`, and where they end."""
+    data_G, numbers_G3 = [b""] * len(advantages_G), np.zeros((len(advantages_G), 3), np.int64)
+    for k in responses:
         head = head_of(data, at)
         data_G[k] = data[at : at + head.size]
         numbers_G3[k] = head.sample, head.tokens, version_span_of(data_G[k])[1]
         at += head.size
-    columns = Columns(told.draw, numbers_G3, advantages_G, tuple(data_G))
-    return TrainGroup("", inputs, columns, weights), at
+    return Columns(draw, numbers_G3, advantages_G, tuple(data_G)), at
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    """Returns the fields of `_outline`: no plan where there are no shards."""
+    """Returns the arguments of `_outline`: no plan where there are no shards."""
     plan = outline.plan if outline.shards else None
-    rounds = () if plan is None else [(round.degree, round.groups) for round in plan.rounds]
-    planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts, rounds)
+    planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
     return pieces, outline.sizes, outline.coming, planned, outline.owner, outline.work
 
 
 def _outline(
-    told: Sequence[Any],
-    sizes: Mapping[str, int],
-    coming: Mapping[str, int] | None,
-    planned: Sequence[Any] | None,
-    owner: int | None,
-    work: float | None,
+    pieces: Sequence[Any], sizes: Sizes, coming: Sizes | None, planned: Sequence[Any] | None, *of: Any
 ) -> Outline:
     shards = tuple(
-        tuple(tuple(Piece(item, tuple(responses)) for item, responses in row) for row in shard) for shard in told
+        tuple(tuple(Piece(item, tuple(responses)) for item, responses in row) for row in shard) for shard in pieces
     )
     plan = None
     if planned is not None:
-        devices, lengths, degrees, firsts, rounds = planned
-        groups = tuple(Round(degree, tuple(map(tuple, members))) for degree, members in rounds)
+        devices, lengths, degrees, firsts = planned
         costs = (0.0,) * len(lengths)  # asked for by who plans
-        plan = ShardPlan(devices, tuple(lengths), costs, tuple(degrees), tuple(firsts), groups)
-    return Outline(shards, dict(sizes), None if coming is None else dict(coming), plan, owner, work)
+        placed = rounds(devices, degrees, firsts)
+        plan = ShardPlan(devices, tuple(lengths), costs, tuple(degrees), tuple(firsts), placed)
+    return Outline(shards, sizes, coming, plan, *of)
 
 
-def _told_sizes(group: TrainGroup) -> ToldSizes:
+def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
+    """Returns the arguments of `_sizes`: the tokens of the prompt; runs of `ModelInput.shown`, where they begin, which
+    feature, how many; the patches of each frame pair; the tokens of each response."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
     counts = np.diff(np.append(begins, len(where)))
-    shown = [values.tolist() for values in (where[begins], which[begins], counts)]
-    return ToldSizes(len(group.inputs), shown, np.diff(group.inputs.frame_edges).tolist(), group.item.responses)
+    runs = [values.tolist() for values in (where[begins], which[begins], counts)]
+    return len(group.inputs), runs, np.diff(group.inputs.frame_edges).tolist(), group.item.responses
 
 
-def _sizes(told: ToldSizes) -> TrainGroup:
-    where, which, counts = (np.array(values, np.int64) for values in told.shown)
+def _sizes(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int], lengths: Sequence[int]) -> TrainGroup:
+    where, which, counts = (np.array(values, np.int64) for values in runs)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     shown = np.repeat(where, counts) + within, np.repeat(which, counts) + within
-    return sized_group(told.prompt, shown, told.frames, told.lengths)
+    return sized_group(tokens, shown, frames, lengths)
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
@@ -292,31 +292,3 @@ def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None
     if not isinstance(patches, ShadowTensor):
         return None
     return [[rows.ticket, place_of(rows.ticket)] for rows in patches.elsewhere]
-
-
-def _media(group: ToldGroup) -> MediaTold:
-    return None if group.media is None else [(str(ticket), str(place)) for ticket, place in group.media]
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-_VALUE = b"value:"  # an order and a status begin otherwise
-
-
-def encode_value(value: Any) -> bytes:
-    """Returns the bytes of a value for `decode_value`: numbers, texts, lists, dictionaries, arrays of one dimension."""
-    packer = msgpack.Packer(default=lambda array: {"dtype": array.dtype.str, "data": array.tobytes()})
-    return _VALUE + bytes(packer.pack(value))
-
-
-def is_value(data: bytes) -> bool:
-    return data.startswith(_VALUE)
-
-
-def decode_value(data: bytes) -> Any:
-    """Returns the value in these bytes."""
-    return msgpack.unpackb(data.removeprefix(_VALUE), object_hook=_array)
-
-
-def _array(read: dict[str, Any]) -> Any:
-    return np.frombuffer(read["data"], read["dtype"]) if read.keys() == {"dtype", "data"} else read

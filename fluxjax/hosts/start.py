@@ -13,6 +13,7 @@ from typing import TypeAlias
 from sharding.links import LinkError, Links, initialize, leave
 
 from ..base.errors import LOST
+from ..batch.composer import Team
 from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
@@ -22,16 +23,16 @@ SILENCE = 15.0  # seconds after which a process of which nothing is heard is tak
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
 
 
-def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
-    """Returns the gang of this process, and its links to the others; a gang of one process, without links, where
-    neither the settings nor the cluster name others. Must be called before JAX is used.
+def join(settings: DistributedConfig) -> Team:
+    """Returns this process with its links to the others; alone, where neither the settings nor the cluster name others.
+    Must be called before JAX is used.
 
     Raises LinkError if the processes do not find each other: one may have died. Ends this process with `LOST` if they
     have not after five minutes, or `progress_timeout` seconds if these are fewer: a wait within JAX can't be given up.
     """
     settings = found(settings, os.environ)
     if settings.processes == 1:
-        return Gang(), None
+        return Team()
     here = f"distributed.coordinator is {settings.coordinator}: process {settings.process} of {settings.processes}"
     limit_seconds = min(START_SECONDS, settings.progress_timeout)
     late = LinkError(
@@ -54,7 +55,7 @@ def join(settings: DistributedConfig) -> tuple[Gang, Links | None]:
         raise LinkError(f"{here} does not reach the others: {' '.join(str(error).split())[:300]}") from error
     finally:
         limit.cancel()
-    return Gang(links, settings.progress_timeout), links
+    return Gang(links, settings.progress_timeout)
 
 
 def found(settings: DistributedConfig, environment: Mapping[str, str]) -> DistributedConfig:

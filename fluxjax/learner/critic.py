@@ -21,13 +21,13 @@ from sharding.walk import Params, Tally, Walk
 from ..algorithms.ppo import explained_variance, gae, terminal_rewards, value_loss, whitened
 from ..algorithms.rl_algorithm import Key
 from ..base.types import TrainBatch
+from ..batch.composer import Team
 from ..batch.composition import Composition
-from ..batch.team import Arrays, Team, by_token
 from ..config import AlgorithmConfig, Config, CriticConfig, LoraConfig
 from ..data.materializer import Materializer
 from .gradients import Gradients, Scores
 from .learner import Learner, of_all_updates
-from .loss_inputs import logprobs_of
+from .loss_inputs import Arrays, by_token, logprobs_of
 
 
 class ValueGradients(Gradients):

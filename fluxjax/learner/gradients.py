@@ -180,8 +180,6 @@ class Gradients:
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
         """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs one
         waits for it. `scores`: that of log-probs, too."""
-        if not batches:  # nearly every step
-            return
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
         processes = self.mesh.size // len(self.mesh.local_devices)
         for batch in (_of_all(processes, batch) for batch in shapes):
@@ -303,6 +301,16 @@ class Gradients:
         def add(first: Outcome, second: Outcome) -> Outcome:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
 
+        self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
+        # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
+        self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
+        self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
+        if self._config.lora.rank:
+            self._compile_adapters()
+
+    def _compile_adapters(self) -> None:
+        strategy = self.strategy
+
         def merged(weights: Params, adapters: Params) -> Params:
             return with_adapters(weights, adapters, strategy.specs)
 
@@ -312,11 +320,7 @@ class Gradients:
             return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
 
         self._merged = jax.jit(merged, out_shardings=adapted(strategy.shardings, strategy.specs))
-        self._pulled = jax.jit(pulled, out_shardings=trained)
-        self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
-        # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
-        self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
-        self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
+        self._pulled = jax.jit(pulled, out_shardings=strategy.trained(strategy.shardings))
 
 
 def _described(array: Any) -> jax.ShapeDtypeStruct:

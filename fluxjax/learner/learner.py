@@ -7,7 +7,6 @@ updates and reports. Nothing is fetched until the end of the step, and then one 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -209,10 +208,6 @@ class Learner:
         self.params = self.with_trained(trained)
         self.version += last
         return np.asarray(report)
-
-    def rest(self) -> None:
-        """Counts a training step that leaves the weights unchanged."""
-        self.version += 1
 
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Outcome:
         """Computes `Gradients.accumulate` under the learner's parameters."""
@@ -438,15 +433,11 @@ def lora_of(config: Config) -> models.Lora | None:
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
     """Four bytes of each weight, `[W]` uint32, on every device: another value if one bit of the weight is another."""
-    return _fingerprints(mesh)(params)
+    return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 
-@functools.cache
-def _fingerprints(mesh: Mesh) -> jax.stages.Wrapped:
-    def all_of(params: Params) -> Array:
-        return jnp.stack([_of(weight) for weight in jax.tree.leaves(params)])
-
-    return jax.jit(all_of, out_shardings=NamedSharding(mesh, P()))
+def _fingerprints(params: Params) -> Array:
+    return jnp.stack([_of(weight) for weight in jax.tree.leaves(params)])
 
 
 def _of(weight: Array) -> Array:

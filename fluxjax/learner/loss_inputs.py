@@ -5,7 +5,8 @@ responses."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,22 +16,23 @@ from ..algorithms import RLAlgorithm
 from ..algorithms.loss import kl_estimate, log_ratio, log_weight
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, TrainBatch
+from ..batch.composer import Team
 from ..batch.composition import Composition, PerToken
-from ..batch.team import ALONE, Arrays, Team, by_response
+from ..batch.fill import span_cells
 from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel, KlEstimator
 from .gradients import Gradients
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]  # of one dimension
+# (responses, one number a response by name) -> one number a response by name
+OfResponses: TypeAlias = Callable[[Sequence[Key], Arrays], Arrays]
+# (responses, the tokens of each, one number a token by name) -> one number a token by name
+OfTokens: TypeAlias = Callable[[Sequence[Key], np.ndarray, Arrays], Arrays]
 
 
 def logprobs_of(composition: Composition, gradients: Gradients, weights: Params) -> list[np.ndarray]:
     """The log-probs of these weights, `[B, T]` of each microbatch of this process."""
     found = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
     return [own_rows(scores[0]) for scores in found if scores is not None]
-
-
-def needs_scores(config: Config, algorithm: RLAlgorithm) -> bool:
-    """Says whether the log-probs of the weights to be trained are needed before they are trained."""
-    settings = config.algorithm
-    return settings.importance.whole or settings.updates > 1 or settings.kl_in_reward or algorithm.response_ratios
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
@@ -67,7 +69,7 @@ def coupled(
     groups: Sequence[Group],
     algorithm: RLAlgorithm,
     settings: AlgorithmConfig,
-    team: Team = ALONE,
+    team: Team,
 ) -> tuple[Composition, Mapping[str, float]]:
     """The composition whose advantages are minus the slopes of the algorithm's loss, and the metrics of `couple`.
 
@@ -98,9 +100,7 @@ def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -
     return composition.replaced({field: trained})
 
 
-def with_policy_ratios(
-    composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team = ALONE
-) -> Composition:
+def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decoupled: bool, team: Team) -> Composition:
     """Returns the composition with each response's mean of log(policy / clipping centre), for all of its tokens.
 
     `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
@@ -118,13 +118,8 @@ def with_policy_ratios(
     return composition.replaced({"policy_log_ratios_BT": ratios_BT})
 
 
-def with_advantages(composition: Composition, advantages: np.ndarray) -> Composition:
-    """Returns the composition with other advantages, one a response."""
-    return composition.replaced({"advantages_BT": composition.scattered(np.repeat(advantages, composition.lengths))})
-
-
 def with_importance(
-    composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team = ALONE
+    composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:
     """Returns the composition with what its importance weights need of whole responses, or of all: see
     `ImportanceConfig.whole`.
@@ -166,3 +161,81 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
         return [total / count] * len(parts)
 
     return np.float64(team.decided((float(values.sum()), len(values)), mean))
+
+
+# --- numbers that depend on responses of which several processes have parts ----------------------------
+
+
+def by_response(
+    team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
+) -> list[dict[str, np.ndarray]]:
+    """Returns, for each composition, one number a response. Process 0 decides them, of the responses of all processes.
+
+    `sums` has, for each composition, numbers of its responses, in which each token here has its part; `decide` gets
+    their sums over all tokens. Responses of which no token is here get 0."""
+
+    def of_tokens(keys: Sequence[Key], counts: np.ndarray, parts: Arrays) -> Arrays:
+        which = np.repeat(np.arange(len(keys)), counts)
+        totals = {name: np.bincount(which, values, len(keys)) for name, values in parts.items()}
+        return {name: values[which] for name, values in decide(keys, totals).items()}
+
+    here = [composition.lengths > 0 for composition in compositions]
+    parts = [{name: values[some] for name, values in part.items()} for part, some in zip(sums, here, strict=True)]
+    found = _decided(team, compositions, [some.astype(np.int64) for some in here], parts, of_tokens)
+    result: list[dict[str, np.ndarray]] = [{} for _ in found]
+    for some, part, numbers in zip(here, found, result, strict=True):
+        for name, values in part.items():
+            numbers[name] = np.zeros(len(some))
+            numbers[name][some] = values
+    return result
+
+
+def by_token(
+    team: Team, compositions: Sequence[Composition], values: Sequence[Arrays], decide: OfTokens
+) -> list[dict[str, np.ndarray]]:
+    """Returns, for each composition, one number a token, response after response. Process 0 decides them, of `values`
+    in the same form: those of all tokens of the responses of all processes."""
+    return _decided(team, compositions, [composition.lengths for composition in compositions], values, decide)
+
+
+def _decided(
+    team: Team,
+    compositions: Sequence[Composition],
+    counts: Sequence[np.ndarray],
+    values: Sequence[Arrays],
+    decide: OfTokens,
+) -> list[dict[str, np.ndarray]]:
+    """`counts` has the numbers of each response in the `values` of a composition."""
+    every = np.concatenate(counts)
+    keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
+    numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}
+    arrays = {"keys": keys[every > 0].reshape(-1), "counts": every[every > 0], **numbers}
+    found = team.decided(arrays, lambda parts: _of_whole_responses(parts, decide))
+    return _cut(found, [int(some.sum()) for some in counts])
+
+
+def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
+    """Joins what the processes have of each response, calls `decide`, and deals out its result. A process with a higher
+    number has later tokens of a response."""
+    number: dict[Key, int] = {}  # of each response
+    keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
+    which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
+    counts = np.concatenate([part["counts"] for part in parts])
+    order = np.argsort(which, kind="stable")
+    cells, _ = span_cells((np.cumsum(counts) - counts)[order], counts[order])
+    names = [name for name in parts[0] if name not in ("keys", "counts")]
+    values = {name: np.concatenate([part[name] for part in parts])[cells] for name in names}
+    lengths = np.zeros(len(number), np.int64)
+    np.add.at(lengths, which, counts)
+    back = np.empty_like(cells)
+    back[cells] = np.arange(len(cells))
+    found = {name: numbers[back] for name, numbers in decide(list(number), lengths, values).items()}
+    return _cut(found, [int(part["counts"].sum()) for part in parts])
+
+
+def _cut(arrays: Arrays, sizes: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    """Cuts arrays, one after the other, into parts of these sizes."""
+    ends = np.cumsum(sizes)
+    return [
+        {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)
+    ]

@@ -14,10 +14,12 @@ Every process of a run has a trainer, and makes the same steps. Process 0 has th
 plans, and hands every process its share; from there on, all of them do the same.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +32,28 @@ from ..algorithms.grpo import zero_variance_groups
 from ..algorithms.loss import normaliser
 from ..algorithms.rl_algorithm import Key
 from ..base.types import Group, PreparedPrompt, Sample, TrainedStep
-from ..batch.composer import Composer
-from ..batch.composition import Composition, plan_metrics, together
+from ..batch.composer import Composer, Team
+from ..batch.composition import Composition, packing_metrics
 from ..batch.share import Share
-from ..batch.team import ALONE, Arrays, Team, by_response
 from ..config import Config, ConfigError
 from .gradients import Gradients, Outcome
 from .learner import of_all_updates
 from .loss_inputs import (
+    Arrays,
+    by_response,
     coupled,
     logprobs_of,
-    needs_scores,
     only_taught,
     shaped,
     token_kl,
-    with_advantages,
     with_importance,
     with_logprobs,
     with_policy_ratios,
 )
-from .replay import ReplayBuffer, replay_metrics
 from .run_models import RunModels
+
+if TYPE_CHECKING:
+    from .replay import ReplayBuffer
 
 
 @dataclasses.dataclass
@@ -67,13 +70,12 @@ class _Place:
 @dataclasses.dataclass
 class Portion:
     """Some groups of a step with their advantages, and their gradients where they have been computed. Processes other
-    than 0 have no groups."""
+    than 0 have no groups. The `size` matters where gradients of several portions are added up."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
     size: int = 0  # of the step's normaliser
-    gradients: Gradients | None = None  # whose mesh the outcome is on
-    composition: Composition | None = None  # the last one that was computed
+    compositions: Sequence[Composition] = ()  # those that were computed last
     outcome: Outcome | None = None
 
 
@@ -90,23 +92,29 @@ class PolicyTrainer:
         engines: Sequence[Any] = (),
         weights: Callable[[], Params] | None = None,
         replay: ReplayBuffer | None = None,
-        team: Team = ALONE,
+        team: Team | None = None,
     ) -> None:
         """`composer` is for the devices of the learner's mesh; `engines` are known by their `devices` alone, those of
         this process that they compute on; `weights` returns the weights for engines, where these are not the learner's
         parameters; `replay` has groups that steps train on again; `team` are the processes that make the same steps.
         Raises ConfigError for an algorithm that can't have what `config` asks for."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
-        self._engines, self._weights, self._replay, self._team = engines, weights, replay, team
+        self._engines, self._weights, self._replay, self._team = engines, weights, replay, team or Team()
         self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
         idle = self._algorithm.idle_without_advantage(config.algorithm)
         # The KL term is an advantage, too, and critics learn from all.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
-        self._needs_scores = needs_scores(config, self._algorithm)
+        settings = config.algorithm
+        self._needs_scores = (
+            settings.importance.whole
+            or settings.updates > 1
+            or settings.kl_in_reward
+            or self._algorithm.response_ratios
+        )
         self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
-        self._early: list[Portion] = []  # of the step under way
+        self._early: dict[Gradients, Portion] = {}  # of the step under way, by where they were computed
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
     @property
@@ -125,14 +133,14 @@ class PolicyTrainer:
     ) -> None:
         """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
         on the learner's). What teaches nothing is left to `train`."""
-        latest = portion(self._algorithm.advantages(groups, self._config.algorithm), prepared, self._config)
+        latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
         self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """The groups are those of `accumulate`, too; not those that are replayed, which neither `TrainedStep.groups`
-        has. Metrics are those of the learner, and of the rewards: see `reward_metrics` and `replay_metrics`.
+        has. Metrics are those of the learner, `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`.
         `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and plans are then of
         what was left."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
@@ -143,31 +151,24 @@ class PolicyTrainer:
             count = len(groups) + len(early.groups)
             replayed, again = self._replay.choose(count, learner.version)
         scored = self._algorithm.advantages([*groups, *replayed], settings)
-        rest = portion(scored, {**prepared, **again}, self._config)
+        rest = Portion(scored, {**prepared, **again})
         if early.outcome is None:  # nothing was computed yet
             whole = joined(place.gradients, [early, rest])
             dealt = minibatches(whole.groups, settings.minibatches) or [whole.groups]
-            parts = [portion(part, whole.prepared, self._config) for part in dealt]
+            parts = [Portion(part, whole.prepared) for part in dealt]
         else:
+            rest = self._sized(rest)
             parts = [rest] if has_gradient(rest.groups, self._skip_idle) else []
         compositions = self._composed(parts, place, rest.size, update=True)
         whole, metrics = self._finish(early, rest, parts, compositions, place)
-        composition = whole.composition
-        assert composition is not None
         fresh = [group for group in whole.groups if group.prompt.draw not in again]
         if early.groups:
             metrics["stream/groups"] = float(len(fresh) - len(groups))
         if self._replay is not None:
             self._replay.keep(fresh, whole.prepared, learner.version)
-            metrics |= replay_metrics(fresh, replayed, place.version, len(self._replay))
-        tokens_fill, patches_fill = composition.fill()
-        metrics |= reward_metrics(fresh) | {
-            "packing/microbatches": float(len(composition.everywhere)),
-            "packing/token_fill": tokens_fill,
-            "packing/patch_fill": patches_fill,
-            "packing/shapes": float(len(self._composer.shapes)),
-        }
-        metrics |= plan_metrics(composition, learner.mesh.size)
+            metrics |= self._replay.metrics(fresh, replayed, place.version)
+        metrics |= reward_metrics(fresh) | packing_metrics(whole.compositions, learner.mesh.size)
+        metrics["packing/shapes"] = float(self._composer.num_shapes)
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
@@ -186,14 +187,13 @@ class PolicyTrainer:
     def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """Computes the gradients of a portion, whose compositions are none or one, and keeps them for the step."""
         self._compute(latest, compositions, place)
-        here = [early for early in self._early if early.gradients is place.gradients]
-        elsewhere = [early for early in self._early if early.gradients is not place.gradients]
-        self._early = [*elsewhere, joined(place.gradients, [*here, latest])]
-        jax.block_until_ready(self._early[-1].outcome)
+        here = self._early.pop(place.gradients, Portion())
+        self._early[place.gradients] = joined(place.gradients, [here, latest])  # the last one now
+        jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:
         """Everything of the step under way that was computed before its end."""
-        early, self._early = self._early, []
+        early, self._early = list(self._early.values()), {}
         return joined(place.gradients, early)
 
     def _finish(
@@ -211,7 +211,7 @@ class PolicyTrainer:
             whole = joined(place.gradients, [early, rest])
             new = {group.prompt.draw: group for part in parts for group in part.groups}
             whole.groups = [new.get(group.prompt.draw, group) for group in whole.groups]
-            whole.composition = together(compositions)
+            whole.compositions = compositions
         else:
             self._compute(rest, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -243,7 +243,7 @@ class PolicyTrainer:
                 composition, found = coupled(composition, now, part.groups, self._algorithm, settings, self._team)
             metrics.append({**learner.step(composition.everywhere, last=last), **found})
         if resting:
-            learner.rest()
+            learner.version += 1  # a training step that leaves the weights as they are
         of_policy = of_all_updates(metrics) if metrics else {}
         if of_critic:
             from .critic import critic_metrics
@@ -254,7 +254,7 @@ class PolicyTrainer:
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
         """The gradients of a portion, if there is anything to compute."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
-            portion.composition, portion.gradients = composition, place.gradients
+            portion.compositions = [composition]
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
 
     def _composed(
@@ -275,7 +275,7 @@ class PolicyTrainer:
         parts get new ones."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in compositions:
+        for composition in filter(lambda composition: composition.coming, compositions):  # in nearly no step
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
@@ -292,7 +292,9 @@ class PolicyTrainer:
         elif settings.kl_in_reward:
             sums = [{"kl": minibatch.summed(tokens)} for minibatch, tokens in zip(scored, kl, strict=True)]
             found = by_response(self._team, scored, sums, functools.partial(self._rewarded, parts))
-            scored = [with_advantages(c, numbers["advantages"]) for c, numbers in zip(scored, found, strict=True)]
+            for number, (composition, values) in enumerate(zip(scored, found, strict=True)):
+                tokens = np.repeat(values["advantages"], composition.lengths)
+                scored[number] = composition.replaced({"advantages_BT": composition.scattered(tokens)})
         for number, now in enumerate(proximal):
             composition = scored[number]
             if settings.importance.whole:
@@ -331,6 +333,13 @@ class PolicyTrainer:
         for part in portions:
             part.groups = [advantaged(group, advantages) for group in part.groups]
         return {"advantages": np.array([advantages[key] for key in keys])}
+
+    def _sized(self, portion: Portion) -> Portion:
+        """Sets the portion's part in the step's normaliser."""
+        lengths = np.array([s.response.num_tokens for group in portion.groups for s in group.samples], np.int64)
+        settings = self._config.algorithm
+        portion.size = normaliser(lengths, settings.loss_aggregation, self._config.rollout.max_new_tokens)
+        return portion
 
     def _renew_reference(self) -> None:
         """Makes the current policy the reference, where the configuration says so for this version."""
@@ -391,13 +400,6 @@ def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
     return group.with_advantages([advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
-def portion(groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], config: Config) -> Portion:
-    """A portion without gradients yet."""
-    lengths = np.array([sample.response.num_tokens for group in groups for sample in group.samples], np.int64)
-    size = normaliser(lengths, config.algorithm.loss_aggregation, config.rollout.max_new_tokens)
-    return Portion(groups, prepared, size)
-
-
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
     """Deals whole groups, in the order of their draws, to `count` minibatches in turn, so that each is a mixture of the
     step. Those without a token are left out: they have nothing to learn from."""
@@ -416,17 +418,17 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
     """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
     outcomes are donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
-    composition: Composition | None = None
+    compositions: Sequence[Composition] = ()
     total: Outcome | None = None
     for portion in portions:
         if portion.outcome is not None:
             share = np.float32(portion.size / size)
             brought = gradients.bring(portion.outcome if portion.size == size else _scaled(portion.outcome, share))
             total = brought if total is None else gradients.add(total, brought)
-            composition = portion.composition
+            compositions = portion.compositions
     groups = sorted((group for portion in portions for group in portion.groups), key=lambda group: group.prompt.draw)
     prepared = {draw: prompt for portion in portions for draw, prompt in portion.prepared.items()}
-    return Portion(groups, prepared, size, gradients, composition, total)
+    return Portion(groups, prepared, size, compositions, total)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -38,11 +38,6 @@ class ReplayBuffer:
         self._config, self._most = config, most
         self._kept: dict[int, _KeptGroup] = {}  # by draw
 
-    @classmethod
-    def of(cls, config: ReplayConfig) -> ReplayBuffer | None:
-        """Returns an empty buffer; None where nothing is replayed."""
-        return cls(config) if config.share else None
-
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -70,6 +65,28 @@ class ReplayBuffer:
         oldest_first = sorted(self._kept.items(), key=lambda item: (item[1].born, item[0]))
         self._kept = dict(oldest_first[max(len(oldest_first) - self._most, 0) :])
 
+    def metrics(self, fresh: Sequence[Group], replayed: Sequence[Group], version: int) -> dict[str, float]:
+        """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
+
+        `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions
+        that the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. Where groups are
+        replayed, `staleness/lag_mean` and `staleness/lag_max` are here again, of the fresh groups alone: how far
+        generation lies behind. Fresh groups whose advantages are all 0 are left out of these, unless all fresh groups
+        are such.
+        """
+        metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
+        if not replayed:
+            return metrics
+        taught = [group for group in fresh if any(sample.advantage != 0.0 for sample in group.samples)] or fresh
+        for names, groups in (
+            (("replay/age", "replay/age_max"), replayed),
+            (("staleness/lag_mean", "staleness/lag_max"), taught),
+        ):
+            lags = version - np.array([v for g in groups for s in g.samples for v in s.response.versions], np.int64)
+            if len(lags):
+                metrics |= dict(zip(names, (float(lags.mean()), float(lags.max())), strict=True))
+        return metrics
+
     def _let_go(self, version: int) -> None:
         """Removes the groups that can't be replayed any more, at this version or later."""
         self._kept = {
@@ -87,39 +104,14 @@ class ReplayBuffer:
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
         """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt it lacks,
         because it can't be prepared any more, are let go."""
-        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in _groups(state) if saved["draw"] in prepared]
+        there = [saved for saved in state.get("groups", []) if saved["draw"] in prepared]
+        kept = [_from_json(saved, prepared[saved["draw"]]) for saved in there]
         self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
 
 
 def draws_of(state: SavedState) -> list[int]:
-    """The draws of the prompts in a buffer's state."""
-    return [saved["draw"] for saved in _groups(state)]
-
-
-def replay_metrics(fresh: Sequence[Group], replayed: Sequence[Group], version: int, kept: int) -> dict[str, float]:
-    """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
-
-    `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions that
-    the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. Where groups are replayed,
-    `staleness/lag_mean` and `staleness/lag_max` are here again, of the fresh groups alone: how far generation lies
-    behind. Fresh groups whose advantages are all 0 are left out of these, unless all fresh groups are such.
-    """
-    metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(kept)}
-    if not replayed:
-        return metrics
-    taught = [group for group in fresh if any(sample.advantage != 0.0 for sample in group.samples)] or fresh
-    for names, groups in (
-        (("replay/age", "replay/age_max"), replayed),
-        (("staleness/lag_mean", "staleness/lag_max"), taught),
-    ):
-        lags = version - np.array([v for g in groups for s in g.samples for v in s.response.versions], np.int64)
-        if len(lags):
-            metrics |= dict(zip(names, (float(lags.mean()), float(lags.max())), strict=True))
-    return metrics
-
-
-def _groups(state: SavedState) -> Sequence[Mapping[str, Any]]:
-    return state.get("groups", [])  # none where nothing was replayed before
+    """The draws of the prompts in a buffer's state; none where nothing was replayed before."""
+    return [saved["draw"] for saved in state.get("groups", [])]
 
 
 def _to_json(kept: _KeptGroup) -> State:

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from models.processing import Processor, PromptError
 
 from ..algorithms import sft
-from ..batch.composer import Composer, sft_groups
+from ..batch.composer import Composer, Team, sft_groups
 from ..batch.composition import Composition
-from ..batch.team import ALONE, Team
 from ..config import Config, OptimConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
@@ -24,7 +23,7 @@ async def warm_start(
     processor: Processor,
     count_skip: Callable[[str], None],
     proxy: ProxyMedia | None = None,
-    team: Team = ALONE,
+    team: Team | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
 
@@ -51,7 +50,7 @@ async def warm_start(
             if not prepared:
                 continue
             by_draw = {candidate.prompt.draw: candidate for candidate in prepared}
-            [composition] = team.composed(composer, [(sft_groups(prepared, answers), by_draw)])
+            [composition] = (team or Team()).composed(composer, [(sft_groups(prepared, answers), by_draw)])
             yield step, given_step(learner, composition)
     finally:
         source.close()
@@ -59,7 +58,8 @@ async def warm_start(
 
 def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
     """Makes a step of the warm start, in every process; returns its metrics."""
-    learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
+    if composition.coming:
+        learner.gradients.compile_ahead(learner.params, composition.coming, scores=False)
     return learner.step(composition.everywhere)
 
 

@@ -38,12 +38,11 @@ from sharding.weights import shardings
 from ..algorithms import find_algorithm
 from ..base.process import LARGE_MODEL, give_back_large_blocks
 from ..base.timeline import Span, activity
-from ..batch.composer import Composer
+from ..batch.composer import Composer, Team
 from ..config import Config, ConfigError, ModelConfig
 from ..data.loader import PromptLoader
 from ..data.prepare import Preparer
 from ..data.sources import Source, all_texts, common_words
-from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..learner.gradients import TokenLoss
 from ..learner.learner import Learner, lora_of
@@ -191,7 +190,7 @@ def export(model: Decoder, processor: Processor, folder: pathlib.Path) -> None:
     processor.save(folder)
 
 
-def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Gang) -> None:
+def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pathlib.Path, gang: Team) -> None:
     """Writes the LoRA adapters, if the model has any, in the format of PEFT."""
     lora = lora_of(config)
     if lora is not None:
@@ -293,7 +292,7 @@ class NoPixels:
 def open_pixels(
     config: Config,
     processor: Processor,
-    gang: Gang,
+    gang: Team,
     run_dir: pathlib.Path,
     token: str,
     note: Callable[[float, float, int], None] = lambda start, end, bytes: None,

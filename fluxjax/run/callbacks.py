@@ -16,9 +16,9 @@ from ..base.process import settle_heap
 from ..base.statuses import HostStatus
 from ..base.timeline import Timeline, working_time
 from ..base.types import Group, Prompt
+from ..batch.composer import Team
 from ..config import Config, DType
 from ..coordinator.machine import Coordinator
-from ..hosts.gang import Gang
 from ..learner.gradients import GAP
 from ..learner.learner import Learner
 from ..report import pictures
@@ -60,7 +60,7 @@ class ReportedRun(Run, Protocol):
     """The parts of a `FluxTrainer` that its reporter needs."""
 
     display: Display
-    gang: Gang
+    gang: Team
     metrics: MetricsLog
     pixels: AnyPixels
     pool: EnginePool | FleetPool

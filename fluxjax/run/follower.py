@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import pathlib
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from models.inputs import PromptInput
 
 from ..algorithms import find_algorithm
+from ..batch.composer import Team
 from ..config import Config, ConfigError, RolloutEngine, run_folder
 from ..data.loader import open_sources, open_warm_start
 from ..data.prepare import Preparer
@@ -128,13 +128,14 @@ class Follower:
         self._parts.checkpoints.forget_after(step)
 
 
-def follow(gang: Gang, algorithm: object) -> None:
+def follow(gang: Team, algorithm: object) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
     `algorithm` is this process's own `algorithm.name`, which, as an object, is not in the run's folder. Logs to
     `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus` says so. Raises ConfigError
     if this host does not see the run's folder, or the port is taken.
     """
+    assert isinstance(gang, Gang)
     orders = gang.orders()
     start = next(orders)
     if not isinstance(start, Start):
@@ -142,7 +143,7 @@ def follow(gang: Gang, algorithm: object) -> None:
     run_dir = pathlib.Path(start.run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"run_dir must be on a file system that all hosts share: {run_dir} is not here")
-    config = run_folder.from_json(json.loads(start.config))
+    config = run_folder.from_json(start.config)
     config.run_dir = str(run_dir)
     if not isinstance(algorithm, str):
         config.algorithm.name = algorithm
@@ -159,7 +160,7 @@ def follow(gang: Gang, algorithm: object) -> None:
         follower.close()
 
 
-def prometheus_port(config: Config, gang: Gang) -> int:
+def prometheus_port(config: Config, gang: Team) -> int:
     """Returns the Prometheus port of this process: that of `report.prometheus`, or one of the next ones where several
     processes share a host; 0: none."""
     port = config.report.prometheus_address[1]

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 
 from rollout.engine import EngineError, WeightsMismatch
 from sharding.links import LinkError, Links, leave
@@ -14,10 +15,10 @@ from sharding.odc import OdcError
 from ..base.errors import LOST, USER, DataError
 from ..base.event_loop import hear_signals, take_signals
 from ..base.process import use_compile_cache
-from ..config import Config, ConfigError
+from ..batch.composer import Team
+from ..config import Config, ConfigError, DistributedConfig
 from ..coordinator import CoordinatorError
 from ..hosts.orders import OrderError
-from ..hosts.start import join
 from ..report.metrics import process_log
 from .callbacks import SettledHeap
 from .checkpoint import ResumeError
@@ -37,6 +38,18 @@ USER_ERRORS = (
     OrderError,
 )
 
+# Variables by which Open MPI and Slurm say how many processes there are (`hosts.start`).
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
+    """Returns this process with the others that the settings or the environment name. Raises what `join` raises."""
+    if settings.processes == 1 or not (settings.processes or any(environment.get(n, "1") != "1" for n in _COUNTS)):
+        return Team()
+    from ..hosts.start import join
+
+    return join(settings)
+
 
 def main(config: Config) -> int:
     """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
@@ -52,7 +65,8 @@ def main(config: Config) -> int:
     stops: list = []
     hear_signals(stops, end_at_once)
     try:
-        gang, links = join(config.distributed)
+        gang = joined(config.distributed, os.environ)
+        links = gang.links
         take_signals()
         if gang.process:
             stops.append(lambda: None)  # clusters signal process 0, too, which ends this one

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import copy
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
-from rollout.engine import Engine
+from rollout.engine import Engine, GenerateRequest, SamplingParams
 from sharding.mesh import Target
 from sharding.walk import HOST_MEMORY
 
 from ..algorithms import RLAlgorithm
 from ..base.errors import DataError
-from ..base.types import PreparedPrompt
+from ..base.timeline import activity
+from ..base.types import PreparedPrompt, Prompt, Reward
+from ..batch.composer import Composer, Team
 from ..config import ODC, Config, ConfigError, Remat, RolloutEngine
 from ..data.loader import read_row
 from ..data.prepare import Preparer
 from ..data.sources import Source
-from ..hosts.gang import Gang
 from ..learner.run_models import RunModels
-from ..report.metrics import Summary
 from ..runtime.engine_pool import EnginePool, engine_count
-from ..runtime.held_out import HeldOut
+from ..runtime.ports import EvaluationGivenUp
 from .build import AnyPixels, build_learning, open_pixels, run_mesh
 from .checkpoint import Checkpoints
 
 if TYPE_CHECKING:
-    from ..batch.composer import Composer
     from ..learner.learner import Learner
     from ..runtime.fleet_pool import EngineServers, FleetPool
     from ..sizing.check import DeviceRoom
 
 JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes by itself
-_DURING = 64  # held-out prompts of a source in evaluations between the first and the last
+_Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 def settled(
-    config: Config, sizes: AnyConfig, processor: Processor, gang: Gang, note: Callable[[str], None] | None
+    config: Config, sizes: AnyConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
     """Returns a copy of the configuration with what `auto` and 0 come to on the devices here: the rematerialisation, by
     the memory part of the pre-flight, which tells `note` how it goes (None: it is left out), and the number of engines.
@@ -87,7 +89,7 @@ def assemble(
     sizes: AnyConfig,
     processor: Processor,
     algorithm: RLAlgorithm,
-    gang: Gang,
+    gang: Team,
     run_dir: pathlib.Path,
     token: str,
     fetched: Callable[[float, float, int], None] = lambda start, end, bytes: None,
@@ -181,7 +183,7 @@ def _has_host_memory() -> bool:
 
 def make_pool(
     parts: Parts,
-    gang: Gang,
+    gang: Team,
     token: str,
     checkpoint: Callable[[], pathlib.Path],
     logs: pathlib.Path,
@@ -203,7 +205,7 @@ def make_pool(
     return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
 
 
-def serve_engines(parts: Parts, gang: Gang, token: str) -> EngineServers:
+def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
     """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
     from ..runtime.fleet_pool import EngineServers
 
@@ -224,19 +226,70 @@ def serve_engines(parts: Parts, gang: Gang, token: str) -> EngineServers:
         raise ConfigError(f"the engines of {links.name} can't listen on {links.address}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldOutEvaluator:
-    """Measures the held-out accuracy of the weights that the engine serves; fewer prompts during the run than at its
-    start and end."""
+@dataclasses.dataclass
+class HeldOut:
+    """The held-out prompts of every source, decoded once and kept: they are asked again and again. Answers of an engine
+    are greedy, and scored by each source's reward."""
 
-    samples: int  # of a source, at the start and the end
-    held_out: HeldOut
-    engine: Engine
-    summary: Summary
+    prompts: Mapping[str, Sequence[PreparedPrompt]]
+    score: _Score
+    decode: Callable[[Sequence[int]], str]
+    sampling: SamplingParams
+    stopping: Callable[[], bool] = bool  # whether the run is to stop
 
-    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
-        with self.summary.stage("eval"):
-            return await self.held_out.accuracy(self.engine, self.samples if full else min(self.samples, _DURING))
+    async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
+        """Returns each source's share of exactly right greedy answers, over its first `limit` prompts. Raises
+        EvaluationGivenUp if the run is to stop before all are given.
+
+        `blind` blanks every pixel (to the mean colour, which is zero after normalisation): what can be answered
+        without looking.
+        """
+        asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
+        await engine.pause()  # one deterministic batch, as in training
+        answers = [asyncio.ensure_future(self._answer(engine, i, p, blind)) for i, (_, p) in enumerate(asked)]
+        await asyncio.sleep(0)  # every request is queued before the first is served
+        await engine.resume()
+        texts = await self._all("evaluating", answers)
+        scores = [self.score(p.prompt, text) for (_, p), text in zip(asked, texts, strict=True)]
+        rewards = await self._all("scoring", [asyncio.ensure_future(score) for score in scores])
+        right: dict[str, list[bool]] = collections.defaultdict(list)
+        for (source, _), reward in zip(asked, rewards, strict=True):
+            right[source].append(reward.correct)
+        return {source: float(np.mean(values)) for source, values in right.items()}
+
+    async def _all(self, what: str, jobs: Sequence[asyncio.Future[Any]]) -> list[Any]:
+        gathered = asyncio.gather(*jobs)
+        try:
+            with activity(lambda: f"{what} {sum(job.done() for job in jobs)}/{len(jobs)}"):
+                while not gathered.done():
+                    if self.stopping():
+                        raise EvaluationGivenUp
+                    await asyncio.wait([gathered], timeout=0.2)
+            return gathered.result()
+        finally:
+            gathered.cancel()
+            await asyncio.gather(gathered, return_exceptions=True)
+
+    async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
+        inputs = prepared.inputs.laid_out()
+        if blind and inputs.vision is not None:
+            patches = inputs.vision.patches_PX  # which may be elsewhere
+            blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))
+            inputs = dataclasses.replace(inputs, vision=blank)
+        sampling = dataclasses.replace(self.sampling, temperature=0.0)
+        tokens: list[int] = []
+        # Nothing is drawn; the seed is the order in which a server takes up what came over a network.
+        async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
+            tokens.extend(chunk.token_ids)
+        return self.decode(tokens)
+
+    def chance(self, limit: int | None = None) -> dict[str, float]:
+        """Returns, for each source, the accuracy of the best constant answer."""
+        result = {}
+        for source, prompts in self.prompts.items():
+            answers = collections.Counter(p.prompt.answer for p in prompts[:limit])
+            result[source] = max(answers.values()) / sum(answers.values()) if answers else 0.0
+        return result
 
 
 def held_out_prompts(

@@ -12,12 +12,12 @@ from models.processing import Processor
 
 from ..base.statuses import PreprocessorStatus
 from ..base.timeline import Span
+from ..batch.composer import Team
 from ..config import Config
 from ..data.local_store import GIB, LocalStore, StoreStats
 from ..data.materializer import Materialized, Materializer
 from ..data.near_pixels import NearPixels
 from ..data.shadows import MediaIndex, ProxyMedia
-from ..hosts.gang import Gang
 from ..hosts.orders import UNKNOWN_PLACE
 from ..report.pictures import look_lanes, media_picture
 from ..runtime.flight_store import FlightStore
@@ -37,7 +37,7 @@ class Pixels:
         self,
         config: Config,
         processor: Processor,
-        gang: Gang,
+        gang: Team,
         run_dir: pathlib.Path,
         token: str,
         note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
@@ -67,7 +67,7 @@ class Pixels:
         self.materializer = self._open.enter_context(contextlib.closing(materializer))
 
     def _preprocessed(
-        self, config: Config, processor: Processor, gang: Gang, run_dir: pathlib.Path, token: str
+        self, config: Config, processor: Processor, gang: Team, run_dir: pathlib.Path, token: str
     ) -> FlightStore:
         data = config.data
         folder = run_dir / "preprocessors"

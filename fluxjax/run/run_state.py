@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..base.types import PreparedPrompt
+from ..batch.composer import Team
 from ..coordinator import SchedulingPolicy
 from ..coordinator.factory import make_coordinator
 from ..data.prepare import Preparer
-from ..hosts.gang import Gang
 from ..hosts.orders import Restore, Save
-from ..learner.replay import ReplayBuffer, draws_of
 from ..report.metrics import Summary
 from ..rewards import Scorer
 from .checkpoint import ResumeError
@@ -28,7 +27,7 @@ class RunState:
     def __init__(
         self,
         parts: Parts,
-        gang: Gang,
+        gang: Team,
         prompts: Preparer,
         rewards: Scorer,
         summary: Summary,
@@ -50,7 +49,11 @@ class RunState:
     def begin(self) -> None:
         """Begins with step 0."""
         self.coordinator = make_coordinator(self._parts.config, self._policy)
-        self.replay = ReplayBuffer.of(self._parts.config.replay)
+        self.replay = None
+        if self._parts.config.replay.share:
+            from ..learner.replay import ReplayBuffer
+
+            self.replay = ReplayBuffer(self._parts.config.replay)
 
     # --- restoring -------------------------------------------------------------------------------
 
@@ -77,6 +80,8 @@ class RunState:
         prompts = {draw: prepared.prompt for draw, prepared in self.prepared.items()}
         self.coordinator.load_state_dict(state["coordinator"], prompts)
         if self.replay is not None:
+            from ..learner.replay import draws_of
+
             kept = state.get("replay", {})
             self.replay.load_state_dict(kept, self._again(draws_of(kept)))
         self._rewards.load_state_dict(state.get("rewards", {}))  # none in checkpoints of earlier releases
@@ -92,6 +97,14 @@ class RunState:
         return {prepared.prompt.draw: prepared for prepared in self.prompts.again(draws)}
 
     # --- saving ----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns all of the run's state that is no array; see `runtime.ports.Checkpointer`."""
+        return {
+            "coordinator": self.coordinator.state_dict(),
+            "source": self.prompts.state_dict(),
+            "rewards": self._rewards.state_dict(),
+        }
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts a checkpoint; see `runtime.ports.Checkpointer`."""
@@ -110,12 +123,7 @@ class RunState:
         """Starts a checkpoint while nothing is generated or trained. Raises `ResumeError` before the run's start."""
         if not self.started:
             raise ResumeError("there is nothing to save yet: the run has not started")
-        state = {
-            "coordinator": self.coordinator.state_dict(),
-            "source": self.prompts.state_dict(),
-            "rewards": self._rewards.state_dict(),
-        }
-        self.save(self.coordinator.step, state)
+        self.save(self.coordinator.step, self.state())
 
     def count_total(self) -> None:
         """Adds the time since the last call to the summary's total."""

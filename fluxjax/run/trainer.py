@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import pathlib
 import secrets
 import time
@@ -19,6 +18,7 @@ from ..algorithms import ALGORITHMS, find_algorithm
 from ..base.event_loop import on_all, run_async, stop_on_signals
 from ..base.timeline import Span, Timeline
 from ..base.types import Prompt
+from ..batch.composer import Team
 from ..config import Config, RolloutEngine, run_folder
 from ..config.bounds import expand_home
 from ..config.cli import remarks
@@ -26,13 +26,12 @@ from ..coordinator import Coordinator, SchedulingPolicy
 from ..coordinator.messages import Finish
 from ..data.loader import open_held_out, open_sources, open_warm_start
 from ..data.sources import given
-from ..hosts.gang import Gang, check_across_processes
 from ..hosts.orders import Begin, End, Start
 from ..learner.policy_trainer import PolicyTrainer, check_algorithm
 from ..report.display import Display
 from ..report.metrics import MetricsLog, Summary, TrainingResult
 from ..rewards import Scorer
-from ..runtime.held_out import EvaluationGivenUp, HeldOut
+from ..runtime.ports import EvaluationGivenUp
 from ..runtime.runtime import Runtime
 from .build import (
     check_reference,
@@ -45,9 +44,10 @@ from .build import (
 )
 from .callbacks import Callback, Reporter, closing, opening, write_pictures
 from .checkpoint import ResumeError
-from .parts import HeldOutEvaluator, assemble, held_out_prompts, make_pool, settled
+from .parts import HeldOut, assemble, held_out_prompts, make_pool, settled
 from .run_state import RunState
 
+_DURING = 64  # held-out prompts of a source in evaluations between the first and the last
 _STOPPED = "stopped on request; the same command with this run_dir goes on"
 
 
@@ -72,7 +72,7 @@ class FluxTrainer:
         policy: Callable[[], SchedulingPolicy] | None = None,
         rewards: Mapping[str, Any] | None = None,
         read_only: bool = False,
-        gang: Gang | None = None,
+        gang: Team | None = None,
     ) -> None:
         """Builds everything, starts nothing. `algorithm` (the same as `config.algorithm.name`), `policy` and `rewards`
         replace those that `config` names (`examples/`): `policy` is called whenever a run begins or is resumed, and
@@ -88,13 +88,15 @@ class FluxTrainer:
             config.algorithm.name = algorithm
         expand_home(config)
         config.validate()
-        self.gang = gang = gang or Gang()
+        self.gang = gang = gang or Team()
         # Who only looks at a run computes no loss, and may not have what it was trained with.
         self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
         if not read_only:
             check_algorithm(config, self.algorithm)
             check_reference(config)
         if not gang.alone:
+            from ..hosts.gang import check_across_processes
+
             check_across_processes(config)
         summary = Summary(name=config.name, seed=config.seed)
         self.callbacks, self.display, self.timeline = list(callbacks), display or Display(config.steps), Timeline()
@@ -115,7 +117,7 @@ class FluxTrainer:
                 # --- mesh, model and learner ----------------------------------------------------
                 sizes, self.processor = describe_model(config, self.sources)
                 token = secrets.token_hex(16)  # of the engines of all processes
-                gang.tell(Start(str(run_dir.absolute()), token, json.dumps(run_folder.to_json(config))))
+                gang.tell(Start(str(run_dir.absolute()), token, run_folder.to_json(config)))
                 note = None if read_only else self.display.note
                 self.config = config = settled(config, sizes, self.processor, gang, note)
                 self.parts = parts = assemble(
@@ -376,22 +378,29 @@ class FluxTrainer:
             self.coordinator,
             engines=self.engines,
             prepared=state.prepared,
-            source=source,
-            scorer=self.rewards,
+            draw=source.draw,
+            score=self.rewards.score,
             trainer=trainer,
-            evaluator=HeldOutEvaluator(config.evaluation.samples, self.held_out, self.engine, self.summary),
+            evaluate=self._evaluated,
             checkpointer=state,
             sampling=self.sampling,
             seed=config.seed,
             observers=[Reporter(self)],
             timeline=self.timeline,
             tick=0.1 if config.speculative_sync else 0.0,
-            pool=self.pool,
+            set_parallelism=self.pool.set_parallelism,
             colocated=config.rollout.engine is not RolloutEngine.JAX and config.servers.colocated,
         )
         if self._stopping:
             self._runtime.request_stop(_STOPPED)
         return await self._runtime.run()
+
+    async def _evaluated(self, full: bool) -> dict[str, float]:
+        """Returns the held-out accuracy of the weights that the engine serves; over fewer prompts during the run than
+        at its start and end."""
+        samples = self.config.evaluation.samples
+        with self.summary.stage("eval"):
+            return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))
 
     async def _last_measurements(self) -> None:
         with self.summary.stage("eval"):

@@ -43,7 +43,7 @@ def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> 
 
 
 class EnginePool:
-    """The embedded `ports.Engines`. `engines` is one list that changes; its first engine is always the same.
+    """The embedded engines. `engines` is one list that changes; its first engine is always the same.
 
     Engines of one device take turns on the devices that there are; engines of several devices need devices of their
     own. `model` may be abstract, and `fetch` be None, as for `JaxEngine`. Raises `ConfigError` if there are too few

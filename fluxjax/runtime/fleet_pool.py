@@ -59,7 +59,7 @@ PULLED = pathlib.Path("/dev/shm/fluxjax-pulled")  # where each host of servers h
 
 
 class FleetPool:
-    """The `ports.Engines` of rollout servers. `model` may be abstract; `checkpoint` is a folder that servers can start
+    """Rollout servers as engines. `model` may be abstract; `checkpoint` is a folder that servers can start
     from, with any weights: servers get those of the run before they generate. Servers write their logs to `logs`. No
     server runs before `start`, or before the first use. Raises `ConfigError` if SGLang is wanted, but not installed."""
 

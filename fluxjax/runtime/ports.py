@@ -4,44 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.engine import Engine
-
-from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, State, TrainedStep
-from ..coordinator.messages import Finish
+from ..base.types import Group, PreparedPrompt, Prompt, State, TrainedStep
 
 
-@runtime_checkable
-class PromptSource(Protocol):
-    async def draw(self, count: int) -> tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]:
-        """Returns the next prompts, in draw order, and those that could not be prepared, with the reason. Both together
-        are fewer than `count` only at the end of the data."""
-        ...
-
-    def state_dict(self) -> State:
-        """Returns the position just after the last prompt that `draw` returned, whatever was read ahead."""
-        ...
-
-
-@runtime_checkable
-class RewardScorer(Protocol):
-    async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Scores a response. A reward function that crashes or hangs is the scorer's business; what `score` raises ends
-        the run."""
-        ...
-
-    def state_dict(self) -> State:
-        """Returns the part of the rewards' state that must be in a checkpoint."""
-        ...
-
-
-@runtime_checkable
-class Engines(Protocol):
-    """Engines on a fixed set of devices."""
-
-    async def set_parallelism(self, degree: int) -> Sequence[Engine]:
-        """Returns the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
-        the oldest weights that any engine did before. Nothing runs on any engine meanwhile."""
-        ...
+class EvaluationGivenUp(Exception):
+    """The run is to stop; whoever resumes it makes the evaluation."""
 
 
 @runtime_checkable
@@ -75,17 +42,13 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
-class Evaluator(Protocol):
-    async def evaluate(self, step: int, full: bool) -> Mapping[str, float]:
-        """Returns the accuracy of each source. Raises `EvaluationGivenUp` if the run is to stop before it is known."""
+class Checkpointer(Protocol):
+    def state(self) -> State:
+        """Returns the state of coordinator, prompts and rewards, all of this moment: a step has just ended."""
         ...
 
-
-@runtime_checkable
-class Checkpointer(Protocol):
     def save(self, step: int, state: State) -> None:
-        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background.
-        `state` is `{"coordinator": ..., "source": ..., "rewards": ...}`, all of the moment when the step ended."""
+        """Saves in the trainer's thread, so that nothing is trained meanwhile; may go on writing in the background."""
         ...
 
 
@@ -112,5 +75,3 @@ class Observer:
     def on_checkpoint(self, step: int) -> None: ...
 
     def on_skip(self, prompt: Prompt, reason: str) -> None: ...
-
-    def on_finish(self, finish: Finish) -> None: ...

@@ -10,18 +10,17 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from rollout.engine import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 from ..base.event_loop import first_of, not_silently_cancelled, on_all
 from ..base.timeline import Span, Timeline, compilations
-from ..base.types import Group, PreparedPrompt, Response
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward
 from ..coordinator import Coordinator, CoordinatorError, messages
 from ..coordinator.messages import Handlers
-from .held_out import EvaluationGivenUp
-from .ports import Checkpointer, Engines, Evaluator, Observer, PromptSource, RewardScorer, StepReport, Trainer
+from .ports import Checkpointer, EvaluationGivenUp, Observer, StepReport, Trainer
 
 T = TypeVar("T")
 
@@ -33,10 +32,13 @@ class Runtime:
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
     engines: Sequence[Engine]
-    source: PromptSource
-    scorer: RewardScorer
+    # (count) -> the next prompts, in draw order, and those that could not be prepared, with the reason: both together
+    # fewer than `count` only at the end of the data.
+    draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
+    score: Callable[[Prompt, Response], Awaitable[Reward]]  # a reward that crashes or hangs is its own business
     trainer: Trainer
-    evaluator: Evaluator
+    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop before it is known
+    evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
     seed: int = 0  # this and the draw of a prompt decide its random numbers, never the time or the engine
@@ -44,7 +46,9 @@ class Runtime:
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
     tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
-    pool: Engines | None = None  # has the `engines` where the coordinator may ask for others
+    # (degree) -> the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
+    # the oldest weights that any engine did before. Nothing runs on any engine meanwhile. None: they never change.
+    set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
     colocated: bool = False  # engines sleep while the trainer's own devices compute, until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
@@ -81,7 +85,6 @@ class Runtime:
             self._thread.shutdown()
         finish = self.coordinator.finished
         assert finish is not None
-        self._tell(lambda observer: observer.on_finish(finish))
         return finish
 
     def request_stop(self, reason: str = "stopped", *, failed: bool = False) -> None:
@@ -146,7 +149,7 @@ class Runtime:
     @_carry_out.of(messages.DrawPrompts)
     async def _draw(self, order: messages.DrawPrompts) -> None:
         with self.timeline.span("data", "data", self._step):
-            prepared, skipped = await self.source.draw(order.count)
+            prepared, skipped = await self.draw(order.count)
         self._prepared.update({p.prompt.draw: p for p in prepared})
         for prompt, reason in skipped:
             self._tell(lambda observer, p=prompt, r=reason: observer.on_skip(p, r))
@@ -221,7 +224,7 @@ class Runtime:
     @_carry_out.of(messages.Score)
     async def _score(self, order: messages.Score) -> None:
         with self.timeline.span("reward", "reward", self._step):
-            reward = await self.scorer.score(self._prepared[order.response.draw].prompt, order.response)
+            reward = await self.score(self._prepared[order.response.draw].prompt, order.response)
         self._post(messages.RewardReady(order.response.rid, reward))
 
     @_carry_out.of(messages.Skip)
@@ -308,10 +311,10 @@ class Runtime:
 
     @_carry_out.of(messages.SetParallelism)
     async def _set_parallelism(self, order: messages.SetParallelism) -> None:
-        if self.pool is None:
+        if self.set_parallelism is None:
             raise CoordinatorError(f"{order}, but these engines can't change")
         with self.timeline.span("sync", "engines", self.coordinator.step):
-            self.engines = tuple(await self.pool.set_parallelism(order.degree))
+            self.engines = tuple(await self.set_parallelism(order.degree))
         self._asleep.clear()
         self._preempted = self._preemptions()
         self._post(messages.ParallelismSet(order.degree, len(self.engines)))
@@ -353,7 +356,7 @@ class Runtime:
     async def _evaluate(self, order: messages.Evaluate) -> None:
         try:
             with self.timeline.span("eval", "eval", order.step):
-                result = await self.evaluator.evaluate(order.step, order.full)
+                result = await self.evaluate(order.full)
         except EvaluationGivenUp:
             return self._post(messages.Evaluated(order.step, given_up=True))
         self._compiled = time.perf_counter()  # what was compiled for it is no part of a step
@@ -363,11 +366,7 @@ class Runtime:
 
     @_carry_out.of(messages.SaveCheckpoint)
     async def _save(self, order: messages.SaveCheckpoint) -> None:
-        state = {
-            "coordinator": self.coordinator.state_dict(),
-            "source": self.source.state_dict(),
-            "rewards": self.scorer.state_dict(),
-        }
+        state = self.checkpointer.state()
         with self.timeline.span("checkpoint", "trainer", order.step):
             await self._in_thread(self.checkpointer.save, order.step, state)
         self._tell(lambda observer: observer.on_checkpoint(order.step))

@@ -80,11 +80,12 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
 
 
 def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
-    vision, room = vision_of(model), Room.of(config, vision_of(model))
+    vision = vision_of(model)
     shapes = ShapeBook(most=1 << 20)  # an entry for whatever is asked for
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
-    steps = [composer.outline(*_made_up_step(config, model, num_devices, step)) for step in range(STEPS)]
+    room = composer.room
+    steps = [composer.outline(*_made_up_step(config, model, room, num_devices, step)) for step in range(STEPS)]
     entries = shapes.entries[num_devices]
     sizes = {name: max(entry.get(name, 0) for entry in entries) for name in sorted({n for e in entries for n in e})}
     sizes["columns"] = room.tokens
@@ -95,12 +96,11 @@ def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> Train
 
 
 def _made_up_step(
-    config: Config, model: AnyConfig, num_devices: int, step: int
+    config: Config, model: AnyConfig, room: Room, num_devices: int, step: int
 ) -> tuple[list[Group], dict[int, PreparedPrompt]]:
     """Groups that fill nine tenths of the devices' rows, by draw, and their prompts; many are short and few long, but
     for step 0, where all are as long as may be."""
     rollout, dice = config.rollout, np.random.default_rng(step)
-    room = Room.of(config, vision_of(model))
     left = int(0.9 * room.tokens * num_devices)
     patches_left = int(0.8 * room.whole_patches * num_devices)
     groups, prepared = [], {}

@@ -25,7 +25,6 @@ from fluxjax.config import ConfigError, RewardKindConfig, RewardsConfig, RewardT
 from fluxjax.report.display import reward_words
 from fluxjax.rewards import Scorer, calls
 from fluxjax.rewards import scorer as scoring
-from fluxjax.runtime import ports
 
 HERE = pathlib.Path(__file__).resolve().parent
 HANG = 300.0  # seconds after which a test is taken for hung
@@ -134,7 +133,6 @@ def here(rule, *limits, **more):
 
 def test_a_response_is_decoded_and_scored():
     with scorer("exact") as subject:
-        assert isinstance(subject, ports.RewardScorer)
         assert asyncio.run(subject.score(PROMPT, response(1, 2))) == Reward(1.0, True)
     with scorer("digits") as subject:
         assert asyncio.run(subject.score(PROMPT, response(1))).value == pytest.approx(0.5 / 3)
