@@ -20,7 +20,7 @@ from fluxjax.base.timeline import Span
 from fluxjax.batch.composer import Team
 from fluxjax.config import Config, ConfigError, ReportConfig
 from fluxjax.hosts.gang import Gang, heard_status, shifted, told_status
-from fluxjax.hosts.orders import decode, encode
+from fluxjax.hosts.orders import Status, decode, encode
 from fluxjax.report.display import MOST, Display, host_lines
 from fluxjax.report.metrics import MetricsLog, host_lanes, host_metrics, process_log, read
 from fluxjax.report.prometheus import HostCollector, PrometheusPort
@@ -37,7 +37,8 @@ def test_a_status_travels_whole():
     sent = status(3, idle=0.75)
     data = b"".join(encode(told_status(sent, 8.0)))
     assert len(data) < 300
-    assert heard_status(decode(data), 8.0) == sent
+    told = decode(data)
+    assert isinstance(told, Status) and heard_status(told, 8.0) == sent
 
 
 def test_only_what_is_not_waiting_is_a_process_s_own():

@@ -179,9 +179,10 @@ def test_a_prompt_that_is_not_here_is_named():
 
 def test_a_value_comes_as_it_was_sent():
     value = {"numbers": np.arange(3), "means": np.array([0.1, -np.inf]), "text": ["a", {"b": 1e-9}], "nothing": None}
-    read = decode(b"".join(encode(Value(value)))).value
+    read = decode(b"".join(encode(Value(value))))
+    assert isinstance(read, Value)
     for name, want in value.items():
-        np.testing.assert_array_equal(read[name], want)
+        np.testing.assert_array_equal(read.value[name], want)
 
 
 def test_fields_of_orders_are_plain():

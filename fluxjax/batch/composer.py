@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sharding.links import Links
     from sharding.walk import Params
 
-    from ..base.host_status import HostStatus
+    from ..base.statuses import HostStatus
     from .own_pace import OwnPace
     from .spreading import Spreading
 
