@@ -176,6 +176,7 @@ def test_a_setting_that_would_do_nothing_is_refused(settings, needs):
         "sharding.strategy=flex_ulysses sharding.strategy.max_degree=4",
         "sharding.strategy=odc sharding.strategy.hybrid=True",
         "rollout.temperature=0.8 model.tiny.num_layers=5",
+        "weights.folder=/shared",  # engines of several processes read versions there
         "rollout.group_size=1 algorithm.name=reinforce_plus_plus",  # it compares no responses of one prompt
     ],
 )

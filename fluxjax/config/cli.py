@@ -85,7 +85,7 @@ NEEDS = (
     Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
-    Need("servers weights", "rollout.engine", "serve or sglang"),
+    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # engines of processes use a folder
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
     Need("algorithm.importance.level", _KIND, "truncate or mask", _corrected),
