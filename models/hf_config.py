@@ -218,7 +218,10 @@ def read_text(
     layers, heads = _need(config, "num_hidden_layers", where), _need(config, "num_attention_heads", where)
     _refuse_sliding_windows(config, layers, default_full_layers, where)
     hidden = _need(config, "hidden_size", where)
-    qwen3_bias = head_norm and bool(config.get("attention_bias"))
+    bias = config.get("attention_bias") or False
+    if head_norm and bias is not True and bias is not False:
+        raise ModelConfigError(f"{where} has attention_bias {bias!r}; it must be true or false")
+    qwen3_bias = head_norm and bias
     return TextConfig(
         vocab_size=_need(config, "vocab_size", where),
         hidden_size=hidden,

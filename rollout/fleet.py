@@ -181,14 +181,20 @@ class Fleet(FleetState):
 
     async def pause(self, seat: Seat) -> None:
         seat.paused = True
-        await self._bring(seat)
+        await self._follow(seat)
 
     async def resume(self, seat: Seat) -> None:
         seat.paused = False
         self.tell()
         if self.options.together:
             await self.requests.sent(seat, self.options.start_seconds)
-        await self._bring(seat)
+        await self._follow(seat)
+
+    async def _follow(self, seat: Seat) -> None:
+        """Has the seat's servers pause or go on. Those of a seat that is to sleep learn it when they wake: other seats'
+        samples may still end there."""
+        if not seat.asleep:
+            await self._bring(seat)
 
     async def sleep(self, seat: Seat) -> None:
         """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is

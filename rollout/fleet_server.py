@@ -366,7 +366,8 @@ class Server:
             await self._bring()
         except EngineError as error:
             if self.client is client:  # else it is another life of it by now
-                self.lose(f"it did not {'sleep' if seat.asleep else 'take its orders and weights'}: {error}")
+                weights = f"weights of version {seat.wanted.version}" if seat.wanted is not None else "weights"
+                self.lose(f"it did not {'sleep' if seat.asleep else f'take its orders and {weights}'}: {error}")
         except Exception as error:
             self._fleet.fail(error)
 
@@ -387,8 +388,9 @@ class Server:
                         if seat.wanted is wanted:  # else its folder may be gone
                             raise
                     continue
-                await (self.client.pause("in_place") if seat.paused else self.client.resume())
-                if seat.wanted is wanted and not seat.asleep:  # still
+                paused = seat.paused
+                await (self.client.pause("in_place") if paused else self.client.resume())
+                if seat.wanted is wanted and seat.paused is paused and not seat.asleep:  # still
                     return
             await self._sleep()
 

@@ -220,6 +220,8 @@ def how_to_sample(
     flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     given = {name: value for name, value in flags.items() if value is not None}
     values = {name: said[name] for name in flags if said.get(name) is not None}
+    if isinstance(values.get("top_k"), float) and values["top_k"].is_integer():
+        values["top_k"] = int(values["top_k"])
     values |= ({} if said.get("do_sample") else {"temperature": 0.0}) | given
     if values.get("temperature") == 0:
         for name in given.keys() - {"temperature"}:
@@ -229,7 +231,8 @@ def how_to_sample(
     try:
         return checked_sampling(SamplingParams(**values), vocabulary=1)  # there are no ids to check yet
     except ValueError as error:
-        raise ValueError(f"{folder / FILE}: {error}") from None
+        flag = next((name for name in given if str(error).startswith(f"{name}=")), None)
+        raise ValueError(f"--{flag.replace('_', '-')}: {error}" if flag else f"{folder / FILE}: {error}") from None
 
 
 def not_applied(folder: pathlib.Path) -> str:

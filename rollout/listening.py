@@ -52,7 +52,7 @@ def number(kind: type[int] | type[float], low: float, high: float = math.inf, *,
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
+        if not (low < value if above else low <= value) or not value <= high or value == math.inf:
             bounds = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < 1e30 else "")
             whole = " whole" if kind is int else ""
             raise argparse.ArgumentTypeError(f"must be a{whole} number {bounds}, not {text}")

@@ -74,14 +74,18 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread, whose end an interrupt waits for
-    (`stop_on_signals` brings it nearer)."""
+    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread. However many interrupts come, the
+    call returns when that thread has ended (`stop_on_signals` brings its end nearer)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fluxjax") as thread:
-        return thread.submit(asyncio.run, work).result()
+        future = thread.submit(asyncio.run, work)
+        while not future.done():
+            with contextlib.suppress(KeyboardInterrupt):
+                concurrent.futures.wait([future])
+        return future.result()
 
 
 async def on_all(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:

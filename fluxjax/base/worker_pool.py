@@ -273,10 +273,14 @@ class WorkerPool:
     def _idle_one(self) -> _Process | None:
         """Returns an idle process; None if another process is to be started. Waits for the former in a patient pool."""
         with self._changed:
-            if self._patient:
+            while self._patient:
                 self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)
-                if self._processes:
-                    self._changed.wait_for(lambda: self._idle or self._closed, self._start_seconds)
+                if self._idle or self._closed or not self._processes:
+                    break
+                if not self._changed.wait_for(
+                    lambda: self._idle or self._closed or self._starting, self._start_seconds
+                ):
+                    break  # else somebody else starts a process: one start at a time
             self._check_open()
             if self._idle:
                 return self._idle.pop()

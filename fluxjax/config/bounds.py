@@ -126,7 +126,7 @@ def check_fields(section: Section, prefix: str = "") -> None:
         elif isinstance(wanted, Section):
             _check_section(name, value, type(wanted))
         elif isinstance(wanted, float):
-            if type(value) not in (int, float) or not math.isfinite(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number")
         elif isinstance(wanted, Mapping) and isinstance(value, Mapping):
             for key, entry in value.items():

@@ -85,7 +85,7 @@ NEEDS = (
     Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
-    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # engines of processes use a folder
+    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # a folder: embedded ones, too
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
     Need("algorithm.importance.level", _KIND, "truncate or mask", _corrected),
@@ -163,6 +163,10 @@ _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_di
     algorithm.importance.high=algorithm.importance.bounds parallelism.enabled=parallelism.min_degree
     report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
 _OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings: as verl and TRL call them, and earlier releases
+_GONE = {
+    "checkpoint.snapshot_every": "checkpoints are asynchronous, checkpoint.every may be smaller",
+    "data.spill_gib": "what data.cache_gib has no room for is decoded again",
+}
 C = TypeVar("C", bound=Config)
 
 
@@ -301,6 +305,8 @@ def _child(
             f"--config.{field}: {variant(type(holder))} has no {part}, {' and '.join(having)} "
             f"{'has' if len(having) == 1 else 'have'}: --{section}={having[0]}"
         )
+    if gone := _GONE.get(field):
+        raise ConfigError(f"--config.{field} is gone: {gone}")
     every = every_field(config)
     meant = _OTHER_NAMES.get(field, _OTHER_NAMES.get(part, ""))
     near = [f"{section}.{name}" for name in names if meant.endswith(f".{name}")]

@@ -5,8 +5,8 @@ JAX is not imported here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -136,25 +136,28 @@ class DecoderPool:
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
         """Decodes a job in one of the processes, urgent jobs before others. Raises DataError where no process can be
         started."""
-        with contextlib.suppress(WorkerAbsent):  # memory was short for a moment, perhaps
-            try:
-                return self._attempt(job, keep, urgent)
-            except WorkerEnded as error:  # perhaps by what has nothing to do with the file
-                log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error.how)
+        try:
+            return self._attempt(job, keep, urgent)
+        except WorkerEnded as error:  # perhaps by what has nothing to do with the file
+            log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error.how)
         try:
             return self._attempt(job, keep, urgent)
         except WorkerEnded as error:
             raise MediaUnavailable(job.name, f"decoding it ended the process ({error.how})") from None
-        except WorkerAbsent as error:
-            reason = f"a process that decodes can't be started: {error.why}; what it said stands above"
-            raise DataError(f"data.workers: {reason}") from error
 
     def _attempt(self, job: DecodeJob, keep: Keep, urgent: bool) -> Medium:
         def received(values: Sequence[Any], number: int, patches: np.ndarray) -> None:
             keep(_medium_of(values), job.first + number, patches)
 
+        call = functools.partial(self._workers.call, job.to_message(), urgent=urgent, received=received)
         try:
-            reply = self._workers.call(job.to_message(), urgent=urgent, received=received)
+            try:
+                reply = call()
+            except WorkerAbsent:  # memory was short for a moment, perhaps
+                reply = call()
+        except WorkerAbsent as error:
+            reason = f"a process that decodes can't be started: {error.why}; what it said stands above"
+            raise DataError(f"data.workers: {reason}") from error
         except WorkerTimeout:
             reason = f"decoding took more than {self._workers.seconds:g} s"
             raise MediaUnavailable(job.name, reason) from None

@@ -39,6 +39,7 @@ from .orders import (
     Gather,
     Learn,
     Order,
+    OrderError,
     PlaceOf,
     Status,
     Value,
@@ -152,6 +153,8 @@ class Gang(Team):
         while not isinstance(order, End):
             with self.watch.waiting():
                 order = self._heard.popleft() if self._heard else decode(self._links.receive(0))
+            if isinstance(order, Value | Status):
+                raise OrderError(f"process 0 sent an answer, {order.name}, where an order was due")
             place = functools.partial(str, order.name)
             if isinstance(order, Learn):
                 self._at, place = order.number, self._place

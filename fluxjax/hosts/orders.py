@@ -126,14 +126,16 @@ def encode(order: Order) -> list[bytes]:
     processes they are gigabytes."""
     fields = {"protocol": PROTOCOL, "order": order.name, **vars(order)}
     responses = fields.pop("responses", ())
-    return [bytes(msgpack.Packer(default=_plain).pack(fields)), *responses]
+    return [bytes(msgpack.Packer(default=_plain, unicode_errors="surrogateescape").pack(fields)), *responses]
 
 
 def decode(data: bytes) -> Order:
     """Returns the order in these bytes. Raises OrderError for bytes that `encode` did not make, or that another version
     of this program made."""
     try:
-        unpacker = msgpack.Unpacker(io.BytesIO(data), object_hook=_array, max_buffer_size=len(data))
+        unpacker = msgpack.Unpacker(
+            io.BytesIO(data), object_hook=_array, max_buffer_size=len(data), unicode_errors="surrogateescape"
+        )
         fields = unpacker.unpack()
         protocol, kind = fields.pop("protocol"), fields.pop("order")
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:

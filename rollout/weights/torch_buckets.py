@@ -19,7 +19,7 @@ import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,6 @@ from models.tensor_names import TensorName
 from sharding.weights import by_path
 
 from .published import as_bytes
-
-if TYPE_CHECKING:
-    pass
 
 DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"

@@ -102,12 +102,13 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays`, each on one local device and computed or not, to be fetched once, by one peer, under `key`.
-        None is empty: the transfer engine would wait for it for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
         have been fetched; whoever donates or deletes one before breaks the fetch.
         """
         self.check()
+        if not all(array.size for array in arrays):
+            raise ValueError(f"an empty array is offered under {key}: whoever fetches it would wait for ever")
         if self._peers:
             self._server.await_pull(key, list(arrays))
 

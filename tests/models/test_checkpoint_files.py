@@ -193,6 +193,7 @@ def test_unsupported_architectures_are_named_with_the_supported(folder) -> None:
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
         ({"attention_bias": False}, "attention_bias=False in config.json is not supported; supported is True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
+        ({**QWEN3, "attention_bias": "false"}, "attention_bias 'false'"),
         ({**QWEN3, "qkv_bias": True}, "qkv_bias=True in config.json is not supported; supported is False"),
         ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
         ({**QWEN3, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),

@@ -134,6 +134,59 @@ async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
             chosen.suspect()
 
 
+class SlowOrders:
+    """A server's client whose orders take a moment; of other methods it has only what a start and a sleep ask."""
+
+    address = "scripted"
+
+    def __init__(self, running: int = 0) -> None:
+        self.paused: bool | None = None
+        self.running = running
+
+    async def load(self, seconds: float | None = None) -> dict[str, int]:
+        return {"running": self.running, "waiting": 0}
+
+    async def asleep(self) -> bool:
+        return False
+
+    async def pause(self, mode: str) -> None:
+        await asyncio.sleep(0.05)
+        self.paused = True
+
+    async def resume(self) -> None:
+        await asyncio.sleep(0.05)
+        self.paused = False
+
+
+async def test_a_server_that_comes_up_between_pause_and_resume_goes_on() -> None:
+    with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=1)) as fleet:
+        client: Any = SlowOrders()
+        server = Server(fleet, "server", fleet.seats[0], client, None)
+        fleet.members.append(server)
+        await fleet.pause(fleet.seats[0])
+        coming = asyncio.create_task(server._raise_up())
+        await asyncio.sleep(0.02)  # the order to pause is on its way
+        await fleet.resume(fleet.seats[0])
+        await coming
+        assert server.up and client.paused is False
+
+
+async def test_a_pause_leaves_a_seat_that_is_to_sleep_alone() -> None:
+    """Samples of another seat end on its server; the server is not lost for that."""
+    with contextlib.closing(
+        fleet_of(addresses=["http://127.0.0.1:1"], seats=2, options=dataclasses.replace(QUICK, patience=0.05))
+    ) as fleet:
+        client: Any = SlowOrders(running=1)
+        server = Server(fleet, "server", fleet.seats[0], client, None)
+        server.up, server.open = True, 1
+        fleet.members.append(server)
+        sleeping = asyncio.create_task(fleet.sleep(fleet.seats[0]))
+        await asyncio.sleep(0.01)
+        await fleet.pause(fleet.seats[0])
+        assert server.up and not server.trouble
+        sleeping.cancel()
+
+
 def test_checksums_find_one_bit_and_tensors_too_few_or_too_many() -> None:
     config, (_, params) = model("text").config, models.split(model("text"))
     with contextlib.closing(SharedFolders(config, "float32")) as folders:

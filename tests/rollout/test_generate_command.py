@@ -144,6 +144,9 @@ def test_generation_config_fields(text, tmp_path):
     for field, value in (("temperature", "hot"), ("top_p", 1.5), ("top_k", -1), ("temperature", True)):
         with pytest.raises(ValueError, match=rf"generation_config.json: {field}"):
             said(do_sample=True, **{field: value})
+    with pytest.raises(ValueError, match="--temperature: temperature=1e-07"):
+        how_to_sample(tmp_path, 1e-7)
+    assert said(do_sample=True, top_k=20.0).top_k == 20
     assert how_to_sample(tmp_path / "none").temperature == 0.0
 
 

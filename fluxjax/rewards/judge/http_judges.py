@@ -166,7 +166,7 @@ class JudgeServer:
     """A judge at an address. Tries after the first are counted as `retries` of `counts`."""
 
     url: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     form: ChatForm | GenerateForm  # for a reply that it can't read it raises errors of values, types or look-ups
     request_seconds: float
     counts: MutableMapping[str, float]
