@@ -41,7 +41,7 @@ from rollout.weights.published import SHARED_MEMORY, SharedFolders, sha256
 
 
 def weights_folders() -> set[pathlib.Path]:
-    return set(SHARED_MEMORY.glob("fluxjax-weights-*"))
+    return set(SHARED_MEMORY.glob(f"fluxjax-weights-{os.getpid()}-*"))  # of this process
 
 
 @pytest.mark.medium
