@@ -288,8 +288,8 @@ class _StreamReader:
         self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # the same for all samples, like `_forbidden`
         self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
         self._most = [params["max_new_tokens"] for params in sampling]
-        # An event names the version that the server has when it writes the event. While that is the version at the start,
-        # all tokens are of it; after a change, only the last event says which version each token is of.
+        # An event names the version that the server has when it writes the event. While that is the version at the
+        # start, all tokens are of it; after a change, only the last event says which version each token is of.
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:

@@ -286,7 +286,7 @@ class StreamedModel:
         return x
 
     def _settle(self, rows: int, tokens: int, room: int) -> None:
-        """Brings the layers that are resident for such a batch to the device, and frees all others."""
+        """Brings the layers that are resident for a batch of this size to the device, and frees all other layers."""
         wanted = set(range(self.text.num_layers)) - set(
             streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
         )
