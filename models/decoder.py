@@ -201,8 +201,8 @@ def logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each token given its predecessor's hidden state, entropy of that distribution), in nats.
 
-    Both are float32, under `softmax(logits / temperature)`, at each token's own temperature where `inputs` has them.
-    Where a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
+    Both are float32, under `softmax(logits / temperature)`, at each token's own temperature if `inputs` has them.
+    If a token has no predecessor (the first of a segment, padding) the values are finite and meaningless.
     `vocab_chunk` is the most tokens whose logits exist at once; 0 lets `token_logprobs` choose. The softmax leaves
     out the ids `never_sampled`, as the engine does.
     """
@@ -240,13 +240,13 @@ def first_weights(policy: Params, critic: Params) -> Params:
 
 
 def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T"]:
-    """The value, float32, of the state in which each token was chosen: the tokens before it.
+    """The value, float32, of the state in which each token was chosen, which is the tokens before it.
 
-    Where a token has no predecessor (the first of a segment, padding) the number is finite and meaningless.
+    If a token has no predecessor (the first of a segment, padding), the number is finite and meaningless.
     """
     hidden = hidden_states(critic, inputs, walk)
     table = walk.use(critic.head).table[...]
-    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)  # of the state behind a token
+    behind = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)  # values behind tokens
     if inputs.spread is not None:
         behind = inputs.spread.with_exports(behind)
     predecessor = jnp.maximum(jnp.asarray(inputs.predecessor_BT), 0)

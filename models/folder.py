@@ -14,11 +14,11 @@ HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+")  # as in Qwen/Qwen2.5-VL-3B-Instru
 
 
 class CheckpointError(ValueError):
-    """A checkpoint can't be read. The message names the file and, where there is one, the tensor."""
+    """A checkpoint can't be read. The message names the file and, if one is at fault, the tensor."""
 
 
 def why_missing(path: str | os.PathLike[str]) -> str:
-    """The error message for a `path` that is no folder; empty where `path` is a folder."""
+    """The error message for a `path` that is no folder; empty if `path` is a folder."""
     if pathlib.Path(path).is_dir():
         return ""
     name = os.fspath(path)
@@ -43,7 +43,7 @@ def one_line(kind: type[ValueError]) -> Iterator[None]:
 
 
 def read_json(path: pathlib.Path, *, needed: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty where the file is missing and not `needed`. Raises CheckpointError."""
+    """The object in a JSON file; empty if the file is missing and not `needed`. Raises CheckpointError."""
     if not needed and not path.is_file():
         return {}
     try:

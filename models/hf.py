@@ -1,8 +1,8 @@
 """Hugging Face checkpoint folders: `config.json` and safetensors, one file or several with an index.
 
 Weights are read tensor by tensor. Each goes to its devices before the next is read, so that the host holds at most
-two tensors beside the finished parameters. Weights are written tensor by tensor, too: the writer of safetensors needs
-all of a file's tensors at once.
+two tensors beside the finished parameters. Weights are written tensor by tensor, too, by `write_weights`: the library's
+own writer needs all tensors of a file at once.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class _Files:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError for quantised tensors, naming one, before any tensor is read."""
+        """Raises CheckpointError, naming the tensor, for a quantised one, before any tensor is read."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -97,7 +97,7 @@ class _Files:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it is on disk. Raises CheckpointError where the tensor is missing or has another shape."""
+        """A tensor as it is on disk. Raises CheckpointError if the tensor is missing or has another shape."""
         if name not in self.where:
             raise CheckpointError(f"{self.path(name)}: tensor {name} is missing")
         file = self.open[self.where[name]]
@@ -112,7 +112,7 @@ class _Files:
 
 
 def _check_names(files: _Files, names: list[TensorName]) -> None:
-    """Raises CheckpointError for a missing or unexpected tensor, before anything large is read."""
+    """Raises CheckpointError for a missing or unexpected tensor, before any large tensor is read."""
     wanted = {name for entry in names for name in entry.full_names}
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
@@ -123,7 +123,7 @@ def _check_names(files: _Files, names: list[TensorName]) -> None:
 
 
 def _tied_or_not(files: _Files, config: AnyConfig, raw: JsonObject) -> AnyConfig:
-    """The configuration, untied where the files store a head that differs from the embedding.
+    """The configuration, untied if the files store a head that differs from the embedding.
 
     transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
     the embedding, but SGLang drops it. Only `false` at the top of config.json settles this; else CheckpointError.

@@ -44,7 +44,7 @@ def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     return value
 
 
-# Settings that change what other programs compute, each with the one value under which they compute as this decoder.
+# Settings that this decoder lacks, each with the one value under which other programs compute as this decoder does.
 _SUPPORTED: dict[str, bool | int | None] = {
     "mlp_bias": False,
     "is_causal": True,
@@ -52,7 +52,7 @@ _SUPPORTED: dict[str, bool | int | None] = {
     "partial_rotary_factor": 1,
     "dual_chunk_attention_config": None,
 }
-_QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # on q, k, v, in all published checkpoints
+_QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # biases on q, k, v, as in all checkpoints
 
 
 def _refuse_quantised(config: JsonObject, where: str) -> None:
@@ -66,7 +66,7 @@ def _refuse_quantised(config: JsonObject, where: str) -> None:
 
 
 def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None:
-    """Raises ModelConfigError, naming the field, where `config` asks the decoder for something that it can't do."""
+    """Raises ModelConfigError, naming the field, if `config` asks the decoder for something that it can't do."""
     _refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
@@ -137,7 +137,7 @@ def read_rope(
     }
     rope = next(iter(readings.values()))
     if outer is not config:
-        # transformers reads `text_config` only: a setting that the top leaves out has its value there
+        # transformers reads `text_config` only: settings that the top leaves out have its values
         repeated = {name: outer[name] for name in (*_ROPE_FIELDS, "rope_theta") if outer.get(name)}
         beside = {**config, "rope_theta": rope.theta, **repeated}
         readings = {f"{field} of text_config": reading for field, reading in readings.items()}
@@ -209,7 +209,7 @@ def read_text(
 ) -> TextConfig:
     """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
 
-    The defaults are those of transformers for the architecture, used where the file has no value. Only Qwen3's
+    The defaults are those of transformers for the architecture, used if the file has no value. Only Qwen3
     (`head_norm`) has `attention_bias` as a setting.
     """
     where = "config.json" if config is outer else "text_config of config.json"

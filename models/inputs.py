@@ -71,7 +71,7 @@ class ModelInput:
     """One prepared prompt: token ids with media placeholders expanded, plus its media.
 
     `feature_index_T[t]` is the row of the merged vision features (of this input's own `vision`) that
-    replaces the embedding of token `t`, or -1 where the token is text. A generated token `i` has the
+    replaces the embedding of token `t`, or -1 if the token is text. A generated token `i` has the
     rotary position `next_position + i` on all three axes.
     """
 
@@ -89,7 +89,7 @@ class ModelInput:
 
     @property
     def patches_PX(self) -> AnyArray | ShadowTensor | None:
-        """The patches of the prompt's media; None where it has no media."""
+        """The patches of the prompt's media; None without media."""
         return None if self.vision is None else self.vision.patches_PX
 
     @property
@@ -113,7 +113,7 @@ class ModelInput:
 
 
 class OutlinedInput:
-    """The sizes of a prepared prompt without its arrays, which are many times as large. `laid_out` makes these again.
+    """The sizes of a prepared prompt without its much larger arrays. `laid_out` makes the arrays again.
     A plan reads `len`, `patches_PX`, `frame_bound`, `frame_edges` and `shown`, as of a `ModelInput`."""
 
     __slots__ = ("_again", "_edges", "_known", "_tokens", "_where", "_which", "frame_bound", "patches_PX")
@@ -175,7 +175,7 @@ class PackedTokens:
     rules above, an index in the packed stream of the sequence group. Segments are numbered through all rows, and a
     predecessor of `T` or more is a hidden state that another device exports.
 
-    `temperatures_BT` is each token's sampling temperature, where tokens differ in that.
+    `temperatures_BT` is each token's sampling temperature, if tokens differ in it.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]

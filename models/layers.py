@@ -26,7 +26,7 @@ zeros = nnx.initializers.zeros_init()
 
 @runtime_checkable
 class DrawnOnHost(Protocol):
-    """Random initial values. JAX code calls it; `on_host` draws from the same distribution without compiling."""
+    """Random initial values. JAX code calls it; `on_host` samples the same distribution without compiling."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array: ...
 
@@ -114,7 +114,7 @@ def _normal_cdf(x: Array) -> Array:
     return 0.5 * (1 + jax.lax.erf(x * np.float32(math.sqrt(0.5))))
 
 
-FEW_ROWS = 48  # rows at most for which a CPU multiplies faster with the weight as left factor (measured from 2 to 64)
+FEW_ROWS = 48  # most rows for which a CPU multiplies faster with the weight as left factor (measured from 2 to 64)
 
 
 def project(x: Array, matrix: nnx.Variable) -> Array:

@@ -37,7 +37,7 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Initial values of the first adapter of a pair, as PEFT draws them: uniform in [-b, b] with b = 1 / sqrt(inputs)
+    """Initial values of the first adapter of a pair, as PEFT samples them: uniform in [-b, b] with b = 1 / sqrt(inputs)
     (Kaiming's bound for a slope of sqrt(5))."""
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:

@@ -3,10 +3,11 @@
     python -m models.parity --model DIR [--text TEXT] [--image FILE ...] [--video FILE ...] [--tolerance X]
 
 The parts, in order: template or token ids, patches of images (not of videos: transformers needs torchvision for them),
-positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs; of a prompt of
-text, and of one with media if the model reads media. A part differs if its largest difference is above the tolerance,
-times its largest magnitude where that is above 1 (but for log-probs). The first part that differs ends the comparison
-with exit status 1. Wrong input, and no torch or transformers, is one line on stderr and exit status 2.
+positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. They are of a
+prompt of text, then of a prompt with media if the model reads media. A part differs if its largest difference is above
+the tolerance; for all parts but log-probs, the tolerance is multiplied by the part's largest magnitude if that is above
+1. The first part that differs, but for known differences, ends the comparison with exit status 1. Wrong input, and no
+torch or transformers, is one line on stderr and exit status 2.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from .processing import Processor
 from .processing.processor import PADS
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}  # arguments of a model of transformers
-# Model types whose text behind a video transformers is known to place elsewhere (`models.qwen2_5_vl.positions`)
+# Model types for which transformers gives other positions to text behind a video (`models.qwen2_5_vl.positions`)
 MOVED = {
     "qwen2_5_vl": "known: from 5.3 on, transformers places text behind a video elsewhere; further parts are at ours"
 }
@@ -47,7 +48,7 @@ class Probe:
         self.ids = processor.tokenise_chat("".join(f"<{kind}>" for kind, _ in media) + text, media)
         self.inputs = processor.prepare_ids(self.ids, media)
         tokens_T = self.inputs.token_ids_T.astype(np.int64)
-        self.arguments: dict[str, np.ndarray] = {"input_ids": tokens_T[None]}  # of the model in transformers
+        self.arguments: dict[str, np.ndarray] = {"input_ids": tokens_T[None]}  # for the model in transformers
         found = processor.outline(self.ids, media, count=True).media
         if self.inputs.vision is not None:
             packed_PX, order_M = self.inputs.vision.patches_PX, self.inputs.shown[1]
@@ -75,16 +76,16 @@ class Reference:
         decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
         names = ["positions", "embedded", *(f"layer {n}" for n in range(len(decoder.layers))), "final norm"]
         for name, module in zip(names, [decoder, *decoder.layers, decoder.norm, head], strict=True):
-            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # what goes in
+            module.register_forward_pre_hook(functools.partial(self._keep, name), with_kwargs=True)  # its input
 
     def _keep(self, name: str, _: Any, args: tuple, settings: dict[str, Any]) -> None:
         if name != "positions":
             self._seen[name] = (args[0] if args else settings["hidden_states"])[0].numpy()
-        elif (positions := settings.get("position_ids")) is not None:  # else they are those of a text
+        elif (positions := settings.get("position_ids")) is not None:  # None: positions of a text
             self._seen[name] = positions[-3:, 0].numpy()
 
     def preprocessed(self, processor: Processor, probe: Probe) -> Iterator[tuple[str, Any, Any]]:
-        """Yields (part, ours, the reference's) of the parts before the model."""
+        """Yields (name, our value, the reference's value) of each part before the model."""
         # For `qwen2`, AutoTokenizer takes a class that splits as Qwen does, whatever tokenizer.json says
         tokenizer = self._library.PreTrainedTokenizerFast.from_pretrained(**self._from)
         written = text = processor.decode(probe.ids, skip_special_tokens=False)
@@ -113,7 +114,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(Walk):
-    """The walk of one device. It keeps what goes into each stack of layers, and what comes out of each layer."""
+    """The walk of one device. It keeps the input of each stack of layers, and the output of each layer."""
 
     stacks: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -148,7 +149,7 @@ def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
 
 
 def compared(options: argparse.Namespace) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields (part, ours, the reference's, why a difference is known) of every part, in order."""
+    """Yields (name, our value, the reference's value, why a difference is known) of every part, in order."""
     processor = Processor.load(options.model)
     media = [("image", pathlib.Path(file).read_bytes()) for file in options.image]
     media += [("video", pathlib.Path(file).read_bytes()) for file in options.video]

@@ -29,8 +29,8 @@ def abstract(config: AnyConfig) -> Decoder:
 def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
     """The model with random weights, reproducible from `seed`.
 
-    Weights are drawn on the host, each from a generator of its own (`seed` and the weight's path): the values depend on
-    no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
+    Weights are sampled on the host, each from a generator of its own (`seed` and the weight's path): the values depend
+    on no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
     """
     model = abstract(config)
     places = by_path((shardings or on_first_device)(model))

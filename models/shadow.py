@@ -14,7 +14,7 @@ import numpy as np
 
 
 class ShadowError(RuntimeError):
-    """A shadow tensor was used as if its data were here."""
+    """A shadow tensor was used as if it had its data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ShadowTensor:
         return ShadowTensor(pieces, self.shape[1:], self.dtype)
 
     def shard(self, index: SupportsIndex, count: int) -> ShadowTensor:
-        """The part `index` of `count` equal ones along the first axis. Raises ValueError where they aren't equal."""
+        """Part `index` of `count` equal parts along the first axis. Raises ValueError if rows don't divide evenly."""
         size, rest = divmod(len(self), count)
         if rest:
             raise ValueError(f"{len(self)} rows can't be cut into {count} equal shards")

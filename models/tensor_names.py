@@ -59,7 +59,7 @@ def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights) -> l
 
     A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
     are the same on both sides, biases and scales are flat, all others are matrices of a torch `Linear`. Their inputs
-    are all axes but the last where that is the width `D`, else the first axis.
+    are all axes but the last if that is the width `D`, else the first axis.
     """
     names = []
     for module, path in modules.items():

@@ -130,7 +130,7 @@ class DeviceState:
             raise EngineError("the engine has no weights")
         layers = [by_path(layer) for layer in params["layers"]]
         outer = by_path({name: value for name, value in params.items() if name != "layers"})
-        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # the number of turned inputs
+        held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # int: input axes that stand last
         for entry in tensor_names(served(self.abstract.config)):
             if entry.path[0] == "layers":
                 path = entry.path[1:]
@@ -144,7 +144,7 @@ class DeviceState:
         )
 
     def update(self, params: Mapping[str, Any]) -> None:
-        """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, where names, shapes or dtypes
+        """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, if names, shapes or dtypes
         differ from the old weights or a value is not finite; the old weights then stay."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
@@ -163,9 +163,9 @@ class DeviceState:
             raise
 
     def start(self, plan: StartPlan) -> NewTokens:
-        """Prefills prompts into pages and draws the first token of each sample that is complete.
+        """Prefills prompts into pages and samples the first token of each sample that is complete.
 
-        If a request's pixels can't be fetched, it is computed with blank ones, so that no other request suffers. Its
+        If a request's pixels can't be fetched, it is computed with blank pixels, so that no other request suffers. Its
         tokens mean nothing, and it is in `lost`."""
         none, lost = np.zeros(0, np.int32), dict[str, Exception]()
         parts = [(none, none, np.zeros(0, np.float32))]

@@ -1,7 +1,7 @@
-"""The protocol of rollout engines. The embedded engine, `rollout.jax_engine`, speaks it; so will SGLang servers.
+"""The protocol of rollout engines: the embedded engine (`rollout.jax_engine`) and seats of a fleet (`rollout.fleet`).
 
-A response always comes back with exactly the token ids that were sampled, the log-probability of each
-under the distribution it was sampled from, and the weight version that produced each.
+A response always comes back with exactly the token ids that were sampled, the log-probability of each token
+under the distribution that it was sampled from, and the weight version that produced it.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from sharding.mesh import Device
 class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id was sampled; it is the last token of the response
     LENGTH = "length"  # `max_new_tokens` reached
-    ABORT = "abort"  # aborted by the caller; what was generated until then is kept
+    ABORT = "abort"  # aborted by the caller; tokens generated until then are kept
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The way to draw tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
+    """The way to sample tokens. `temperature=0` is greedy. Log-probs are those of `softmax(logits / temperature)`
     (`temperature=1` for greedy), not renormalised for top-p or top-k: the SGLang convention.
     Forbidden ids are out of the distribution, as with a logit bias of minus infinity."""
 
@@ -37,11 +37,11 @@ class SamplingParams:
 class GenerateRequest:
     """`n` responses to one prompt. Sample `i` has the response id `f"{rid}/{i}"`.
 
-    `seed` makes the draw reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
-    never on what else the engine is doing. `prefix_ids` continues responses begun earlier (partial rollouts,
-    migration): they are prefilled after the prompt and not returned again, but count: token indices go on from
-    them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers that draws depend on:
-    those of a part of a request draw what the whole request would.
+    `seed` makes tokens reproducible: token `t` of sample `i` depends on `(seed, i, t)` and the weights only,
+    never on other requests. `prefix_ids` continues responses begun earlier (partial rollouts, migration).
+    Prefixes are prefilled after the prompt and not returned again, but count: token indices go on from
+    them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for
+    some samples of an earlier request names their numbers there, and gets the same tokens.
     """
 
     rid: str
@@ -50,7 +50,7 @@ class GenerateRequest:
     n: int = 1
     seed: int = 0
     prefix_ids: tuple[tuple[int, ...], ...] = ()  # empty, or one tuple for each sample
-    samples: tuple[int, ...] = ()  # empty: 0 .. n - 1; else `n` different ones, not negative
+    samples: tuple[int, ...] = ()  # empty: 0 .. n - 1; else `n` different numbers, none negative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: FinishReason | None = None
-    preemptions: int = 0  # of the sample, up to its last chunk: see `EngineStats`
+    preemptions: int = 0  # preemptions of the sample so far: see `EngineStats`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,11 @@ class EngineStats:
 
 
 class EngineError(RuntimeError):
-    """The engine can't serve: a request it cannot fit, a dead server, weights of another shape."""
+    """The engine can't serve: a request does not fit, a server is dead, weights have another shape."""
 
 
 class WeightsMismatch(RuntimeError):
-    """A server does not hold what was sent to it. It must not generate."""
+    """A server does not hold the weights that were sent to it. It must not generate."""
 
 
 @runtime_checkable
@@ -110,11 +110,11 @@ class Engine(Protocol):
         named as the engine does it. Between requests only: `EngineError` while samples are running or waiting, and
         for devices that it can't use.
 
-        An engine that can reshards the weights that it serves. One that can't starts its server anew and may come up
-        with other weights: `stats().version` says which, and the caller publishes those it wants next."""
+        The engine keeps its weights, and lays them out anew. An engine that can't do so, as a seat of a fleet, raises
+        `EngineError`."""
 
     async def pause(self) -> None:
-        """Stop generating after the token in flight; running samples keep their place."""
+        """Stop generating after the tokens in flight; running samples continue at `resume`."""
 
     async def resume(self) -> None: ...
 

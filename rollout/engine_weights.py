@@ -1,9 +1,9 @@
-"""The weights of an embedded engine: each layer's are arrays of their own, laid on the devices that compute together.
+"""The weights of an embedded engine: each layer has arrays of its own, on the devices that compute together.
 
-A decode step reads every weight once. Out of a stack, a layer's weights are copied first: sliced, written and read
-again, which is three times the memory traffic, and memory traffic is what decoding takes its time for. Their
-matrices stand outputs first (`engine_model`): so the products of few rows, which decoding consists of, take half the
-time on a CPU, and a copy is made anyway.
+A decode step reads every weight once, and memory traffic limits its speed. A program that takes a layer out of a stack
+copies its weights first: it reads, writes and reads them again, three times the traffic. The matrices of the layers
+have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the time.
+The weights are copied in any case, so that this order costs nothing.
 
 With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs one sum after each of
 the two; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly (GSPMD); they say
@@ -40,8 +40,8 @@ from .engine import EngineError
 
 T = TypeVar("T")
 CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
-TOGETHER = 16 << 20  # bytes of weights that are copied at once: calls take longer than the copies of small ones
-LayerParams: TypeAlias = dict[str, Any]  # as of `models.split`, but `layers` is a list of the weights of one layer each
+TOGETHER = 16 << 20  # bytes of weights copied by one call: a call takes longer than the copy of a small weight
+LayerParams: TypeAlias = dict[str, Any]  # as `models.split` has them, but `layers` is a list, an entry a layer
 
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
 # threads that ask together may get lists that are too short or too long.
@@ -49,13 +49,13 @@ _placing = threading.Lock()
 
 
 def served(config: AnyConfig) -> AnyConfig:
-    """The configuration under whose names servers read weights: SGLang reads no others."""
+    """The configuration under whose names servers read weights: SGLang reads no other names."""
     return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
 
 
 def on_host(model: Decoder) -> Params:
-    """Shardings of weights from disk, on the host if JAX has a CPU backend. Whoever serves them then moves weights to
-    its devices piece by piece, and frees the old ones meanwhile."""
+    """Shardings of weights from disk, on the host if JAX has a CPU backend. An engine then moves the weights to its
+    devices piece by piece, and frees its old weights meanwhile."""
     try:
         place = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
@@ -69,7 +69,7 @@ def by_name(params: PyTree) -> dict[str, Any]:
 
 
 def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
-    """Raises EngineError, which names the tensor, unless names and shapes are those of what is served."""
+    """Raises EngineError, which names the tensor, unless names and shapes are those of the served weights."""
     for name in sorted(served.keys() | params.keys()):
         if name not in params or name not in served:
             raise EngineError(f"weight {name} is {'missing' if name in served else 'none of those that are served'}")
@@ -79,21 +79,21 @@ def check_shapes(served: Mapping[str, Any], params: Mapping[str, Any]) -> None:
 
 
 def check_finite(params: Mapping[str, Any], dtype: DTypeLike | None) -> None:
-    """Raises EngineError, which names the tensor, where one of `params`, cast to `dtype` (None: as it is), has NaN or
-    infinity. Nothing is moved: each device looks at what lies there, and numpy at what lies on the host."""
+    """Raises EngineError, which names the tensor, if one of `params`, cast to `dtype` (None: not cast), has NaN or
+    infinity. No weight is moved: each device checks the pieces that it holds, and numpy checks arrays on the host."""
     weights = by_name(params)
     found = dict.fromkeys(weights, True)
     on_devices: dict[Device, list[tuple[str, jax.Array]]] = {}
     for name, weight in weights.items():
         if not isinstance(weight, jax.Array):
-            with np.errstate(over="ignore"):  # what is beyond the range of `dtype` becomes infinite
+            with np.errstate(over="ignore"):  # values beyond the range of `dtype` become infinite
                 found[name] = bool(np.isfinite(np.asarray(weight, dtype)).all())
             continue
         with _placing:
-            pieces = {str(shard.index): shard for shard in weight.addressable_shards}  # a copy of a piece is as it is
+            pieces = {str(shard.index): shard for shard in weight.addressable_shards}  # one copy of each piece
         for shard in pieces.values():
             on_devices.setdefault(shard.device, []).append((name, shard.data))
-    # One program a device, and all devices look before any answer is waited for.
+    # One program a device; all devices begin before the first answer is awaited.
     answers = [
         ([name for name, _ in held], _are_finite([data for _, data in held], dtype)) for held in on_devices.values()
     ]
@@ -113,12 +113,12 @@ def split_layers(
     matrices: Mapping[tuple, int],
     old: LayerParams | None,
 ) -> LayerParams:
-    """Returns `params` (as of `models.split`) by layers, complete when this returns.
+    """Returns the weights `params` (`models.split`) by layers; all copies are complete when this returns.
 
-    `dtype` casts the weights (None: as they are). `stacked` are the shardings of the weights as they come in, `whole`
-    (by layers) those that are returned. Layers are copied, their `matrices` turned; another array of `params` is shared
-    where it has that dtype and sharding already. The weights `old` are emptied as they are replaced, so that one weight
-    at a time, or a few small ones, are on the devices twice, not all of them.
+    `dtype` casts the weights (None: not cast). `stacked` has the shardings of whole stacks on the engine's devices,
+    `whole` the shardings of the result, by layers. Layers are copied, and their `matrices` get outputs first. Any other
+    array is shared if it has that dtype and sharding already. Each weight leaves `old` before its replacement is made,
+    so that only one weight at a time, or a few small ones, are on the devices twice.
     """
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
     layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
@@ -127,8 +127,8 @@ def split_layers(
         if old is not None:
             for path in portion:
                 _forget(old, path)
-        # The same buffers, under the sharding of all that the engine has: under a mesh of its own, each program that
-        # meets both would be compiled once more.
+        # Shared arrays keep their buffers, and get the engine's mesh: each program that met two meshes would be
+        # compiled once more.
         shared = {path: w for path, w in portion.items() if path[0] != "layers" and _as_served(w, dtype, targets[path])}
         outer |= jax.device_put(shared, {path: targets[path] for path in shared})
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
@@ -146,7 +146,7 @@ def split_layers(
 
 
 def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yields all items in order, as many at a time as take `most` bytes, or one."""
+    """Yields all items in order, in lists of at most `most` bytes or of one larger item."""
     portion: list[T] = []
     size = 0
     for item in items:
@@ -159,14 +159,14 @@ def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Itera
 
 
 def _as_served(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> bool:
-    """Says whether the engine can serve this very array. It can't serve numpy's, which could still be written to."""
+    """Says whether the engine can serve this very array. It can't serve a numpy array, which may still change."""
     if not isinstance(weight, jax.Array) or (dtype is not None and weight.dtype != dtype):
         return False
     return weight.sharding.is_equivalent_to(sharding, weight.ndim)
 
 
 def _placed(weight: jax.Array | np.ndarray, dtype: DTypeLike | None, sharding: Sharding) -> jax.Array:
-    """The weight in `dtype`, cast where it comes from, so that what moves is as small as what is served."""
+    """The weight in `dtype`, cast before it moves, so that as many bytes move as are served."""
     with _placing:
         if dtype is not None and weight.dtype != dtype:
             weight = _cast(weight, dtype) if isinstance(weight, jax.Array) else weight.astype(dtype)
@@ -179,7 +179,7 @@ def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _forget(params: LayerParams, path: tuple) -> None:
-    """Drops one weight, of all layers if it is a layer's."""
+    """Drops one weight; a weight of layers is dropped in all layers."""
     for tree in params["layers"] if path[0] == "layers" else [params]:
         for key in path[1:-1] if path[0] == "layers" else path[:-1]:
             tree = tree[key]
@@ -190,7 +190,7 @@ def _forget(params: LayerParams, path: tuple) -> None:
 def _copied(
     weights: dict[tuple, jax.Array], layers: int, matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
-    """A copy of each weight, or one a layer of those that are stacked, with its outputs first if it is a matrix."""
+    """A copy of each weight; a stack has one copy a layer, with outputs first if it is one of `matrices`."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
@@ -208,8 +208,8 @@ def _are_finite(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> jax.Arr
 
 
 def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
-    """The abstract model that an engine computes with, its layers' matrices outputs first; and which these are, by
-    their path in a layer, with their number of inputs."""
+    """Returns (the abstract model that an engine computes with, the number of input axes of each matrix of a layer, by
+    its path there). In this model, these matrices have their outputs first."""
     turned, matrices = shapes_only(model), dict[tuple, int]()
     for path, variable in nnx.iter_graph(turned.layers):
         if isinstance(variable, nnx.Param) and (spec := variable.get_metadata("spec")).inputs:
@@ -230,9 +230,8 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie there.
 
-    A dimension that the devices do not divide is cut over as many as do, a power of two, and lies on each of the rest
-    again (all of it, where that is one): 2 KV heads on 4 devices are on 2 devices each, beside the query heads that
-    read them.
+    A dimension is cut over the largest power of two of the devices that divides it; each part lies on several devices
+    if that is fewer than all: each of 2 KV heads lies on 2 of 4 devices, beside the query heads that read it.
     """
 
     devices: tuple[Device, ...]
@@ -244,8 +243,8 @@ class EngineLayout:
 
     @staticmethod
     def of(devices: Sequence[Device] | None) -> EngineLayout:
-        """`devices` as given; the first of this process for None. Raises EngineError unless they are a power of two,
-        all different."""
+        """The layout on `devices`; None: on this process's first device. Raises EngineError unless these are 1, 2, 4,
+        ... different devices."""
         return EngineLayout(tuple(jax.local_devices()[:1] if devices is None else devices))
 
     def weights(self, model: nnx.Module, *, stacked: bool = True) -> Params:
@@ -276,7 +275,7 @@ class EngineLayout:
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         mesh = make_mesh(devices=self.devices)
-        # Outer axes first: device `i` then has KV head `i * K // devices`, the one that its query heads read.
+        # Outer axes first: device `i` then has KV head `i * K // devices`, which its query heads read.
         axes = mesh.axis_names[1:]
         while size % math.prod(mesh.shape[axis] for axis in axes):
             axes = axes[:-1]

@@ -1,11 +1,11 @@
-"""A fleet of rollout servers behind engines: routing, health, restarts, and weights that are proven to be there.
+"""A fleet of rollout servers behind engines: routing, health, restarts, and proof that servers have their weights.
 
-The coordinator sees engines; each is a *seat* of the fleet, with the servers that have joined it. A seat's requests
-run on its servers, the least loaded first, a group together. Where a server dies, hangs or talks nonsense, its samples
-go on on another one, of another seat if need be, from the tokens that they had; it is started again (one that is not
-ours: waited for), brought to the seat's weights, and comes back. A seat fails only when no server comes back in time.
+The coordinator sees engines. Each engine is a *seat* of the fleet, with several servers. A request runs on one server,
+the least loaded of its seat. If a server dies, hangs or gives a wrong answer, its samples continue on another server,
+of another seat if need be, from the tokens that they have. The fleet starts its own servers again, and waits for
+others; both get the seat's weights before they run requests. A seat fails only if no server comes back in time.
 
-The fleet works in a thread of its own, so that it lives as long as it is needed, whatever event loops come and go.
+The fleet works in a thread of its own, so that it outlives event loops.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Result = TypeVar("Result")
 
 
 class Fleet(FleetState):
-    """Servers for `FleetEngine`s, one a seat. `start`, `close` at the end; `join` and `leave` in between.
+    """The servers of several `FleetEngine`s; each engine is a seat. Call `close` at the end.
 
-    `processes` are started by the fleet, `addresses` are of servers that others start; server `i` takes seat
-    `i % seats`, and is called by `name` and its number. `limits` are what a server can take. Prompts may have their
-    pixels elsewhere where servers fetch these themselves (`shadows`), or else `fetch` has them, for each request when
-    it is sent. `start`, `call`, `close`, `join`, `leave` and what the fleet says of itself are for any thread; all
-    else runs in the fleet's thread, by `call`.
+    The fleet starts `processes`; others start the servers at `addresses`. Server `i` takes seat `i % seats`, and is
+    called `name` and its number. `limits` bound the requests of a server. Prompts may lack their pixels if servers
+    fetch pixels (`shadows`), or if the fleet does by `fetch`, for each request when it is sent. Any thread may call
+    `start`, `call`, `close`, `join`, `leave`, `oldest` and the reports at the end; all other methods run in the
+    fleet's thread, by `call`.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Fleet(FleetState):
         self._name, self._joined = name, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
-        self._lock = threading.RLock()  # of the two below, and of what is given to the loop
+        self._lock = threading.RLock()  # held while the fleet starts, closes, or takes work
         self._closed = False
 
     def start(self) -> None:
-        """Starts the servers; the first use does, too. It may be called again."""
+        """Starts the servers; the first `call` does so, too. May be called again."""
         with self._lock:
             if self._closed:
                 raise EngineError("the fleet is closed")
@@ -82,7 +82,7 @@ class Fleet(FleetState):
                     self.join(member)
 
     def call(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Runs in the fleet's thread."""
+        """Runs `work` in the fleet's thread."""
         with self._lock:
             try:
                 self.start()
@@ -92,7 +92,7 @@ class Fleet(FleetState):
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends servers of this fleet, and whatever still runs: requests fail. It may be called again."""
+        """Ends the servers that the fleet started, and all requests, which fail. May be called again."""
         with self._lock:
             if not self._closed and self.started:
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -108,7 +108,7 @@ class Fleet(FleetState):
         return self._thread.ident is not None
 
     async def _close(self) -> None:
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # requests and orders, too
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # tasks of servers, requests and orders
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -117,7 +117,7 @@ class Fleet(FleetState):
     # --- membership -----------------------------------------------------------------------------
 
     def join(self, member: LocalServer | str) -> str:
-        """A server joins, by its address or to be started; used once it is up and has weights. Returns its name."""
+        """Adds a server, at an address or to be started. It gets requests when it has weights. Returns its name."""
         return self.call(self._join(member)).result()
 
     async def _join(self, member: LocalServer | str) -> str:
@@ -131,8 +131,8 @@ class Fleet(FleetState):
         return server.name
 
     def leave(self, name: str) -> None:
-        """A server leaves: its samples go on elsewhere. One that the fleet started ends. Raises EngineError for a name
-        that there is not."""
+        """Removes a server, and ends it if the fleet started it. Its samples continue on other servers. Raises
+        EngineError for an unknown name."""
         self.call(self._leave(name)).result()
 
     async def _leave(self, name: str) -> None:
@@ -148,10 +148,10 @@ class Fleet(FleetState):
     # --- weights --------------------------------------------------------------------------------
 
     async def publish(self, seat: Seat, version: int, params: Mapping[str, Any]) -> None:
-        """Brings the seat's servers to these weights; those that sleep wake. Servers that can't take them are lost, and
-        come back with them.
+        """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
+        lost, and gets them when it comes back.
 
-        Raises WeightsMismatch for a server that holds something else afterwards, OSError where there is no room."""
+        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if there is no room."""
         self.raise_fatal()
         written = await asyncio.to_thread(self._folders.write, version, params)
         await asyncio.to_thread(self.route.publish, written, params)
@@ -164,11 +164,11 @@ class Fleet(FleetState):
         return [seat.wanted for seat in self.seats if seat.wanted is not None]
 
     def oldest(self) -> Published | None:
-        """The oldest weights that a seat is to have; from any thread."""
+        """The oldest of the weights that seats are to have; for any thread."""
         return min(self._wanted(), key=lambda published: published.version, default=None)
 
     async def take(self, published: Published | None) -> None:
-        """Makes these, of another fleet with the same folders, the weights of all seats, which must sleep."""
+        """Gives all seats, which must sleep, weights of another fleet with the same folders."""
         for seat in self.seats:
             seat.wanted = published
         if published is not None:
@@ -197,9 +197,10 @@ class Fleet(FleetState):
             await self._bring(seat)
 
     async def sleep(self, seat: Seat) -> None:
-        """Has the seat's servers give their memory back, weights included. Until it wakes, none starts: one that is
-        about to, or that ends meanwhile, waits. One that is starting may come up first, or it never would where rounds
-        are shorter; samples of other seats end first. Raises EngineError where samples of this one run."""
+        """Has the seat's servers give their memory back, weights included. Until the seat wakes, no server starts: a
+        server that is about to start, or that ends meanwhile, waits. A server that is starting comes up first, since
+        with short rounds it never would. Samples of other seats on these servers end first. Raises EngineError if
+        samples of this seat run."""
         if running := self.requests.running(seat):
             raise EngineError(f"can't sleep: {running} samples are running; abort them first")
         starting = {server: server.restarts for server in self.of_seat(seat) if server.starting}
@@ -211,18 +212,18 @@ class Fleet(FleetState):
         await self.until(lambda: not seat.asleep or all(server.rests for server in self.of_seat(seat)))
 
     async def wake(self, seat: Seat) -> None:
-        """Servers that slept have no weights: they are given those of the seat."""
+        """Wakes the seat's servers, and gives them its weights, since sleeping servers keep none."""
         seat.asleep = False
         self.tell()
         await self._bring(seat)
 
     async def ready(self) -> None:
-        """Returns when all servers are up, with the weights of their seats or asleep. Raises EngineError, which says
-        what is wrong with the others, after `options.start_seconds`."""
+        """Returns when all servers are up, with the weights of their seats or asleep. After `options.start_seconds`,
+        raises EngineError, which says why the other servers are not up."""
         if not await self.until(lambda: all(server.up for server in self.members), self.options.start_seconds):
             raise EngineError("; ".join(server.state() for server in self.members if not server.up))
 
-    # --- what it says of itself, from any thread ------------------------------------------------
+    # --- reports, for any thread -----------------------------------------------------------------
 
     def stats(self, seat: Seat) -> EngineStats:
         """Counts of the seat, a moment old."""
@@ -246,17 +247,17 @@ class Fleet(FleetState):
 
 
 class FleetEngine:
-    """A seat of a fleet as an `rollout.engine.Engine`. A sample's tokens come in one chunk, when it has ended.
+    """A seat of a fleet as a `rollout.engine.Engine`. A sample's tokens come in one chunk, when it has ended.
 
-    What is drawn is up to the server: `rollout.serve` repeats draws by seed, SGLang does not. `devices` are those of
-    this process that the server shares.
+    A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
+    that the seat's servers share.
     """
 
     def __init__(self, fleet: Fleet, seat: int, devices: Sequence[Device] = ()) -> None:
         self.move(fleet, seat, devices)
 
     def move(self, fleet: Fleet, seat: int, devices: Sequence[Device]) -> None:
-        """Makes this engine another seat from now on."""
+        """Makes this engine a seat of `fleet` from now on."""
         self._fleet, self._seat, self.devices = fleet, fleet.seats[seat], tuple(devices)
 
     async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -270,7 +271,7 @@ class FleetEngine:
             raise EngineError("the fleet was closed") from None
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Streams a request's chunks (`Engine.generate`). Raises EngineError for one that no server could take."""
+        """Streams a request's chunks (`Engine.generate`). Raises EngineError if no server could take it."""
         request = checked(request, self._fleet.limits)
         mailbox = Mailbox()
 
@@ -314,4 +315,4 @@ class FleetEngine:
         return self._fleet.stats(self._seat)
 
     async def close(self) -> None:
-        """Servers go with the fleet."""
+        """Does nothing: servers end with the fleet."""

@@ -1,4 +1,4 @@
-"""The requests of a fleet: where each runs, what is kept of it when its server is lost, and its end."""
+"""The requests of a fleet: each runs on a server, and continues on another if that server is lost."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FleetJob:
     def __init__(self, request: GenerateRequest, seat: Seat, put: Callable[[TokenChunk], None]) -> None:
         self.request, self.seat, self.put = request, seat, put
         prefixes = request.prefix_ids or ((),) * request.n
-        self.begun = list(prefixes)  # token ids that were there before
-        self.came = [SampleReply("") for _ in range(request.n)]  # since then, all of it certain
+        self.begun = list(prefixes)  # token ids of the prefixes
+        self.came = [SampleReply("") for _ in range(request.n)]  # tokens behind the prefixes, all of them certain
         self.open = set(range(request.n))
         self.aborted: set[int] = set()
         self.running: Attempt | None = None
-        self.lost: collections.Counter[str] = collections.Counter()  # attempts, by the names of their servers
+        self.lost: collections.Counter[str] = collections.Counter()  # lost attempts, by the names of their servers
 
     def ids(self, sample: int) -> tuple[int, ...]:
         return (*self.begun[sample], *self.came[sample].ids)
@@ -43,7 +43,7 @@ class FleetJob:
             self.put(TokenChunk(self.request.rid, sample, *tokens, finish))
 
     def keep(self, sample: int, reply: SampleReply) -> None:
-        """Adds the certain tokens of a reply: those whose version is known."""
+        """Adds the certain tokens of a reply: the tokens that have a version."""
         came, certain = self.came[sample], len(reply.versions)
         came.ids += reply.ids[:certain]
         came.logprobs += reply.logprobs[:certain]
@@ -51,8 +51,8 @@ class FleetJob:
 
 
 class FleetRequests:
-    """Generates on the servers of `state`, in its thread. Servers are given tickets in the place of pixels (`shadows`),
-    or the pixels that `fetch` has for these."""
+    """Generates on the servers of `state`, in its thread. Servers get tickets in the place of pixels (`shadows`), or
+    the pixels that `fetch` returns for the tickets."""
 
     def __init__(self, state: FleetState, *, fetch: Fetch | None = None, shadows: bool = False) -> None:
         self._state, self._options = state, state.options
@@ -64,7 +64,7 @@ class FleetRequests:
         return sum(len(job.open) for job in list(self._jobs.values()) if job.seat is seat)
 
     async def sent(self, seat: Seat, most: float) -> None:
-        """Returns when servers have what the seat was asked for, or after so many seconds."""
+        """Returns when servers have accepted all requests of the seat, or after `most` seconds."""
 
         def missing() -> bool:
             jobs = (job for job in self._jobs.values() if job.seat is seat)
@@ -73,20 +73,20 @@ class FleetRequests:
         await self._state.until(lambda: not missing(), most)
 
     async def serve(self, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
-        """Generates: `put` gets one chunk a sample, with all of its tokens, when it has ended. Raises EngineError."""
+        """Generates: when a sample has ended, `put` gets all its tokens in one chunk. Raises EngineError."""
         if request.rid in self._jobs:
             raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
         job = self._jobs[request.rid] = FleetJob(request, seat, put)
         try:
             while self._settle(job):
                 server = await self._server_for(job)
-                if server is None:  # aborted while there was none
+                if server is None:  # a sample was aborted while there was no server
                     continue
                 try:
                     await self._attempt(job, server)
                 except ServerError as error:
                     server.suspect()
-                    if not server.leaving:  # that was to be
+                    if not server.leaving:  # a server that leaves loses its attempts
                         job.lost[server.name] += 1
                     if (lost := job.lost.total()) >= self._options.attempts:
                         raise EngineError(f"request {request.rid!r} was lost {lost} times: {error}") from error
@@ -103,8 +103,8 @@ class FleetRequests:
         return bool(job.open)
 
     async def _server_for(self, job: FleetJob) -> Server | None:
-        """The least loaded server of the job's seat, or of another seat where none is left that the job was not lost
-        on. Waits until there is one; None when a sample is aborted meanwhile."""
+        """The server that lost the job least often; among equals one of the job's seat, then the least loaded. Waits
+        until a server is usable; None if a sample is aborted meanwhile."""
         deadline = time.monotonic() + self._options.start_seconds
         while True:
             self._state.raise_fatal()
@@ -123,23 +123,23 @@ class FleetRequests:
             await self._state.news()
 
     def _fits(self, server: Server, job: FleetJob) -> bool:
-        """Says whether the job can go to the server, and would not fall back behind the weights of its seat."""
+        """Says whether the server can take the job, and has weights no older than those of the job's seat."""
         wanted = job.seat.wanted
         if not server.usable or server.seat.paused or server.seat.asleep:
             return False
         return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
 
     async def _attempt(self, job: FleetJob, server: Server) -> None:
-        """Has one server generate what is open, until it has, or fails. What is certain is kept in either case."""
+        """Has one server generate the open samples until they end or it fails; certain tokens are kept either way."""
         attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(job.open)})
-        server.begin(attempt)  # at once: others are looking for the least loaded server
+        server.begin(attempt)  # at once: other jobs are looking for the least loaded server
         tasks = [asyncio.ensure_future(self._collect(job, attempt)), asyncio.ensure_future(server.down.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
                 raise ServerError(f"{server!r} was lost: {server.trouble or server.reason}")
             tasks[0].result()
-        except asyncio.CancelledError:  # nobody listens any more; a closed connection tells a server late
+        except asyncio.CancelledError:  # the consumer left; servers notice a closed connection late
             self._state.begin(attempt.abort(attempt.replies))
             raise
         finally:
@@ -156,8 +156,8 @@ class FleetRequests:
                 job.seat.preemptions += reply.preemptions
 
     def _body(self, request: GenerateRequest, rids: Mapping[int, str], interval: int) -> wire.Json:
-        """The body of a request as a server gets it; pixels that the server can't fetch are fetched for it. Raises
-        EngineError where they can't be."""
+        """The body of a request for a server; it has the pixels if the server can't fetch them. Raises EngineError if
+        `fetch` fails."""
         vision = request.prompt.vision
         if not self._shadows and vision is not None and isinstance(vision.patches_PX, ShadowTensor):
             assert self._fetch is not None, "requests are checked"
@@ -172,15 +172,15 @@ class FleetRequests:
         server, replies = attempt.server, attempt.replies
         rids = {sample: reply.rid for sample, reply in replies.items()}
         request = dataclasses.replace(job.request, prefix_ids=tuple(map(job.ids, range(job.request.n))))
-        # Each event has all tokens so far: more than some dozens of them would be quadratic in a response's length.
+        # An event has all tokens so far: without a bound on events, their bytes grow with the square of the length.
         interval = max(self._options.interval, request.sampling.max_new_tokens // 32)
-        body = await asyncio.to_thread(self._body, request, rids, interval)  # patches are many bytes
-        if job.aborted & job.open:  # in the meantime
+        body = await asyncio.to_thread(self._body, request, rids, interval)  # in a thread: patches are many bytes
+        if job.aborted & job.open:  # while the body was written
             return
         job.running, attempt.heard = attempt, time.monotonic()
         sample_of = {reply.rid: sample for sample, reply in replies.items()}
         version = -1 if server.holds is None else server.holds.version
-        least = max(server.served, default=-1)  # an older one is of another life, whatever its number
+        least = max(server.served, default=-1)  # an older version is not from this attempt
 
         def accepted() -> None:
             attempt.accepted = True
@@ -198,7 +198,7 @@ class FleetRequests:
                 job.keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in job.aborted:
                     job.end(sample, finish)
-        if job.open & replies.keys():  # not our doing
+        if job.open & replies.keys():  # none of our orders ended them
             raise ServerError(f"{server!r} aborted {len(job.open)} samples, which nobody asked for")
 
     async def abort(self, seat: Seat, rid: str) -> None:
@@ -213,7 +213,7 @@ class FleetRequests:
         self._state.begin(self._insist(job, chosen))
 
     async def _insist(self, job: FleetJob, chosen: set[int]) -> None:
-        """Has samples aborted until they are: an order to a server may come before the samples do."""
+        """Aborts samples again and again until they end: an abort may reach the server before the samples do."""
         while (attempt := job.running) is not None and (left := chosen & job.open & attempt.replies.keys()):
             await attempt.abort(left)
             await asyncio.sleep(self._options.look_every)

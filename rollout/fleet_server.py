@@ -1,4 +1,4 @@
-"""A server of a fleet, from its start to its end: watched, started again, and brought to the weights of its seat."""
+"""A server of a fleet: the fleet starts it, watches it, starts it again, and brings it to the weights of its seat."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class FleetOptions:
     patience: float = 10.0  # seconds without an answer after which a server is taken for hung
-    start_seconds: float = 600.0  # that a server may take to start, or to come back
+    start_seconds: float = 600.0  # seconds that a server may take to start, or to come back
     look_every: float = 1.0  # seconds between two looks at a server
-    attempts: int = 4  # servers that a request may lose before it fails
-    token: str = ""  # that servers beyond this host ask for
-    together: bool = False  # what is asked for while a seat is paused runs only when all of it is on the servers
-    interval: int = 16  # tokens between two looks at a response, at least; those since then are lost with a server
+    attempts: int = 4  # lost attempts at which a request fails
+    token: str = ""  # the token that servers beyond this host ask for
+    together: bool = False  # requests made while a seat is paused run when servers have all of them
+    interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """One server as it is at a moment, for whoever shows it. One that is not up runs nothing."""
+    """The state of a server at one moment, for displays. A server that is not up runs nothing."""
 
     name: str
     address: str
     seat: int
     up: bool
-    version: int  # of the weights that it was proven to have; -1: none
-    running: int  # samples, as it says itself
+    version: int  # version of the weights that it was proven to have; -1: none
+    running: int  # samples that run, by its own report
     waiting: int
-    tokens_per_second: float  # as it says itself
+    tokens_per_second: float  # by its own report
     restarts: int
-    tokens: int  # that came from it
-    reason: str  # for which it was lost last
+    tokens: int  # tokens that came from it
+    reason: str  # reason of its last loss
     asleep: bool = False
 
 
 @dataclasses.dataclass(eq=False)
 class Seat:
-    """An engine as the coordinator sees it: the orders to its servers, those of now and those to come, and counts."""
+    """An engine as the coordinator sees it: counts, and the orders to its present and later servers."""
 
     number: int
     wanted: Published | None = None  # the weights that its servers are to have
     paused: bool = False
     asleep: bool = False
-    tokens: int = 0  # that came from its servers
+    tokens: int = 0  # tokens that its requests got
     preemptions: int = 0
 
 
@@ -74,7 +74,7 @@ class FleetState:
         self.config, self.limits, self.options, self.route = config, limits, options, route
         self.seats = [Seat(number) for number in range(seats)]
         self.members: list[Server] = []
-        self._fatal: Exception | None = None  # what no restart can mend
+        self._fatal: Exception | None = None  # an error that no restart can mend
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -82,25 +82,24 @@ class FleetState:
         return [server for server in list(self.members) if server.seat is seat]
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts work that runs beside all else."""
+        """Starts work as a task of its own."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def tell(self) -> None:
-        """Wakes those who wait for a server, or for anything else."""
+        """Makes all calls of `news` return."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def news(self) -> None:
-        """Returns when something was told, or after a second."""
+        """Returns at the next `tell`, or after a second."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), 1.0)
 
     async def until(self, done: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Returns whether something is done: when it is, or after so many seconds. Raises the error that ended the
-        fleet."""
+        """Waits until `done()`, or for `seconds`; returns whether it is done. Raises the error that ended the fleet."""
         deadline = time.monotonic() + seconds
         while not done():
             self.raise_fatal()
@@ -124,31 +123,32 @@ class FleetState:
 
 
 class Server:
-    """One server: its place in the fleet, and what is known of it. It belongs to the fleet's thread."""
+    """One server: its seat, its process and its state. It belongs to the fleet's thread. A *life* of
+    the server lasts from a start to a loss."""
 
     def __init__(
         self, fleet: FleetState, name: str, seat: Seat, client: ServerClient, process: LocalServer | None
     ) -> None:
         self._fleet, self.name, self.seat, self.client, self.process = fleet, name, seat, client, process
         self.up = False
-        self.asleep = False  # without weights and cache
-        self.waits = False  # for its seat to wake, before it starts
+        self.asleep = False  # it has neither weights nor cache
+        self.waits = False  # it starts when its seat wakes
         self.holds: Published | None = None  # the weights that it was proven to have
-        self.served: set[int] = set()  # versions since it came up
-        self.down = asyncio.Event()  # set when this life of it ends
-        self.suspected = asyncio.Event()  # it is to be looked at now
-        self.doubts = 0  # times that somebody had trouble with it
-        self.cleared = 0  # of those, the times before its last good look
-        self.trouble = ""  # for which this life of it must end
-        self.reason = ""  # for which the last one ended
+        self.served: set[int] = set()  # versions that it served since it came up
+        self.down = asyncio.Event()  # set when this life ends
+        self.suspected = asyncio.Event()  # set: the watch looks at the server now
+        self.doubts = 0  # calls of `suspect`
+        self.cleared = 0  # doubts that its last good answer has cleared
+        self.trouble = ""  # reason why this life must end
+        self.reason = ""  # reason why the last life ended
         self.leaving = False
         self.attempts: set[Attempt] = set()
-        self.open = 0  # samples of ours, those of the attempts
+        self.open = 0  # samples of the attempts
         self.restarts = 0
-        self.tokens = 0  # that came from it
+        self.tokens = 0  # tokens that came from it
         self.load: dict[str, float] = {}
         self.lock = asyncio.Lock()  # held while its weights change
-        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # when samples of ours ran
+        self.busy: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)  # times when samples ran
         self._busy_since = 0.0
 
     def __repr__(self) -> str:
@@ -193,17 +193,17 @@ class Server:
 
     @property
     def starting(self) -> bool:
-        """Says whether the server is one that the fleet starts, and on its way."""
+        """Says whether the fleet is starting the server."""
         return self.process is not None and not self.up and not self.waits and not self.leaving
 
     @property
     def rests(self) -> bool:
-        """Says whether the server takes no memory for weights: it sleeps, or is not there."""
+        """Says whether the server takes no memory for weights: it sleeps, or is not started."""
         return self.asleep if self.up else self.waits or self.process is None
 
     @property
     def usable(self) -> bool:
-        """Says whether the server is up and has weights, and nobody had trouble with it since it was last looked at."""
+        """Says whether the server is up, has weights, and has no doubts left to clear."""
         return self.up and self.holds is not None and self.doubts == self.cleared
 
     def suspect(self) -> None:
@@ -211,7 +211,7 @@ class Server:
         self.suspected.set()
 
     def state(self) -> str:
-        """The reason why there is no use of the server, for messages."""
+        """The reason why the server can't be used, for messages."""
         reason, words = self.reason or "is starting", self.process.last_words() if self.process is not None else ""
         return f"{self!r}: {reason}" + (f"; its log ends with:\n{words}" if words not in reason else "")
 
@@ -221,13 +221,13 @@ class Server:
         """Starts, watches and starts again, until the server leaves or the fleet ends."""
         try:
             await self._lives()
-        finally:  # also of those that left
+        finally:  # also if the server left
             await self.client.close()
             if self.process is not None:
                 await asyncio.to_thread(self.process.stop)
 
     async def _lives(self) -> None:
-        trouble = 0  # in a row
+        trouble = 0  # failed starts in a row, and the loss before them
         while not self.leaving:
             await self._rest()
             began = time.monotonic()
@@ -245,19 +245,19 @@ class Server:
             self.lower()
             if self.leaving or self._fleet.failed:
                 return
-            log.info("%r is lost: %s", self, self.reason)  # who shows `servers` tells users
+            log.info("%r is lost: %s", self, self.reason)  # users see it in displays of `servers`
             if self.process is not None:
                 await asyncio.to_thread(self.process.kill)
             self.restarts += 1
             trouble += 1
-            if trouble > 1:  # it did not even come up
+            if trouble > 1:  # the last start failed
                 self.suspected.clear()
                 with contextlib.suppress(TimeoutError):
                     wait = max(0.0, min(2.0 ** min(trouble, 5), 30.0) - (time.monotonic() - began))
                     await asyncio.wait_for(self.suspected.wait(), wait)
 
     async def _rest(self) -> None:
-        """Returns when the server may start: its memory may be lent to others."""
+        """Returns when the server may start. A sleeping seat may have lent its memory."""
         while self.process is not None and self.seat.asleep and not self.leaving:
             if not self.waits:
                 self.waits = True
@@ -269,7 +269,7 @@ class Server:
         options = self._fleet.options
         if self.process is not None:
             await self.client.close()
-            self.process.start()  # in this thread: Linux takes it for the parent that the process is bound to
+            self.process.start()  # in this thread: Linux binds the process to the thread that starts it
             self.client = ServerClient(self.process.address, token=options.token)
         deadline = time.monotonic() + options.start_seconds
         while True:
@@ -281,7 +281,7 @@ class Server:
             try:
                 await self.client.load(CONNECT)
                 break
-            except Refused:  # no waiting helps
+            except Refused:  # waiting does not help
                 raise
             except EngineError as error:
                 if time.monotonic() > deadline:
@@ -289,7 +289,7 @@ class Server:
                         f"not ready after {options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
-        # One of others may sleep since an earlier run, or a loss.
+        # A server that others started may sleep since an earlier run, or since its loss.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()
         self.down.clear()
@@ -309,7 +309,7 @@ class Server:
             self._check_process()
             if self.trouble:
                 raise ServerError(self.trouble)
-            changing = self.lock.locked()  # its weights, say: it may be silent
+            changing = self.lock.locked()  # its weights or orders: it may be silent meanwhile
             try:
                 if not changing:
                     await self._look()
@@ -326,8 +326,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Has the server answer. Where somebody had trouble with it, it must show its weights, as others may have
-        restarted it."""
+        """Has the server answer. If there are doubts, it must also show its weights, since others may have restarted
+        it."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -337,9 +337,9 @@ class Server:
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
-        """Raises ServerError where nothing came of an attempt for too long: for `start_seconds` if the server runs
-        anything, as it may take long for the first tokens, and for samples that wait. Before it counts a request, a
-        server reads it, and may have hundreds of others to read."""
+        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples,
+        since first tokens may take long, otherwise for 3 `patience`, since it reads requests before it counts them, and
+        may have hundreds to read. Time does not count while samples wait there."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
@@ -347,7 +347,7 @@ class Server:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
     def lose(self, why: str) -> None:
-        """Ends this life of the server: the next one gets the weights and the orders of its seat."""
+        """Ends this life of the server: the next life gets the weights and the orders of its seat."""
         self.trouble = why
         self.suspect()
         self.lower()
@@ -360,20 +360,20 @@ class Server:
     # --- weights --------------------------------------------------------------------------------
 
     async def bring(self) -> None:
-        """Has the server follow the orders of its seat; one that can't is lost."""
+        """Has the server follow the orders of its seat; a server that can't is lost."""
         client, seat = self.client, self.seat
         try:
             await self._bring()
         except EngineError as error:
-            if self.client is client:  # else it is another life of it by now
+            if self.client is client:  # else another life has begun
                 weights = f"weights of version {seat.wanted.version}" if seat.wanted is not None else "weights"
                 self.lose(f"it did not {'sleep' if seat.asleep else f'take its orders and {weights}'}: {error}")
         except Exception as error:
             self._fleet.fail(error)
 
     async def _bring(self) -> None:
-        """Brings the server to the weights of its seat, and proves it, before it generates anything with them; then it
-        pauses or goes on. Or puts it to sleep."""
+        """Brings the server to the weights of its seat, proves that it has them, and only then lets it generate, or
+        pauses it. If the seat sleeps, puts the server to sleep instead."""
         seat = self.seat
         async with self.lock:
             while not seat.asleep:
@@ -385,18 +385,18 @@ class Server:
                     try:
                         await self._update(wanted)
                     except Exception:
-                        if seat.wanted is wanted:  # else its folder may be gone
+                        if seat.wanted is wanted:  # else the folder of `wanted` may be gone
                             raise
                     continue
                 paused = seat.paused
                 await (self.client.pause("in_place") if paused else self.client.resume())
-                if seat.wanted is wanted and seat.paused is paused and not seat.asleep:  # still
+                if seat.wanted is wanted and seat.paused is paused and not seat.asleep:  # no newer orders
                     return
             await self._sleep()
 
     async def _update(self, wanted: Published) -> None:
-        """Has the server serve these weights, and prove it."""
-        client = self.client  # of this life
+        """Has the server serve these weights, and proves that it has them."""
+        client = self.client  # the client of this life
 
         async def pause() -> None:
             self.holds = None
@@ -405,12 +405,12 @@ class Server:
         await self._fleet.route.deliver(client, wanted, pause)
         held = await client.checksums()
         await asyncio.to_thread(wanted.checksums.check, held, client.address)
-        # None above it: a run may go back to an older checkpoint.
+        # Higher versions are removed: a run may go back to an older checkpoint.
         self.served = {version for version in self.served if version < wanted.version} | {wanted.version}
         self.holds = wanted
 
     async def _sleep(self) -> None:
-        """Has the server give memory back, when what was aborted has ended there. Raises ServerError if that takes too
+        """Has the server give memory back when its aborted samples have ended. Raises ServerError if they take too
         long."""
         if self.asleep:
             return
@@ -423,7 +423,7 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self!r} can't sleep: after {patience:g} s, samples are still running there")
             await asyncio.sleep(0.05)
-        self.holds = None  # SGLang keeps no copy: what it has after waking is anything
+        self.holds = None  # SGLang keeps no copy: its weights after waking are arbitrary
         await self.client.sleep()
         self.asleep = True
 
@@ -434,12 +434,12 @@ class Attempt:
 
     server: Server
     replies: Mapping[int, SampleReply]
-    heard: float = math.inf  # when something came, or had no reason to come; not before it is sent
-    came: int = 0  # tokens, by then
-    accepted: bool = False  # the server has all of it
+    heard: float = math.inf  # last time that tokens came, or were not due; infinite until it is sent
+    came: int = 0  # tokens that had come at `heard`
+    accepted: bool = False  # the server has the complete request
 
     def silence(self, excused: bool) -> float:
-        """The seconds since a token came, as seen by those who look now and then; none pass while it is `excused`."""
+        """The seconds since the first call that saw the latest token; none pass while the attempt is `excused`."""
         came = sum(len(reply.ids) for reply in self.replies.values())
         if excused or came != self.came:
             self.heard, self.came = time.monotonic(), came

@@ -1,6 +1,6 @@
 """Generates text from a local checkpoint: `python -m models.generate --model DIR --prompt TEXT [--image FILE ...]`.
 
-The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy where it
+The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy if it
 says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks they stand
 before the text, images first. The checkpoint's chat template is applied if it has one (`--raw`: not). With `--json`,
 one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input is one line on stderr and
@@ -102,7 +102,7 @@ def arrange(text: str, images: Sequence[str], videos: Sequence[str]) -> tuple[st
 
 
 class TextStream:
-    """The text of a response as its tokens come, up to the first of the `stops` that appears.
+    """The text of a response as its tokens come, up to the first of `stops` that appears.
 
     Text is held back while more tokens may change it: bytes that are no complete character yet
     (`tokenizers.decoders.DecodeStream`), and an end that may be the beginning of a stop string.

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
 The engine works in turns; each turn is one call into a worker thread. A *start* prefills waiting prompts into free
-pages and draws their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns
+pages and samples their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns
 the engine delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values:
 running samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
 """
@@ -35,15 +35,15 @@ from .requests import EngineLimits, Mailbox, TokenStream
 from .scheduler import Delivery, Job, Scheduler
 from .slots import PAGE_TOKENS, doubling, pages_for
 
-UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache where devices don't report their free memory
-LEAST_CACHE = 256  # tokens of `generate_once`; doubled, so that prompts of similar length share compiled programs
+UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
+LEAST_CACHE = 256  # least tokens of `generate_once`; it doubles them, so that similar lengths share compiled programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheUsage:
-    bytes: int  # of keys and values, over all devices of the engine; 0 while there is no cache
+    bytes: int  # bytes of keys and values on all devices of the engine; 0 while there is no cache
     pages: int
     peak_pages: int  # most pages that samples held at once
 
@@ -52,15 +52,14 @@ class JaxEngine:
     """The embedded engine; see `rollout.engine.Engine`. All methods belong to one event loop (or to one after another).
 
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
-    share a cache of `kv_tokens` tokens. 0: as many as all slots may need, but no more than `kv_fraction` of the device
+    share a cache of `kv_tokens` tokens; 0: as many as all slots may need, but no more than `kv_fraction` of the device
     memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
     decodes `steps_per_sync` tokens a sample. Long rounds cost less; short ones let chunks, aborts and new weights
-    through sooner. The sampled tokens do not depend on it. `compute_dtype` casts new weights (None: they keep their
-    dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first one.
-    `model` may be abstract; the weights then come with the first `update_weights`. The arrays of any other model are
-    shared, as `update_weights` shares its own. `fetch` is called for the pixels of prompts without pixels
-    (`models.shadow`), from several threads, when they are prefilled in this turn or the next. A request whose pixels it
-    can't give is lost, with the reason.
+    through sooner; both give the same tokens. `compute_dtype` casts new weights (None: they keep their
+    dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
+    `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are
+    copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`, from
+    several threads, in the turn that prefills them or the turn before. If `fetch` fails, the request is lost.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class JaxEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held while the device works; fair, so that no task waits longer than a turn
+        self._turn = asyncio.Lock()  # held while the device works; fair: no task waits longer than a turn
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -152,9 +151,10 @@ class JaxEngine:
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
         """Serves `params` from the next token on.
 
-        Arrays that already have the engine's layout are not copied: do not donate them before the next update.
+        Layers are copied. Other arrays are shared if they have the engine's dtype and layout: do not donate them before
+        the next update.
 
-        Raises EngineError, naming the tensor, where names, shapes or dtypes differ or a value is not finite; the old
+        Raises EngineError, naming the tensor, if names, shapes or dtypes differ or a value is not finite; the old
         weights then stay. An update that fails later (no memory) loses all weights and requests.
         """
         async with self._between_turns():
@@ -175,8 +175,8 @@ class JaxEngine:
     async def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight that is served, named and laid out as in a Hugging Face checkpoint.
 
-        Each tensor is copied to the host when it is asked for, in any thread. Until the last one is, an update does not
-        free the memory of the weights that it replaces. Raises EngineError if the engine has no weights."""
+        Each tensor is copied to the host when the iterator reaches it, in any thread. Until the iterator ends, updates
+        do not free the memory of these weights. Raises EngineError if the engine has no weights."""
         async with self._between_turns():
             return self._device.disk_tensors()
 
@@ -218,7 +218,7 @@ class JaxEngine:
         self._kick()
 
     async def sleep(self, *, weights: bool = False) -> None:
-        """Frees the cache's memory (`Engine.sleep`). With `weights`, frees theirs, too: it then needs new ones."""
+        """Frees the cache's memory (`Engine.sleep`). With `weights`, frees the weights, too, until an update."""
         async with self._between_turns():
             if self._scheduler.running:
                 raise EngineError(f"can't sleep: {self._scheduler.running} samples are running; abort them first")
@@ -329,7 +329,7 @@ class JaxEngine:
             self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
-        """Runs one turn. If it fails, the scheduler is told which jobs it served, to find the faulty one."""
+        """Runs one turn. If it fails, the scheduler looks for the faulty job among those that the turn served."""
         self._scheduler.next_turn()
         try:
             new = await self._new_tokens()
@@ -393,7 +393,7 @@ class JaxEngine:
     @staticmethod
     def _fail(jobs: Sequence[Job], reason: str, cause: Exception | None) -> None:
         if cause is not None:
-            traceback.clear_frames(cause.__traceback__)  # a kept error would keep the turn's arrays
+            traceback.clear_frames(cause.__traceback__)  # else the error would keep the turn's arrays alive
         for job in jobs:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause

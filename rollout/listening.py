@@ -1,4 +1,4 @@
-"""The parts that commands share: one line for wrong input; of those that listen, their flags, socket, a polite end."""
+"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, a polite end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 TOKEN = "FLUXJAX_TOKEN"
-SILENT = 64  # connections without a whole head of a request: a new one takes the place of the oldest
+SILENT = 64  # connections without a complete head of a request: a new connection replaces the oldest
 HEAD_SECONDS = 10.0  # from the beginning of a connection to the end of its first head
 
 
@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command that has an engine. Returns 0, or 2 after one line on stderr, where what it was given can't be
-    used (a checkpoint, a medium, a prompt, an address), or where the engine says why it can't go on."""
+    """Runs a command that has an engine. Returns 0; or 2, after one line on stderr, if an input can't be used (a
+    checkpoint, a medium, a prompt, an address) or the engine raises EngineError."""
     try:
         run(options)
     except (ValueError, OSError, RuntimeError) as error:
@@ -111,11 +111,11 @@ def address_of(listening: socket.socket) -> str:
 
 def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when it is
-    ready. Signals are the caller's: uvicorn would die of them, and wait for samples that run on."""
+    ready. The caller handles signals: uvicorn would die of them, and wait for running samples."""
     import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds heads, httptools' does not
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds heads; the protocol of httptools does not
 
-    silent: dict[asyncio.Protocol, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # the oldest first
+    silent: dict[asyncio.Protocol, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # oldest first
 
     class Connection(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -155,7 +155,7 @@ def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn
             http=Connection,
             access_log=False,
             log_config=None,
-            log_level="error",  # else strangers write the log
+            log_level="error",  # else the requests of strangers fill the log
             lifespan="off",
             ws="none",
             backlog=16,  # connections that asyncio accepts at once, before any is closed

@@ -1,7 +1,7 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
-A process that outlives the run would keep its GPU. So this file, started as a program with a command, becomes the
-command, which ends when the thread that started it does. Linux only; elsewhere the command runs unbound.
+A process that outlives the run would keep its GPU. On Linux, this file, started as a program with a command, therefore
+becomes that command, and ends when the thread that started it ends. On other systems the command runs unbound.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class LocalProcess:
-    """Starts commands, one after the other, with their output behind `log`. Each ends with the thread that started it,
-    where the system is Linux."""
+    """Starts commands, one after the other, and appends their output to `log`. On Linux, a command ends with the
+    thread that started it."""
 
     def __init__(self, log: pathlib.Path) -> None:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Runs a command in an environment. Raises OSError where there is no such program."""
+        """Runs a command in an environment; if there is no such program, it ends at once, and `log` has the error."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -41,7 +41,7 @@ class LocalProcess:
                 stdout=out,
                 stderr=out,
                 env=variables,
-                start_new_session=True,  # Ctrl-C is for the run; and a group, so that all of its processes end
+                start_new_session=True,  # Ctrl-C reaches the run only; the group lets all processes end
             )
 
     @property
@@ -59,7 +59,7 @@ class LocalProcess:
         return None if self._process is None else self._process.poll()
 
     def stop(self) -> None:
-        """Ends it and all of its processes: politely, then not. Blocks for a few seconds at most."""
+        """Ends the command and its processes by SIGTERM, after `GRACE` by SIGKILL. Blocks for a few seconds at most."""
         process = self._process  # another thread may kill it meanwhile
         if process is None:
             return
@@ -70,7 +70,7 @@ class LocalProcess:
         self.kill()
 
     def send(self, number: int) -> None:
-        """Sends a signal to it and all of its processes."""
+        """Sends a signal to the command and all its processes."""
         if self._process is not None:
             _signal(self._process, number)
 
@@ -81,7 +81,7 @@ class LocalProcess:
             process.wait()
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its log, for messages."""
+        """The end of the log, for messages."""
         return "\n".join(_tail(self.log, lines))
 
 
@@ -105,7 +105,7 @@ class ServerCommand:
 
     engine: str  # serve | sglang
     model: str
-    python: str = sys.executable  # of the environment that has SGLang
+    python: str = sys.executable  # Python of the environment that has SGLang
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -125,13 +125,13 @@ class ServerCommand:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "fluxjax_media",
                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-                "SGLANG_VLM_CACHE_SIZE_MB": "0",  # features of images would outlive the weights that they are of
+                "SGLANG_VLM_CACHE_SIZE_MB": "0",  # cached features of images would outlive their weights
             }
         return variables
 
 
 class LocalServer(LocalProcess):
-    """Starts the command, again and again if need be, each time on another port and with its output behind `log`."""
+    """Starts the command, each time on another free port, and appends its output to `log`."""
 
     def __init__(self, command: ServerCommand, log: pathlib.Path) -> None:
         super().__init__(log)
@@ -139,7 +139,7 @@ class LocalServer(LocalProcess):
         self.address = ""
 
     def start(self) -> None:
-        """Starts the server anew. Raises EngineError where there is no such program."""
+        """Starts the server anew. Raises EngineError if no process can be started."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -148,7 +148,7 @@ class LocalServer(LocalProcess):
         try:
             self.begin(words, self._command.variables())
         except OSError as error:
-            from .engine import EngineError  # here, for this file is a program, too
+            from .engine import EngineError  # here: this file is a program, too
 
             raise EngineError(f"can't start {words[0]}: {error}") from error
 

@@ -49,9 +49,9 @@ class EngineArrays:
         self.cache = KVCache(rows, rows)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
-        """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like the given
-        one, which is the longest, as a call takes, or the last chunk of a sequence if that needs more. `features` has
-        the prompt's largest group of frame pairs, if its features are computed by groups. `decode` has all slots at
+        """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like `prompt`,
+        the longest one, as a call takes, or the last chunk of a sequence if that needs more memory. `features` has the
+        prompt's largest group of frame pairs, if its features are computed by groups. `decode` has all slots at
         full length.
 
         `begun` are the lengths of a prompt's responses that are prefilled with it: requests continue after their cache

@@ -9,9 +9,9 @@ and values collect in a small buffer of the round and are written back once. So 
 run, and the loop over tokens never copies the cache. A view that would take much memory is gathered layer by layer at
 each token instead, so that a large cache does not exist twice.
 
-Every slot draws its tokens with its own parameters, so that one compiled program serves them all. Log-probs follow the
-convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without forbidden
-ids (temperature 1 if greedy), not renormalised for top-k or top-p.
+Every slot samples its tokens with its own parameters, so that one compiled program serves all slots. Log-probs follow
+the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without
+forbidden ids (temperature 1 if greedy), not renormalised for top-k or top-p.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
 CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
-VIEW_BYTES = 1 << 30  # largest view that a round gathers at once; a larger one layer by layer, at each token
+VIEW_BYTES = 1 << 30  # largest view that a round gathers once; it gathers larger views by layers, at each token
 T = TypeVar("T")
 Rows = tuple[Array, Array]  # keys and values [L, B, K, T, H] of a prefill
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
@@ -191,7 +191,7 @@ class EnginePrograms:
         return jax.lax.dynamic_update_slice_in_dim(rows_FD, features_MD, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Several devices: selects portable code, since the compiler can't divide the vision tower's GPU kernel."""
+        """Selects portable code for several devices: the compiler can't divide the vision tower's GPU kernel."""
         return contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -336,16 +336,16 @@ class EnginePrograms:
 programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share compiled programs
 
 
-# --- drawing tokens -----------------------------------------------------------------------------
+# --- sampling tokens ----------------------------------------------------------------------------
 
 
 def sample_keys(seed_B2: UInt32[Array, "B 2"], sample_B: Int[Array, " B"]) -> Array:
-    """The key of each sample. Token `t` is drawn with `fold_in(key, t)`, and with no other randomness."""
+    """The key of each sample. Token `t` is sampled with `fold_in(key, t)`, and with no other randomness."""
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed_B2, impl="threefry2x32"), sample_B)
 
 
 def allowed_tokens(forbidden_ids_BI: Int[Array, "B I"], vocabulary: int) -> Bool[Array, "B V"]:
-    """The tokens that each slot may draw."""
+    """The tokens that each slot may sample."""
     B = forbidden_ids_BI.shape[0]
     ids = jnp.where(forbidden_ids_BI < 0, vocabulary, forbidden_ids_BI)  # out of range: dropped
     return jnp.ones((B, vocabulary), bool).at[jnp.arange(B)[:, None], ids].set(False, mode="drop")
@@ -358,11 +358,11 @@ def sample(
     keys_B: Array,
     index_B: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Draws one token a slot: `(tokens_B, logprobs_B)`.
+    """Samples one token a slot: `(tokens_B, logprobs_B)`.
 
     Forbidden ids are removed first, then all but the `top_k` most probable tokens, then all but the smallest set of
-    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The draw adds Gumbel noise and
-    takes the maximum, so that whether a token is drawn depends on its own logit and noise, not on an order of
+    these whose renormalised probability reaches `top_p`; equal logits rank by token id. The maximum of
+    logits with Gumbel noise is the sampled token: it depends on each token's logit and noise, not on an order of
     summation. `index_B` is the token's index in its response.
     """
     greedy_B = params.temperature_B == 0
@@ -399,7 +399,7 @@ def sample(
 
 
 def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> Array:
-    """Draws within top-k and top-p, after sorting every slot's vocabulary by falling probability."""
+    """Samples within top-k and top-p, after sorting every slot's vocabulary by falling probability."""
     V = logits_BV.shape[1]
     ids_BV = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int32), logits_BV.shape)
     negated_BV, ids_BV, noise_BV = jax.lax.sort((-logits_BV, ids_BV, noise_BV), num_keys=1, is_stable=True)
@@ -414,7 +414,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """(the draws of `_sample_sorted`, among the most probable tokens only; the slots for which these suffice)."""
+    """(the tokens of `_sample_sorted`, from the `CANDIDATES` most probable; the slots for which these suffice)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -1,11 +1,11 @@
 """The pixels of an engine's prompts: fetched while the device computes, and turned into features group by group.
 
-Prompts may travel without pixels (`models.shadow`). The pixels of a turn are fetched for that turn, piece by piece, and
-the pixels of the next turn meanwhile; used pixels are not kept.
+Prompts may travel without pixels (`models.shadow`). Each turn of the engine fetches the pixels of its prompts, piece by
+piece, and meanwhile the pixels of the next turn; used pixels are not kept.
 
-Images and videos that are too many for one program are computed by groups of frame pairs. Attention of the vision tower
-never leaves a frame pair, so that features do not depend on which frame pairs are computed together. Features stay
-while the prompt is prefilled.
+If a prompt has too many patches for one program, they are computed by groups of frame pairs. Attention of the vision
+tower never leaves a frame pair, so that features do not depend on which frame pairs are computed together. Features
+stay while the prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from models.shadow import Fetch, Rows, ShadowTensor
 from .slots import geometric
 
 THREADS = 4  # threads that wait for pixels
-AHEAD_PATCHES = 8192  # most patches fetched before `take`: those of one or two turns
+AHEAD_PATCHES = 8192  # most patches fetched before `take`, as many as one or two turns need
 LEAST_FEATURES = 16  # least features of a compiled program
 
 
 class FetchedPixels:
-    """Fetches the patches of prompts by `fetch`. Used by one thread at a time."""
+    """Fetches the patches of prompts by `fetch`. One thread at a time may use it."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._wanted: deque[ShadowTensor] = deque()  # to be fetched, in this order
+        self._wanted: deque[ShadowTensor] = deque()  # tensors to fetch, in this order
         self._held: dict[tuple[Rows, ...], concurrent.futures.Future[list[np.ndarray]]] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
@@ -62,7 +62,7 @@ class FetchedPixels:
         return fetched
 
     def take(self, tensor: ShadowTensor) -> np.ndarray:
-        """Waits for the patches and returns them; they are not kept. Raises the errors of `fetch`, ShadowError for
+        """Waits for the patches, returns and drops them. Raises the errors of `fetch`, ShadowError for
         patches of another shape, and ValueError for pixels that are not finite."""
         rows = tensor.elsewhere
         if not rows:
@@ -73,7 +73,7 @@ class FetchedPixels:
         return tensor.materialize(lambda _: fetched)
 
     def close(self) -> None:
-        """Cancels the fetches; those under way end when they return. May be called again."""
+        """Cancels waiting fetches; running fetches end by themselves. May be called again."""
         self.expect(())
         self._threads.shutdown(wait=False, cancel_futures=True)
 

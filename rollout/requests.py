@@ -28,7 +28,7 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams, 
 from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
-MOST_SAMPLES = 65536  # that one request may have
+MOST_SAMPLES = 65536  # most samples of one request
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -267,7 +267,7 @@ def _shown(value: Any) -> str:
 
 
 class Mailbox:
-    """Chunks on their way to one consumer. The engine holds no stream, so that it notices dropped ones."""
+    """Chunks on their way to one consumer. The engine holds no stream: a dropped stream thus aborts its request."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

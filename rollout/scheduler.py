@@ -3,10 +3,10 @@
 Samples wait in the order of submission (or of seeds) and take the lowest free slots in that order, so that equal
 submissions give equal batches. A slot is a row of the tables. A sample's keys and values are in its pages, which it
 gets when they are free, also in the order of submission. All samples of a request share the full pages of its prompt. A
-sample with pages and nothing in them (new, or after a change of weights) is *started* from prefilled rows; others are
+sample with empty pages (it is new, or the weights changed) is *started* from prefilled rows; a started sample is
 decoded.
 
-A sample gets pages for the tokens that it has, not for those that may follow: most responses end long before their
+A sample gets pages for the tokens that it has, not for tokens that may follow: most responses end long before their
 limit. If a round finds no free page, the youngest sample with pages loses them. It is *preempted*, and started again
 later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the pool,
 so that some sample always advances.
@@ -32,8 +32,8 @@ from .slots import PAGE_TOKENS, PagePool, SlotTable
 if TYPE_CHECKING:
     from .prompt_pixels import PromptFeatures
 
-PREFILL_TOKENS = 4096  # of one turn, so that rounds run in between; a prompt that can't be cut may have more
-CHUNK_TOKENS = 2048  # of one prompt, or of a sample's tokens, in one prefill; a multiple of a page
+PREFILL_TOKENS = 4096  # most tokens of a turn of starts: rounds run in between; an uncut prompt may have more
+CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a multiple of a page
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,7 +107,7 @@ class Scheduler:
         self.waiting: deque[RunningSample] = deque()
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
-        self.starting: dict[Job, list[RunningSample]] = {}  # in the next turn, or the turn in flight; empty: a round
+        self.starting: dict[Job, list[RunningSample]] = {}  # starts of the next or present turn; empty: a round
         self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
         if not self._pageless:
             return
         held_B = np.flatnonzero(self.table.pages_N > 0)
-        # Another page for each sample that can use one, so that a sample with new pages does not lose them at once.
+        # A spare page for each sample that can use one: otherwise a sample could lose its new pages at once.
         spare = int((self.table.pages_N[held_B] < self.table.wanted_pages(held_B, PAGE_TOKENS)).sum())
         samples = sorted(self._pageless, key=lambda sample: sample.age)
         slots_B = np.array([sample.slot for sample in samples])
@@ -281,7 +281,7 @@ class Scheduler:
         return next((job for job in suspects if any(sample.pages for sample in job.samples)), None)
 
     def at_turn(self) -> list[Job]:
-        """The jobs of the next turn, or of the turn in flight: those to start if there are any."""
+        """The jobs of the next turn, or of the turn in flight: the starting jobs if there are any."""
         return list(self.starting) or self.holders(self.to_decode())
 
     def holders(self, slots_B: np.ndarray) -> list[Job]:

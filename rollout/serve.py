@@ -1,8 +1,8 @@
 """Serves a local checkpoint to rollouts in other processes: `python -m rollout.serve --model DIR`.
 
-The embedded JAX engine answers the HTTP routes of an SGLang 0.5.23 server, where SGLang is not installed; one client
-speaks to both. When it is ready, it prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it: what
-runs is answered as aborted. Wrong input is one line on stderr and exit code 2.
+The embedded JAX engine answers the HTTP routes of an SGLang 0.5.23 server, for hosts without SGLang; one client speaks
+to both. When it is ready, it prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it: running
+samples are answered as aborted. Wrong input is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
             "dtype": str(dtype),
         }
         server = RolloutServer(engine, config, processor, dtype=dtype, info=info, token=options.token)
-        asyncio.Runner().run(_serve(server, engine, listening))  # closing it would wait for threads
+        asyncio.Runner().run(_serve(server, engine, listening))  # closing the runner would wait for threads
 
 
 async def _serve(server: RolloutServer, engine: JaxEngine, listening: socket.socket) -> None:

@@ -90,7 +90,7 @@ class RolloutServer:
         yield from (health_route(), health_route("/health_generate"), *self._weights.routes())
 
     async def stop(self, grace: float) -> None:
-        """Takes no more requests, aborts those that run, and waits at most `grace` seconds for their replies."""
+        """Takes no more requests, aborts running samples, and waits at most `grace` seconds for their replies."""
         self._stopping = True
         deadline = time.monotonic() + grace
         try:
@@ -285,8 +285,8 @@ class SampleAnswer:
 
 
 class Call(Response):
-    """The reply to a body. If the client leaves or the reply is cancelled, the samples end. Until then, their answers
-    are among those `in_flight`."""
+    """The reply to a body. If the client leaves or the reply is cancelled, the samples end. Until the end, their
+    answers are in `in_flight`."""
 
     def __init__(self, body: Body, engine: JaxEngine, processor: Processor, in_flight: dict[str, SampleAnswer]) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
-        """Queues all requests in the engine. Raises EngineError for a bad one; `close` ends the rest."""
+        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the others."""
         for request, places in incoming:
             self._streams.append((places, self._engine.generate(request)))
             for index, place in enumerate(places):

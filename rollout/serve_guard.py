@@ -26,7 +26,7 @@ def error_json(message: str, status: int) -> Json:
 
 
 class AsciiJSON(JSONResponse):
-    """JSON in ASCII: it can repeat any text of a client, half of a surrogate pair, too."""
+    """JSON in ASCII: it can repeat any text of a client, even half of a surrogate pair."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()

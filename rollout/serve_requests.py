@@ -1,8 +1,8 @@
-"""Reads bodies of `POST /generate` as requests of the engine: those of `rollout.wire`, or plain ones for SGLang.
+"""Reads bodies of `POST /generate` as requests of the engine: bodies of `rollout.wire`, or plain bodies for SGLang.
 
-A body is read in two steps, between which it can be aborted: its JSON (`read_body`), and its prompts, whose patches are
-laid out (`requests_of`). Samples that differ only in their number and their tokens so far become one request, whose
-prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
+A body is read in two steps: first its JSON (`read_body`), then its prompts, with their patches (`requests_of`). It can
+be aborted between these steps. Samples that differ only in their number and their tokens so far become one request,
+whose prompt is prefilled once. Any error in a body raises `wire.BadRequest`, which names the field.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BodySample:
     rid: str
     ids: tuple[int, ...]
     begun: int
-    number: int  # on which draws depend
+    number: int  # the number on which its tokens depend
     seed: int
     sampling: SamplingParams
     interval: int  # tokens between two events of a stream
@@ -101,7 +101,7 @@ def _column(content: Json, name: str, n: int, batch: bool) -> Sequence[Any]:
 
 
 def _media(field: str, value: Any) -> Json:
-    """The media of a sample: one entry has all of a field."""
+    """The media of a field of a sample, all in one entry."""
     entries = value if isinstance(value, list) else [value]
     if len(entries) != 1:
         raise BadRequest(f"{field}: one entry in our format has all media of a sample")
@@ -118,7 +118,7 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
-    """Reads the sample at a place of a body; `seed` is for one that names none."""
+    """Reads the sample at a place of a body; it gets `seed` if it names none."""
     rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
     if not isinstance(rid, str) or not rid:
         raise BadRequest("rid must be a string that is not empty")

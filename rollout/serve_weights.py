@@ -131,7 +131,7 @@ class WeightRoutes:
     def _write(self, folder: pathlib.Path, held: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> None:
         if unknown := sorted(new.keys() - held.keys()):
             raise ValueError(f"{unknown[0]}: no tensor of this model; among its tensors is {min(held)}")
-        tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # each at a multiple of its width
+        tensors = sorted((held | new).items(), key=lambda entry: -entry[1].itemsize)  # wide dtypes first, for alignment
         contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
         write_weights(folder / SINGLE, contents, (tensor for _, tensor in tensors))
         write_json(folder / "config.json", write_config(self._config))

@@ -1,7 +1,7 @@
 """The client of one rollout server: SGLang, or `rollout.serve` behind the same routes.
 
-Nothing that a server says is believed unseen: ids, log-probs, versions and counts of every reply are compared with
-what was asked and with what came before. A reply that does not fit is a `ServerError`, as is a server out of reach.
+The client checks every reply: it compares ids, log-probs, versions and counts with the request and with earlier
+events. A reply that does not fit is a `ServerError`, as is a server out of reach.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from .wire import Json
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
 OPENING = 16  # requests at a time whose head is not sent: our servers hang up on the oldest of 64 silent connections
-LEAST_LOGPROB = -1e30  # of a token that can be sampled
+LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class ServerError(EngineError):
-    """A server is gone, hangs, or answers what makes no sense: others may do better."""
+    """A server is gone, hangs, or gives a wrong answer: another server may do better."""
 
 
 class Refused(EngineError):
-    """A server refuses a request (status 4xx): the request is wrong, and would be elsewhere, too."""
+    """A server refuses a request (status 4xx): the request is wrong, and any server would refuse it."""
 
 
 @dataclasses.dataclass
 class SampleReply:
-    """The reply for one sample so far. `versions` are known of the first tokens only, until the end."""
+    """The reply for one sample so far. Until the end, `versions` has only the versions of the first tokens."""
 
     rid: str
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
-    preemptions: int = 0  # times that it lost its cache to others, as far as the server counts them
+    preemptions: int = 0  # times that the sample lost its cache to others, if the server counts them
 
 
 class ServerClient:
-    """The routes of a server as methods. One event loop; `close` at the end.
+    """The routes of a server as methods, for one event loop. Call `close` at the end.
 
-    Every method raises ServerError for a server that can't be reached, takes too long (`CONTROL` seconds, `UPDATE` for
-    weights) or fails, Refused for what the server refuses. Both name address and route.
+    Every method raises ServerError if the server can't be reached, takes too long (`CONTROL` seconds, `UPDATE` for
+    weights) or fails, and Refused if it refuses the request. Both errors name address and route.
     """
 
     def __init__(self, address: str, *, token: str = "") -> None:
@@ -61,7 +61,7 @@ class ServerClient:
         self._closed = False
 
     async def close(self) -> None:
-        """Ends what is under way; later calls raise ServerError."""
+        """Ends all requests; later calls raise ServerError."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -69,32 +69,32 @@ class ServerClient:
     # --- orders ---------------------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """Ends the sample of this id. Ids match by their beginnings: none may begin as another does."""
+        """Ends all samples whose ids begin with `rid`: no id may be the beginning of another."""
         await self._order("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops generating. `abort` ends what runs; `retract` gives its cache up, so that it is computed again;
-        `in_place` keeps it. What is sent meanwhile waits."""
+        """Stops generating. `abort` ends running samples; `retract` drops their cache, so that it is computed again;
+        `in_place` keeps their cache. Requests sent meanwhile wait."""
         await self._order("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._order("/continue_generation", {})
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Has the server read a checkpoint folder, as `version`. It is to be paused before, and checked afterwards."""
+        """Has the server read a checkpoint folder, as `version`. Pause it before, and check it afterwards."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
     async def begin_weight_update(self) -> None:
-        """Opens an update by `update_from_tensors`; the server is to be paused before. Of an update that is
-        not ended, parts may be there already: the server must not generate."""
+        """Opens an update by `update_from_tensors`; pause the server before. An unfinished update may have changed
+        parts of the weights: the server must not generate."""
         await self._order("/begin_weight_update", {"selector": "all"}, seconds=UPDATE)
 
     async def update_from_tensors(
         self, buckets: Sequence[str], version: int | None, form: str = "flattened_bucket"
     ) -> None:
         """Sends each rank a bucket in base64, flattened (`weights.torch_buckets`) or, to our own server, of the form
-        `safetensors`. The last bucket brings the version; caches of prompts, which are of old weights, go with it."""
+        `safetensors`. The last bucket has the version, and drops the server's cached prompts, which are outdated."""
         body: Json = {"serialized_named_tensors": list(buckets), "load_format": form, "abort_all_requests": False}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
         encoded = await asyncio.to_thread(_encoded, body)
@@ -110,8 +110,8 @@ class ServerClient:
         return str(answer.get("model_path", local)) if isinstance(answer, dict) else local
 
     async def checksums(self) -> list[Mapping[str, str]]:
-        """The checksums of the tensors that each rank of the server holds. Of a model whose weights stand on several
-        ranks, they come by tensor-parallel rank."""
+        """The checksums of the tensors that each rank of the server holds, in the order of the tensor-parallel
+        ranks."""
         answer = await self._order("/weights_checker", {"action": "checksum"}, seconds=UPDATE)
         try:
             ranks = sorted(answer["ranks"], key=_tensor_parallel_rank)
@@ -122,32 +122,31 @@ class ServerClient:
             raise ServerError(f"{self.address}/weights_checker: answers {str(answer)[:200]}") from None
 
     async def sleep(self) -> None:
-        """Has the server give memory back: weights, which are lost, and cache. SGLang would die if anything ran."""
+        """Has the server give memory back: weights, which are lost, and cache. SGLang would die if a sample ran."""
         load = await self.load()
         if samples := load["running"] + load["waiting"]:
             raise EngineError(f"{self.address}: can't sleep, {samples:g} samples are running; abort them first")
         await self._order("/release_memory_occupation", {})
 
     async def wake(self) -> None:
-        """Has the server take memory again. It must sleep, or SGLang dies. Weights are anything until they are new."""
+        """Has a sleeping server (else SGLang dies) take memory again. Its weights are arbitrary until an update."""
         await self._order("/resume_memory_occupation", {})
 
     # --- questions ------------------------------------------------------------------------------
 
     async def weight_version(self, seconds: float = CONTROL) -> str:
-        """The version that the server takes its weights for."""
+        """The version that the server states for its weights."""
         return str((await self._info("/model_info", seconds)).get("weight_version"))
 
     async def ranks(self) -> int:
-        """The number of processes that a model stands on together."""
+        """The number of processes that divide the model between them."""
         size = (await self._info("/server_info")).get("tp_size")
         if type(size) is not int or size < 1:
             raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
         return size
 
     async def asleep(self) -> bool:
-        """Asks whether the server gave its memory back, for who did not order it. `rollout.serve` tells; SGLang does
-        not."""
+        """Says whether the server gave its memory back, by any client's order. SGLang does not report it: False."""
         return (await self._info("/server_info")).get("asleep") is True
 
     async def _info(self, route: str, seconds: float = CONTROL) -> Json:
@@ -155,7 +154,7 @@ class ServerClient:
         return answer if isinstance(answer, dict) else {}
 
     async def load(self, seconds: float = CONTROL) -> dict[str, float]:
-        """The number of samples that run and wait, and of tokens a second. The scheduler answers, unless it hangs."""
+        """The numbers of running and waiting samples, and tokens a second, as the server's scheduler reports them."""
         answer = await self._order("/v1/loads", None, seconds=seconds)
         keys = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens_per_second": "gen_throughput"}
         try:
@@ -174,12 +173,11 @@ class ServerClient:
         version: int,
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[SampleReply]:
-        """Sends a body of `wire.request_body` and fills `replies`, one a sample in its order; yields each that ended.
-        `accepted` is called when the server has begun its answer; from then on the body is empty: it may have many
-        pixels.
+        """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply that
+        ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
 
-        `version` is what the server has now. After a ServerError, `replies` hold what came until then: the first
-        `len(versions)` tokens of each are certain in every respect.
+        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens until then. The
+        first `len(versions)` tokens of each reply are certain in every respect.
         """
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
@@ -194,7 +192,7 @@ class ServerClient:
                 raise ServerError(f"{self.address}/generate: broke off: {_said(error)}") from error
         reader.end()
 
-    # --- below ----------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------
 
     async def _order(self, route: str, body: Json | bytes | None, *, seconds: float = CONTROL) -> Any:
         async with self._reach("GET" if body is None else "POST", route, body, seconds) as response:
@@ -214,13 +212,13 @@ class ServerClient:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # A connection for each request, as many as are asked for: one that is kept may be closed by the server
-            # just when an order goes out on it, and nobody would know whether it arrived.
+            # Each request has a connection of its own, without a bound on their number: a server may close a reused
+            # connection just when an order goes out on it, and nobody would know whether the order arrived.
             connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
             heads.on_request_headers_sent.append(_head_is_sent)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[heads])
         timeout, opening = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT), contextlib.ExitStack()
-        if seconds is None:  # an order, which has a time-out, waits for no request
+        if seconds is None:  # `generate`; orders have a time-out, and wait for no request
             await self._opening.acquire()
             opening.callback(self._opening.release)
         try:
@@ -260,7 +258,7 @@ def _said(error: BaseException) -> str:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
-    """The events of a stream, up to its `[DONE]`. Raises ServerError for one that ends before, or that is not JSON."""
+    """Yields a stream's events up to `[DONE]`. Raises ServerError if `[DONE]` is missing or an event is not JSON."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
@@ -280,26 +278,26 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
 
 
 class _StreamReader:
-    """Enters the events of one stream into the replies of its samples, and refuses what does not fit."""
+    """Enters the events of one stream into the replies of its samples, and refuses events that do not fit."""
 
     def __init__(
         self, address: str, replies: Sequence[SampleReply], sampling: Sequence[Json], vocabulary: int, version: int
     ) -> None:
         self._address, self._replies, self._vocabulary = address, replies, vocabulary
         self._start = version
-        self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # as those below, the same for all samples
+        self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # the same for all samples, like `_forbidden`
         self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
         self._most = [params["max_new_tokens"] for params in sampling]
-        # Events name the version that the server has when it writes them. While that is the one of the start, so are
-        # the tokens; after a change, which token is whose is known at the end only.
+        # An event names the version that the server has when it writes the event. While that is the version at the
+        # start, all tokens are of it; after a change, only the last event says which version each token is of.
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:
-        """Returns the sample that ended, if one did."""
+        """Enters one event; returns the reply that it ends, if any."""
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))
-            # Patches that were dropped come again with the next attempt.
+            # The next attempt sends patches again that the server has dropped.
             kind = Refused if said.get("code") in (400, 422) and "not here any more" not in message else ServerError
             raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)
@@ -333,7 +331,7 @@ class _StreamReader:
             if reply.ids and reply.ids[-1] in self._stop_ids:
                 raise self._wrong(f"token {id} behind the stop token {reply.ids[-1]}")
             value = entry[0] if isinstance(entry, list) and len(entry) > 1 and entry[1] == id else None
-            if not isinstance(value, int | float) or not LEAST_LOGPROB < value <= 1e-3:  # NaN neither
+            if not isinstance(value, int | float) or not LEAST_LOGPROB < value <= 1e-3:  # refuses NaN, too
                 raise self._wrong(f"a log-prob {entry!r} of token {id}"[:200])
             reply.ids.append(id)
             reply.logprobs.append(float(value))

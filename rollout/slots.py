@@ -109,7 +109,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
-    pages_BC: Int[AnyArray, "B C"]  # pages of its entries, as many as the longest sample has; out of range: none
+    pages_BC: Int[AnyArray, "B C"]  # pages of each sample, as many as the longest has; out of range: none
     entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages; out of range: none
     token_B: Int[AnyArray, " B"]  # last token of the sample
     position_B: Int[AnyArray, " B"]  # its rotary position

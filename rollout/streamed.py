@@ -1,4 +1,4 @@
-"""A model whose layers are in host memory and travel to the device while others compute: a judge beside an engine.
+"""A model whose layers travel from host memory to the device while other layers compute: a judge beside an engine.
 
 Flexes (RollPacker, section 4.3) colocates a judge with the actor in this way. The results are those of the model with
 all its layers on the device. Work goes layer by layer, and its caller may let other programs have the device between
@@ -76,7 +76,7 @@ class DeviceSpeed:
 
 
 class StreamedModel:
-    """A text model, or the decoder of a model with vision, on one device of this process; None: the first.
+    """A text model, or the decoder of a model with vision, on `device` of this process; None: its first device.
 
     `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by `pace` and by
     the free memory that the device reports; a device that reports none (a CPU) counts as large enough. At most
@@ -286,7 +286,7 @@ class StreamedModel:
         return x
 
     def _settle(self, rows: int, tokens: int, room: int) -> None:
-        """Brings the layers that are resident for such a batch to the device, and frees all others."""
+        """Brings the layers that are resident for a batch of this size to the device, and frees all other layers."""
         wanted = set(range(self.text.num_layers)) - set(
             streamed_places(self.text.num_layers, self._residents(rows, tokens, room))
         )

@@ -1,4 +1,4 @@
-"""A layer-streamed judge that shares a device with an engine: its layers compute between the engine's turns.
+"""A layer-streamed judge that shares a device with an engine: its layers compute between the turns (`rollout.turns`).
 
 Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
 multiprocessors. Programs of one process run one after another on a device, so that the judge gets a share of the time
@@ -25,7 +25,7 @@ Turns: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 def in_loop(turns: Turns, loop: asyncio.AbstractEventLoop) -> Turns:
-    """`turns` that belong to `loop`, as an engine's do, for a judge that is called from another loop."""
+    """Makes `turns` of an engine on `loop` usable for a judge that is called from another loop."""
 
     async def turn(work: Callable[[], Result]) -> Result:
         return await turns(work)

@@ -28,9 +28,9 @@ from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import by_path
 
-PARTS = 4  # of a layer's weights; the computation of one layer hides so many parts or fewer
+PARTS = 4  # parts of a layer's weights; the computation of one layer hides the travel of so many parts or fewer
 Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
-KeyValues: TypeAlias = tuple[Array, Array]  # of one layer, [B, S, K, H]
+KeyValues: TypeAlias = tuple[Array, Array]  # keys and values of one layer, [B, S, K, H]
 
 
 class StreamedPrograms:
@@ -43,7 +43,7 @@ class StreamedPrograms:
         model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
         self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
-        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # in numbers; the last one is padded
+        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # values; the last part is padded
         self._layer = nnx.graphdef(model.layers)
         del model.layers
         self._outer = nnx.graphdef(model)

@@ -1,4 +1,4 @@
-"""The speed at which an engine prefills and decodes, by tensor-parallel degree, batch and length, as a file says it.
+"""The speed at which an engine prefills and decodes, by tensor-parallel degree, batch and length, from a file.
 
 `python benchmarks/engine_profile.py` writes the file, which is JSON: `{"version": 1, "device": "cpu", "devices": 4,
 "model": {"num_layers": 2}, "points": [{"degree": 1, "batch": 8, "length": 64, "prefill": 5000.0, "decode": 800.0}]}`,

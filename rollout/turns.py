@@ -1,11 +1,11 @@
 """Plans the two kinds of turn on the host, between turns; `rollout.device` runs them.
 
-A *start* prefills prompts and draws the first token of samples that have new pages; a *round* gives each running sample
-up to `steps_per_sync` tokens. Samples share the computation of their prompt when they start, and when they are computed
-again because the weights changed or they were preempted.
+A *start* prefills prompts and gives their first token to samples that have new pages; a *round* gives each running
+sample up to `steps_per_sync` tokens. Samples share the computation of their prompt when they start, and when they are
+computed again because the weights changed or they were preempted.
 
 A prompt, or a prompt with its response so far, is computed `CHUNK_TOKENS` at a time if it is longer. Such a chunk is
-written to pages, which later chunks attend to; so does a sample that starts later than others of its prompt. If a
+written to pages. Later chunks attend to them, as do samples that start later than others of their prompt. If a
 prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
 prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
 groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
@@ -31,11 +31,11 @@ from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork
 
-SMALL_MODEL = 10**7  # weights; up to so many, few rows cost as much as many; larger models pay for each row
+SMALL_MODEL = 10**7  # most weights of a small model: few rows cost it as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
 LEAST_VIEW = 32  # least cache entries read by a round, unless its samples can never have so many
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
-LEAST_AREA = 256  # rows x row length: a small model hardly gains by less, which would be more shapes to compile
+LEAST_AREA = 256  # least rows x row length of a small model: less saves hardly any time, but means more shapes
 PREFILL_PATCHES = 4096  # most patches of one program, unless a frame pair has more
 
 
@@ -165,7 +165,7 @@ def _cut(
             together.append(sample)
     if not together:
         return chunks, alone
-    # At least one token is computed: the next token is drawn from its hidden state.
+    # At least one token is computed: the next token is sampled from its hidden state.
     skip = min(job.filled, (P - 1) // PAGE_TOKENS * PAGE_TOKENS)
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)

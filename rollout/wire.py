@@ -1,11 +1,11 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and its seed and number in `custom_params`. `rollout.serve` repeats draws by these.
+`input_ids`, its own `rid`, and its seed and number in `custom_params`, which repeat its tokens on `rollout.serve`.
 
-Media travel as the patches, grids and rotary positions that the trainer computes on, in raster order like those of
-Hugging Face's processors, beside prompts whose placeholders are expanded. `rollout.serve` reads their `format`, and so
-does SGLang with our extension (`rollout/sglang_plugin`). Only the first sample has the patches, the others their key.
+Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
+Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
+SGLang with our extension (`rollout/sglang_plugin`). Only the first sample has the patches, the others their key.
 An engine that fetches pixels itself gets tickets in place of patches, in window order (`SHADOW`).
 """
 
@@ -84,7 +84,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,
-        # SGLang draws by this seed alone, if it draws by a seed at all: samples of a prompt must have different seeds.
+        # SGLang samples by this seed alone, if by a seed at all: samples of a prompt must have different seeds.
         "sampling_seed": _signed(request.seed * ODD + number),
         "custom_params": {"seed": _signed(request.seed), "sample": number, "begun": begun},
     }
@@ -123,7 +123,7 @@ def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
         frames = [frame for run, grid in zip(runs, grids, strict=True) for frame in np.split(run, grid[0])]
         arrays = {
             "grid_thw": np.asarray(grids, np.int32),
-            "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # of each frame pair's tokens
+            "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # tokens, by frame pair
         }
         if isinstance(patches_PX, ShadowTensor):
             patches = shadow_json(_in_window_order(prompt, patches_PX, runs, grids, config.vision))
@@ -176,7 +176,7 @@ def _grid(prompt: ModelInput, frames_M: np.ndarray, run: np.ndarray, field: str,
     return grid
 
 
-# --- what a server reads --------------------------------------------------------------------------
+# --- bodies as a server reads them ----------------------------------------------------------------
 
 
 class BadRequest(ValueError):

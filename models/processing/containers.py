@@ -6,10 +6,10 @@ consist of packets of one size. The other formats declare no length (transport a
 often a wrong one (AVI): there, a file that was cut between two packets looks complete.
 
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at its start. A
-container's own mark of a key frame doesn't promise that. The mark may stand where a picture begins that is refreshed
-step by step (H.264's recovery points), parameters for decoding may stand only once, further ahead, and the mark may be
-wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2), the AV1
-specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+container's own mark of a key frame doesn't promise that. The mark may stand where a step-by-step
+refresh of the picture begins (H.264's recovery points), parameters for decoding may stand only once, further ahead, and
+the mark may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
+(6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 import itertools
@@ -41,9 +41,9 @@ _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.s
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to multiples of a block
 
-SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length, and rightly
+SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length correctly
 TOLERANCE = 0.01  # share of the declared length that may be missing
-REORDERED = 16  # frames that a decoder holds back, at most (H.264, HEVC): so far from the end a damaged one may be
+REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage a frame so far from the end
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
 START = b"\0\0\1"  # start of a unit of a bytestream
@@ -58,7 +58,7 @@ X264_DIRECT, X264_444 = 33, 151
 def open_container(file: OpenFile, name: str, limits: DecodeLimits) -> tuple[InputContainer, VideoStream]:
     """The container in `file`, which stays open, and the stream of its video. `name` is for messages.
 
-    Raises MediaError where the file is no video in one of `FORMATS`, and where its frames exceed `limits`.
+    Raises MediaError if the file is no video in one of `FORMATS`, or its frames exceed `limits`.
     """
     file.seek(0)
     try:
@@ -163,7 +163,7 @@ def _ends_within_packet(file: OpenFile) -> bool:
 
 def is_shown(packet: Packet, codec: str) -> bool:
     """Says whether decoding a packet gives a frame; `codec` is FFmpeg's name."""
-    if packet.size == 0 or packet.is_discard:  # the first flushes a decoder; the second is outside an edit list
+    if packet.size == 0 or packet.is_discard:  # an empty packet flushes; a discarded one is outside an edit list
         return False
     return codec != "vp8" or bool(bytes(memoryview(packet)[:1])[0] >> 4 & 1)  # VP8 has frames that are never shown
 
@@ -212,7 +212,7 @@ class EntryPoints:
         return entry and not self._none and self._told == told
 
     def _length_bytes(self) -> int:
-        """The bytes of the length before each unit; 0 where start codes separate units (ISO/IEC 14496-15)."""
+        """The bytes of the length before each unit; 0 if start codes separate units (ISO/IEC 14496-15)."""
         head = self._extradata[:3]
         if self._codec == "mpeg4" or len(self._extradata) < 7 or head in (START, b"\0\0\0"):
             return 0
@@ -226,7 +226,7 @@ class EntryPoints:
 
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
-    """Yields the units of a packet, but no empty ones. Before each stands its length, or a start code (0 bytes)."""
+    """Yields the non-empty units of a packet. Before each unit stands its length, or a start code (0 bytes)."""
     if length_bytes:
         place = 0
         while place + length_bytes < len(data):

@@ -1,8 +1,8 @@
 """Reads image files: as RGB pixels, or their size alone; computes the sizes that images and frames are resized to.
 
-Files with zeros where their picture should be are refused, as unfinished downloads and bad disks leave them. Such zeros
-decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats that
-store pixels uncompressed, zeros are black. That leaves JPEG, WebP and AVIF.
+Unfinished downloads and bad disks leave files with zeros in the place of their picture; such files are refused. The
+zeros decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats
+that store pixels uncompressed, zeros are black. JPEG, WebP and AVIF remain.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def open_image(source: Source, limits: DecodeLimits) -> Iterator[tuple[Image.Ima
                 yield file, content
         except Image.UnidentifiedImageError:
             raise MediaError(name, f"not an image in a known format ({', '.join(FORMATS)})") from None
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # where warnings are errors
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # if warnings are errors
             raise MediaError(name, f"too many pixels: {error} (PIL.Image.MAX_IMAGE_PIXELS)") from None
         except (MediaError, MemoryError):
             raise
@@ -103,7 +103,7 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def image_facts(source: Source, limits: DecodeLimits) -> Facts:
-    """The facts of an image, by its header. Raises MediaError where the header shows that it can't be used."""
+    """The facts of an image, by its header. Raises MediaError if the header shows that the image can't be used."""
     with open_image(source, limits) as (file, content):
         width, height = file.size
         if width != height and _orientation(file, content) in LYING:
@@ -134,7 +134,7 @@ def _notes_behind_pixels(png: OpenFile) -> bool:
 
 
 def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits) -> None:
-    """Raises MediaError where zeros stand in the place of the picture's data, as far as that can be told. `format` is
+    """Raises MediaError if zeros stand in the place of the picture's data, as far as that can be told. `format` is
     Pillow's name of the file's format."""
     if format not in ("JPEG", "MPO", "WEBP", "AVIF"):
         return

@@ -74,7 +74,7 @@ class MediaSettings:
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
         """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used;
-        if its frames were not counted, a count may show that it can."""
+        if its frames were not counted, a count may show that it can be used."""
         layout, seconds = self.layout, 0.0
         check_size(facts.width, facts.height, name, self.limits)
         if kind == "image":
@@ -93,7 +93,7 @@ class MediaSettings:
         return Medium(kind, grid, seconds)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
-        """Returns (the medium by its header, whether that is certain). It is uncertain where the number of frames comes
+        """Returns (the medium by its header, whether that is certain). It is uncertain if the number of frames comes
         from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError for a file
         that can't be used, as far as that shows in what is read."""
         facts = self.facts(kind, source, count=count)
@@ -101,7 +101,7 @@ class MediaSettings:
         return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)
 
     def medium_by(self, kind: str, name: str, facts: Facts) -> tuple[Medium, bool] | None:
-        """Returns (the medium that has these facts, whether that is certain); None where only a count can tell. Raises
+        """Returns (the medium that has these facts, whether that is certain); None if only a count can tell. Raises
         MediaError for a medium that can't be used."""
         try:
             return self.medium_of(kind, name, facts), facts.counted
@@ -145,8 +145,8 @@ class MediaSettings:
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.
 
-        Only the necessary part of a video is decoded, where the result is the same (`video_slices.py`). Raises
-        MediaError where the file has changed since `load`, and ValueError for pairs that do not exist.
+        Only the necessary part of a video is decoded, if the result is the same (`video_slices.py`). Raises
+        MediaError if the file has changed since `load`, and ValueError for pairs that do not exist.
         """
         pairs, rows, columns = medium.grid
         if not 0 <= first <= last <= pairs:

@@ -1,4 +1,4 @@
-"""Media: their files, from which decoders get an open file in any case, and the facts that are known of them.
+"""Media: their sources, which decoders get as open files, and the facts of images and videos.
 
 Here are also the errors of media and prompts that cannot be used; each message is one line.
 """
@@ -19,8 +19,8 @@ class MediaError(ValueError):
     """A media file cannot be used. The message names the file and says why."""
 
     def __init__(self, path: str, reason: str) -> None:
-        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # may be a picture
-        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # can be printed
+        name = path if len(path) < 1000 else f"{path[:60]}... ({len(path)} characters)"  # it may be a picture
+        super().__init__(f"{name}: {reason}".encode(errors="backslashreplace").decode())  # the text can be printed
         self.path = path
         self.reason = reason
 
@@ -47,8 +47,8 @@ class PromptError(ValueError):
 class Facts:
     """The facts of an image or a video. Sides are those of the upright picture, in pixels.
 
-    `seconds` is None where nothing tells how long a video lasts. `counted` is False where a header gives `frames` and
-    `seconds`.
+    `seconds` is None if nothing tells how long a video lasts. `counted` is False if `frames` and `seconds` are from a
+    header.
     """
 
     width: int
@@ -76,7 +76,7 @@ def source_name(source: Source) -> str:
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[OpenFile]:
-    """The source as a file that is open for reading. Raises MediaError where there is nothing to read."""
+    """The source as a file that is open for reading. Raises MediaError if there is nothing to read."""
     name = source_name(source)
     if isinstance(source, bytes):
         if not source:

@@ -52,7 +52,7 @@ MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
 class PromptOutline:
     """A tokenised prompt with one placeholder for each medium, and these media, in order.
 
-    `certain` is False where a number of frames comes from a video's header: decoding may show another one.
+    `certain` is False if a number of frames comes from a video's header: decoding may show another number.
     """
 
     token_ids: np.ndarray  # i32, placeholders not expanded
@@ -145,7 +145,7 @@ class Processor:
     ) -> Processor:
         """A processor with other bounds for images and videos; 0 and None leave the present values.
 
-        If a given bound crosses the checkpoint's other bound, that is moved to the given one. Raises ValueError where
+        If a given bound crosses the checkpoint's other bound, the other bound moves to it. Raises ValueError if
         `min_pixels` is above `max_pixels`.
         """
         if min_pixels > max_pixels > 0:
@@ -192,7 +192,7 @@ class Processor:
     def prepare(self, text: str, media: Sequence[tuple[str, Source]] = ()) -> ModelInput:
         """The model input of `text`, in which each `<image>` or `<video>` stands for one of `media`, in order.
 
-        `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError where marks
+        `media` are pairs of "image" or "video" and a path or an encoded file's bytes. Raises PromptError if marks
         and media differ, MediaError for a file that can't be used.
         """
         return self.prepare_ids(self.tokenise(text, media), media)
@@ -207,7 +207,7 @@ class Processor:
     def prepare_chat(self, text: str, media: Sequence[tuple[str, Source]] = (), *, system: str = "") -> ModelInput:
         """The model input of `text` as the user's turn in the checkpoint's chat template, if it has one: see `prepare`.
 
-        Raises PromptError for a `system` message where there is no template.
+        Raises PromptError for a `system` message if there is no template.
         """
         return self.prepare_ids(self.tokenise_chat(text, media, system=system), media)
 
@@ -267,13 +267,13 @@ class Processor:
         return self.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def outline_of(self, token_ids: Sequence[int], media: Sequence[Medium], *, certain: bool = True) -> PromptOutline:
-        """The outline of these ids and media. Raises PromptError where they don't fit together."""
+        """The outline of these ids and media. Raises PromptError if they don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
 
     def _pads(self) -> dict[str, int]:
-        """The placeholder of each kind of medium. Raises PromptError where the vocabulary lacks one."""
+        """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks one."""
         pad_of = {}
         for kind, token in PADS.items():
             if (pad_id := self.tokenizer.token_to_id(token)) is None:
@@ -282,7 +282,7 @@ class Processor:
         return pad_of
 
     def _check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
-        """Raises PromptError where the placeholders are not those of media of these `kinds`, in order."""
+        """Raises PromptError if the placeholders are not those of media of these `kinds`, in order."""
         self._check_vision(kinds)
         if not self.vision:
             return
@@ -354,7 +354,7 @@ def pack_patches(
 ) -> tuple[VisionInput, np.ndarray]:
     """Packs the patches of all media, given in raster order, into window order; see `Arrangement.feature_order`.
 
-    Raises ValueError where patches and grids do not fit together.
+    Raises ValueError if patches and grids do not fit together.
     """
     arrangement = arrange(grid_thw, layout)
     return arranged(arrangement, arrangement.packed(patches_PX)), arrangement.feature_order
@@ -396,7 +396,7 @@ def _eos_ids(
 
 
 def _ids(entry: Any) -> tuple[int, ...]:
-    """Returns a token id, or those of a list. Raises ValueError for anything else, which a comparison would meet."""
+    """The ids of an `eos_token_id`: an id, a list of ids, or None. Raises ValueError for anything else."""
     ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
         raise ValueError(f"eos_token_id must be a token id or a list of them, not {reprlib.repr(entry)}")

@@ -1,7 +1,7 @@
 """Preprocessing settings as typed values, read from and written to Hugging Face's JSON files.
 
 Defaults are those of transformers 5.23 (`Qwen2VLImageProcessor`, `Qwen2VLVideoProcessor`), except that videos are
-sampled at 2 frames a second where a checkpoint says nothing, as the authors' own `qwen-vl-utils` does.
+sampled at 2 frames a second if a checkpoint says nothing, as the authors' own `qwen-vl-utils` does.
 A setting that this code cannot honour is refused, never ignored.
 """
 
@@ -38,7 +38,7 @@ class PixelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all where both are 0."""
+    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0."""
 
     num_frames: int = 0
     fps: float | int = 2
@@ -93,7 +93,7 @@ def read_frames(config: JsonObject) -> FrameSettings:
 
 
 def read_layout(config: JsonObject, default: PatchLayout) -> PatchLayout:
-    """The layout in an image processor's dictionary; `default` supplies what it does not say."""
+    """The layout in an image processor's dictionary; `default` supplies missing values."""
     return PatchLayout(
         patch_size=int(config.get("patch_size") or default.patch_size),
         temporal_patch_size=int(config.get("temporal_patch_size") or default.temporal_patch_size),

@@ -45,7 +45,7 @@ def build(
     max_pixels: int = 128 * 128,
     num_frames: int = 4,
 ) -> Processor:
-    """A processor whose tokenizer covers `texts` and `words`; text-only where `layout` is None.
+    """A processor whose tokenizer covers `texts` and `words`; text-only if `layout` is None.
 
     `layout` must say what the model's `VisionConfig` says (`PatchLayout.of(config.vision)`). Every answer ends with
     `<|endoftext|>`, the only end id.

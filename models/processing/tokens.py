@@ -32,8 +32,8 @@ def read_settings(folder: pathlib.Path) -> JsonObject:
 
 
 def load_tokenizer(folder: pathlib.Path, settings: JsonObject) -> Tokenizer:
-    """The tokenizer of a folder's tokenizer.json, with the tokens that only `settings` name. Each of those gets the
-    next free id, whatever id is written there, as in transformers. Raises FileNotFoundError or ValueError."""
+    """The tokenizer of a folder's tokenizer.json, with the tokens that only `settings` name. Each such token gets the
+    next free id, whatever id the settings have, as in transformers. Raises FileNotFoundError or ValueError."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")

@@ -3,7 +3,7 @@
 Frames are identified by their times. All packets are read first, without decoding; their sorted times are those of the
 frames, if a complete decoding has shown so (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
 go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
-frame must have the next time of the list: the frames are then those of a decoding from the start. Where anything
+frame must have the next time of the list: the frames are then those of a decoding from the start. If anything
 differs, nothing is returned, and the caller decodes the complete file.
 """
 
@@ -77,9 +77,9 @@ class VideoSlicer(VideoReader):
     medium: Medium
 
     def slice(self, pairs: range) -> Slice | None:
-        """The sampled frames of neighbouring frame pairs, at least one.
+        """The sampled frames of one frame pair, or of several neighbouring ones.
 
-        None where the frames can't be identified without a complete decoding, also where the file has changed. Raises
+        None if the frames can't be identified without a complete decoding, also if the file has changed. Raises
         MediaError for a file that can't be used.
         """
         with contextlib.suppress(_Unexpected, FFmpegError, OSError):
@@ -124,7 +124,7 @@ class VideoSlicer(VideoReader):
         return notes
 
     def _indices(self, stream: VideoStream, times: list[int], durations: list[int]) -> np.ndarray:
-        """The indices of the sampled frames. Raises _Unexpected where they don't fit the medium."""
+        """The indices of the sampled frames. Raises _Unexpected if they don't fit the medium."""
         seconds = duration_of(times, durations, stream.time_base, stream)
         patch = self.layout.temporal_patch_size
         try:
@@ -156,7 +156,7 @@ class VideoSlicer(VideoReader):
         raise _Unexpected
 
     def _fitted(self, image: np.ndarray, plan: _Plan) -> np.ndarray:
-        """The frame resized to the medium's size. Raises _Unexpected where its own size leads to another one."""
+        """The frame resized to the medium's size. Raises _Unexpected if its own size leads to another size."""
         height, width, _ = image.shape
         size = target_size(self.name, width, height, self.layout.factor, plan.bounds)
         if (size[0] // self.layout.patch_size, size[1] // self.layout.patch_size) != self.medium.grid[1:]:

@@ -1,7 +1,7 @@
 """Decodes video files into sampled RGB frames and the time that they span, by PyAV, in one pass; or tells their facts.
 
-Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers, and is
-repeated with counted ones if those were wrong. Only sampled frames are converted and resized; none is kept.
+Headers may be wrong about the number and rate of frames. A pass therefore samples by the header's numbers; if
+they were wrong, it is repeated with counted numbers. Only sampled frames are converted and resized; none is kept.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 MAX_PASSES = 4
 SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
 MAX_THREADS = 4
-# Gets a sampled frame `[height, width, 3]` (uint8), upright and resized, behind its number among all and their number.
+# Gets (number of a sampled frame, count of sampled frames, its pixels `[height, width, 3]`, uint8, upright, resized).
 Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 
 
 def sample_indices(total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int) -> np.ndarray:
     """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`.
 
-    Raises ValueError where the setting asks for more frames than there are, or for a rate and `seconds` is None.
+    Raises ValueError if the setting asks for more frames than there are, or for a rate while `seconds` is None.
     """
     if total < 1:
         raise ValueError("has no frames")
@@ -65,7 +65,7 @@ class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # indices of the sampled frames in the file
-    seconds: float | None  # duration of the video; None where nothing tells the duration of a single frame pair
+    seconds: float | None  # duration of the video; None if nothing tells the duration of a single frame pair
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
 
@@ -84,7 +84,7 @@ class VideoReader:
         """Decodes, samples and resizes the video, and gives `keep` one sampled frame after the other.
 
         A first frame that comes again voids all frames before it: the header was wrong about the frames, and sampling
-        begins anew. Raises MediaError where the frames would not be right, as in a file that was cut off, and where the
+        begins anew. Raises MediaError if the frames would not be right, as in a file that was cut off, or if the
         video exceeds `limits`. All frames are void then.
         """
         total, seconds, decoded = 0, None, False
@@ -223,9 +223,9 @@ def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
 def span(
     times: Sequence[int | None], durations: Sequence[int], base: fractions.Fraction | None, at_rate: float | None
 ) -> float | None:
-    """The seconds from the first frame's start to the last frame's end, or None where nothing tells.
+    """The seconds from the first frame's start to the last frame's end, or None if nothing tells it.
 
-    Timestamps count where they are complete and increasing; else the frames' own durations, which a bare stream has
+    Timestamps count if they are complete and increasing; else the frames' own durations, which a bare stream has
     from its parameter sets; else the header's rate (`at_rate`), which for a bare stream is the demuxer's guess.
     """
     if base and increasing(times):
@@ -241,7 +241,7 @@ def span(
 
 
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
-    """The facts of a video. Reads all packets with `count`, or where the header has no credible number of frames.
+    """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames.
 
     Raises MediaError for a file that can't be used, as far as that can be told without decoding.
     """

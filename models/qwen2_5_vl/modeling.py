@@ -1,8 +1,8 @@
 """Qwen2.5-VL: a vision tower, and a decoder whose placeholder tokens are replaced by the tower's features.
 
 The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
-window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean that says which. At the
-end of this file are the names of all weights in Hugging Face checkpoints, in both layouts.
+window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean for its kind of
+attention. The end of this file has the names of all weights in Hugging Face checkpoints, in both layouts.
 """
 
 import dataclasses
@@ -160,9 +160,9 @@ class Qwen25VL(Decoder):
         vision: VisionInput | None = None,
         features_MD: Float[Array, "M D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Token embeddings, with row `feature_index_BT` of the tower's features where that is not negative.
+        """Token embeddings, with row `feature_index_BT` of the tower's features where that index is not negative.
 
-        Features are those of `vision`, or `features_MD` where they were computed before. Without either the tower does
+        Features are those of `vision`, or `features_MD` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.
         """
         x = walk.use(self.embedding)(tokens_BT)

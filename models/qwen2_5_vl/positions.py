@@ -29,7 +29,7 @@ def rope_index(
 
     `token_ids_T` has its media placeholders expanded: one run of `image_token_id` or `video_token_id` for each grid.
     `seconds_per_grid` is the time that one frame pair of each video spans.
-    Raises ValueError where the runs and the grids do not match.
+    Raises ValueError if the runs and the grids do not match.
     """
     token_ids_T = np.asarray(token_ids_T)
     if len(seconds_per_grid) != len(video_grids):

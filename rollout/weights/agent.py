@@ -1,9 +1,9 @@
 """Pulls weights for the rollout servers of its host: `python -m rollout.weights.agent --host 0.0.0.0 --port 30100`.
 
-SGLang, as it is released, reads weights from folders of its own host only. On `POST /pull_weights` from the trainer,
-the agent makes such a folder, in shared memory, of a version in the folder that the hosts share (weights.folder), where
-the trainer writes whole versions with Orbax and deltas between them. One agent does for all servers of a host. When it
-is ready, it prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it, and remove what it pulled.
+Released SGLang reads weights from folders of its own host only. The trainer writes whole versions with Orbax, and
+deltas between them, into a folder that the hosts share (weights.folder). On `POST /pull_weights` from the trainer, the
+agent makes a checkpoint folder of a version, in its host's shared memory, for all servers of the host. When it is
+ready, it prints one line, `listening on http://HOST:PORT`. SIGTERM and SIGINT end it, and remove its folders.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def pull_route(places: set[pathlib.Path]) -> Route:
     below a folder that is added to `places`.
 
     `local_checkpoint_dir`, `source_dir` and `target_version` are those of SGLang's pull request 30367. There, a
-    checkpoint changes in place; here, the answer's `model_path` is a folder of its own for each version, for another
-    server of the host may be reading the one before."""
+    checkpoint changes in place; here, the answer's `model_path` is a folder of its own for each version, since another
+    server of the host may still read the version before."""
 
     from starlette.routing import Route
 
@@ -81,7 +81,7 @@ def pull_route(places: set[pathlib.Path]) -> Route:
         try:
             folder = await asyncio.to_thread(pull, here, there, version)
             places.add(pulled(here, there))
-        except Exception as error:  # the servers of this host go on with what they have
+        except Exception as error:  # the servers of this host keep their weights
             return AsciiJSON({"success": False, "message": f"{type(error).__name__}: {error}"}, 400)
         return AsciiJSON({"success": True, "message": "Success.", "model_path": str(folder)})
 

@@ -1,10 +1,10 @@
 """A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
 that servers must answer after an update.
 
-`rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up), fills the
-vocabulary up, divides them over its ranks, and hashes what each rank holds: by SHA-256 on CPUs, by a hash of its own on
-GPUs. Seen to agree with SGLang 0.5.23 on CPUs, with one rank and with two (sizes that do not divide into 32s are padded
-there, and refused here); its GPU hash in Triton's interpreter.
+`rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up), pads the
+vocabulary, divides tensors over its ranks, and hashes the parts of each rank: by SHA-256 on CPUs, by a hash of its own
+on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one rank and with two, and with its GPU hash in
+Triton's interpreter. SGLang pads sizes that do not divide into 32s; they are refused here.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from ..engine_weights import by_name, check_shapes, served
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
-VOCABULARY_MULTIPLE = 64  # rows of embedding and head in SGLang; what is missing is zeros
+VOCABULARY_MULTIPLE = 64  # SGLang pads rows of embedding and head to multiples of it, with zeros
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _JOINED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
 )
-_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # of the parts of a joined one
+_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # of the parts in a joined tensor
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
-_BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # of the tensor: each rank has some outputs
-_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # some inputs
+_BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # tensors cut by rows: a rank has some outputs
+_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # a rank has some inputs
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
 # Constants of SGLang's hash of a tensor on a GPU.
 TILE = 8192  # words of a tile
-TILES = 64  # of a call: 2 MiB; one program for tensors of all sizes
+TILES = 64  # tiles of a call, 2 MiB: one program serves tensors of all sizes
 SEEDS = np.array([0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF], np.uint32)
 PLACES = np.array([0x27D4EB2D, 0x165667B1], np.uint32)
 TURNS = np.array([15, 13], np.uint32)
@@ -74,9 +74,9 @@ class Published:
 
 
 class SharedFolders:
-    """Writes versions into shared memory (a temporary folder where there is none), each once. From any thread.
+    """Writes versions into shared memory (a temporary folder if a host has none), each once. From any thread.
 
-    `dtype` is what servers compute in: weights are cast on their way. `close` removes everything.
+    Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
     """
 
     def __init__(self, config: AnyConfig, dtype: DTypeLike) -> None:
@@ -85,15 +85,15 @@ class SharedFolders:
         sweep(where, PREFIX)
         self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)  # at the latest when Python ends
-        self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # and the arrays that each is made of
+        self._written: list[tuple[Published, list[weakref.ref[Any]]]] = []  # each with the arrays that it is made of
         self._count = 0
         self._lock = threading.Lock()
 
     def write(self, version: int, params: Mapping[str, Any]) -> Published:
-        """Writes one tensor after the other; not again, where these very arrays were written as this version. Blocks.
+        """Writes a version tensor by tensor, unless these very arrays were written as this version before. Blocks.
 
-        Raises EngineError for weights of another model, which servers might take or die of, and OSError, which names
-        the folder, where there is no room; nothing of the version is left then.
+        Raises EngineError for weights of another model, which servers might accept or die of. Raises OSError, which
+        names the folder, if there is no room. A failed write leaves no files behind.
         """
         with self._lock:
             arrays = jax.tree.leaves(params)
@@ -128,7 +128,7 @@ class SharedFolders:
         return Published(version, folder, Checksums(folder / SINGLE, self._config.text.num_kv_heads), size)
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes all versions but `wanted` and the newest of the rest, which a server that comes up may be reading."""
+        """Removes all versions but `wanted` and the newest other one: a starting server may be reading it."""
         with self._lock:
             unwanted = [published for published, _ in self._written if published not in wanted]
             for published in unwanted[:-1]:
@@ -145,7 +145,7 @@ def scratch_folder() -> pathlib.Path:
 
 
 def sweep(where: pathlib.Path, prefix: str) -> None:
-    """Removes what killed runs left behind under `prefix` and their process ids: folders as large as the model."""
+    """Removes the folders of killed runs, each as large as the model. Names are `prefix`, then a process id."""
     for folder in where.glob(f"{prefix}*"):
         owner, _, rest = folder.name.removeprefix(prefix).partition("-")
         if "-" in rest:  # the prefix ends with a host's name, and this is another host, whose name begins like it
@@ -167,7 +167,7 @@ class Checksums:
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
-        """Compares the checksums with those of what each rank of a server holds, under either kind of names. Raises
+        """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
         WeightsMismatch, which names server and tensor."""
         as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
         for rank, held in enumerate(ranks):
@@ -261,11 +261,11 @@ def sglang_name(name: str) -> str:
 
 
 def gpu_hash(parts: Sequence[np.ndarray]) -> str:
-    """SGLang's hash of a tensor on a GPU (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23), of arrays that follow
-    each other in one tensor: sixteen hexadecimal digits.
+    """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU that `parts`, one behind
+    the other, form: sixteen hexadecimal digits.
 
-    32-bit words are mixed with their place, added up by tiles of 8,192, and the tiles' 64-bit hashes added up. The test
-    compares with SGLang's own kernel in Triton's interpreter."""
+    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. The
+    test compares with SGLang's own kernel in Triton's interpreter."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

@@ -1,6 +1,6 @@
-"""The ways of new weights from a version in shared memory (`published`) to a server that says it has it.
+"""The routes of new weights, from a version in shared memory (`published`) to servers that serve it.
 
-Whatever the way, `Checksums` prove afterwards what the server has.
+After each route, `Checksums` prove which weights the server has.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Pause: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class SyncRoute:
-    """One way, for all servers of a fleet. Methods raise what `ServerClient` raises, and OSError where a folder of the
-    trainer is full."""
+    """The route of new weights to all servers of a fleet. Methods raise the errors of `ServerClient`, and OSError if a
+    folder of the trainer is full."""
 
     def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
-        """Prepares a version, once, before any server gets it; `params` are its arrays, where they are at hand. Blocks;
-        from any thread."""
+        """Prepares a version, once, before any server gets it; `params` are its arrays, if the caller has them.
+        Blocks; from any thread."""
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
-        """Brings the version near the server, which generates meanwhile, pauses it, and has it serve the version. From
-        the pause on it may have a part of it at times."""
+        """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the
+        version. After the pause, the server may hold a part of the version for a time."""
         raise NotImplementedError
 
     def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
-        """Removes what only other versions need. Returns those whose folders must stay."""
+        """Removes files that `wanted` does not need. Returns the versions whose folders must stay."""
         return wanted
 
     def close(self) -> None:
-        """Removes what was prepared."""
+        """Removes all that `publish` prepared."""
 
 
 class SharedMemory(SyncRoute):
-    """`shm`: a server of this host reads the very folder."""
+    """`shm`: a server of this host reads the folder of the version."""
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         await pause()
@@ -58,8 +58,8 @@ class SharedMemory(SyncRoute):
 
 
 class Buckets(SyncRoute):
-    """`bucket`: over HTTP, in buckets of about `size` bytes, `pickled` as SGLang takes them, or as safetensors. Needs
-    no file that both sides see; each byte is sent as 4/3 of one, to every rank. For small models."""
+    """`bucket`: weights travel over HTTP in buckets of about `size` bytes, `pickled` for SGLang, or as safetensors. The
+    route needs no common file system, but sends 4/3 of all bytes to every rank: it is for small models."""
 
     def __init__(self, size: int, *, pickled: bool = True) -> None:
         self._size, self._form = size, "flattened_bucket" if pickled else "safetensors"
@@ -70,12 +70,12 @@ class Buckets(SyncRoute):
         await pause()
         try:
             await client.begin_weight_update()
-        except Refused:  # one that broke off is still open; all of it will be overwritten
-            with contextlib.suppress(Refused):  # what came of it is no good
+        except Refused:  # an update that broke off is open; the next one overwrites it
+            with contextlib.suppress(Refused):  # the server may refuse its half
                 await client.end_weight_update()
             await client.begin_weight_update()
         for number, part in enumerate(parts, start=1):
-            # The version comes with the last one: until then, the server has it in part.
+            # The last bucket has the version: until then, the server holds a part of it.
             version = published.version if number == len(parts) else None
             await client.update_from_tensors(await asyncio.to_thread(pack, part), version, self._form)
         await client.end_weight_update()
@@ -93,10 +93,10 @@ class Buckets(SyncRoute):
 
 
 class CudaIpc(Buckets):
-    """`ipc`: each bucket goes from the trainer's arrays into memory on their GPU that servers of this host open by CUDA
-    IPC (`torch_buckets`). A server must see that GPU. What the trainer no longer has comes from the folder.
+    """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
+    see that GPU, open the memory by CUDA IPC (`torch_buckets`). The folder has tensors that the trainer has freed.
 
-    On a CPU it is PyTorch's shared memory; with GPUs it has never been run, for want of one."""
+    On a CPU, the memory is PyTorch's shared memory. The route has never run with GPUs, for want of one."""
 
     def __init__(self, config: AnyConfig, size: int) -> None:
         super().__init__(size)
@@ -108,7 +108,7 @@ class CudaIpc(Buckets):
             self._newest = published, device_tensors(self._config, params)
 
     def _packer(self, published: Published, ranks: int) -> Callable[[Sequence[StoredTensor]], list[str]]:
-        bucket, (newest, here) = SharedBucket(), self._newest  # one each: servers read theirs at the same time
+        bucket, (newest, here) = SharedBucket(), self._newest  # a bucket a server: servers read at the same time
 
         def pack(part: Sequence[StoredTensor]) -> list[str]:
             with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
@@ -124,12 +124,12 @@ class CudaIpc(Buckets):
 
 
 class OrbaxFolders(SyncRoute):
-    """`orbax`: through a folder that the hosts of servers see, whole or as deltas, into the memory of each host, while
+    """`orbax`: whole versions or deltas go through a folder that all hosts see into the memory of each host, while
     servers generate.
 
-    On a host, an agent (`python -m rollout.weights.agent`) pulls for SGLang, whose release can't; `rollout.serve` pulls
-    itself. `agents` has the addresses of agents by those of servers; a server without one is asked itself, or, where
-    it is SGLang on this host (`here`), this process pulls. `token` is for agents, too."""
+    `rollout.serve` pulls weights itself. Released SGLang can't: on this host (`here`) this process pulls, on others an
+    agent (`python -m rollout.weights.agent`). `agents` maps the addresses of servers to those of their agents; a server
+    without an agent gets the order itself. `token` is for agents, too."""
 
     def __init__(
         self, folders: VersionFolders, local: pathlib.Path, agents: Mapping[str, str], *, token: str = "", here: bool
@@ -149,7 +149,7 @@ class OrbaxFolders(SyncRoute):
         if self._here:
             try:
                 return str(await asyncio.wait_for(asyncio.to_thread(pull, self._local, source, version), UPDATE))
-            except Exception as error:  # as through an agent
+            except Exception as error:  # as an agent would report it
                 raise ServerError(f"{client.address}: {type(error).__name__}: {error}") from error
         agent = ServerClient(self._agents.get(client.address) or client.address, token=self._token)
         try:
@@ -162,6 +162,6 @@ class OrbaxFolders(SyncRoute):
         return [*wanted, *filter(None, [self._folders.last])]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # servers of this host have ended; others are for the next pull there
+        with contextlib.suppress(OSError):  # the next pull on another host removes its copies
             shutil.rmtree(pulled(self._local, self._folders.source))
         self._folders.close()

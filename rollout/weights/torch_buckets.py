@@ -1,13 +1,13 @@
-"""Weights as SGLang's `/update_weights_from_tensor` takes them: pickled with their bytes, or memory that it opens.
+"""Weights for SGLang's `/update_weights_from_tensor`: pickled with their bytes, or memory that SGLang opens.
 
 A flattened bucket is `{"flattened_tensor": bytes of all tensors as one uint8 tensor, "metadata": [one a tensor]}`
-(`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for it: what PyTorch would pickle is written
-opcode by opcode.
+(`sglang.srt.weight_sync.tensor_bucket`). The trainer needs no PyTorch for it: the pickle that PyTorch would make is
+written opcode by opcode.
 
-Memory that another process of this host opens is PyTorch's, which can hand over memory of its own allocator only. So a
-bucket is memory of PyTorch's in this process, filled from JAX's arrays by DLPack, from device to device: no byte goes
-through the host. A GPU's is opened by CUDA IPC; weights on a CPU go through PyTorch's shared memory: the same route, on
-any machine.
+PyTorch can hand over to another process of this host only memory of its own allocator. A shared bucket is therefore
+PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device: no byte goes through the
+host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory: the same route, on any
+machine.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -35,21 +35,21 @@ from .published import as_bytes
 
 DTYPES = {name: jnp.dtype(name) for name in NAMES}
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of `torch.save`
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # numbers of `torch.save`
 Bytes = Callable[[np.dtype], jax.Array | None]
 
 
 def write_bucket(tensors: Sequence[tuple[str, np.ndarray]]) -> bytes:
-    """A pickle of a flattened bucket. Raises KeyError for a dtype that it cannot say."""
-    # Each must begin at a multiple of its own width: the reader views the bytes in place.
+    """A pickle of a flattened bucket. Raises KeyError for a dtype that the format lacks."""
+    # Each tensor must begin at a multiple of its own width: the reader views the bytes in place.
     tensors = sorted(tensors, key=lambda entry: -entry[1].itemsize)
     flat = b"".join(as_bytes(tensor).data for _, tensor in tensors)
     return bucket_of(_byte_tensor(flat), [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
 
 
 def bucket_of(flat: bytes, tensors: Sequence[StoredTensor]) -> bytes:
-    """A pickle of a flattened bucket, of one (without its end) of a uint8 tensor in which these stand one behind the
-    other. Raises KeyError for a dtype that it cannot say."""
+    """A pickle of a flattened bucket. `flat` is a pickle, without its end, of a uint8 tensor in which `tensors` stand
+    one behind the other. Raises KeyError for a dtype that the format lacks."""
     metadata, start = b"", 0
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
@@ -61,7 +61,7 @@ def bucket_of(flat: bytes, tensors: Sequence[StoredTensor]) -> bytes:
             "dtype": _global("torch", tensor.dtype.name),
             "start_idx": _integer(start),
             "end_idx": _integer(end),
-            "numel": _integer(end - start),  # bytes, as there
+            "numel": _integer(end - start),  # bytes, as in SGLang
         }
         metadata += _global(*METADATA) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + _dict(state) + pickle.BUILD
         metadata += pickle.APPEND
@@ -76,7 +76,7 @@ def _byte_tensor(data: bytes) -> bytes:
     storage = pickle.BINBYTES8 + struct.pack("<Q", len(saved)) + saved
     arguments = [
         _call("torch.storage", "_load_from_bytes", storage + pickle.TUPLE1),
-        _integer(0),  # where it begins in the storage
+        _integer(0),  # its offset in the storage
         _integer(len(data)) + pickle.TUPLE1,  # its size
         _integer(1) + pickle.TUPLE1,  # its stride
         pickle.NEWFALSE,  # no gradient
@@ -122,10 +122,10 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def device_tensors(config: AnyConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
-    """By the names of a checkpoint, how to get the bytes `[N]` (uint8) of each tensor as it stands there, cast to a
-    dtype, on its device. Has none for arrays that other processes have parts of.
+    """Functions that return the bytes `[N]` (uint8) of a tensor as a checkpoint has it, cast to a dtype, on its device;
+    by the tensor's name in the checkpoint. An array has no function if other processes hold parts of it.
 
-    Keeps no array alive: the answer is None for one that is gone."""
+    Functions keep no array alive: they return None for an array that was freed."""
     values, found = by_path(params), dict[str, Bytes]()
     for entry in tensor_names(config):
         value = values[entry.path]
@@ -141,7 +141,7 @@ def _bytes_of(array: weakref.ref[jax.Array], entry: TensorName, layer: int, dtyp
         return None
     flat = _flat(value, layer, entry, dtype)
     first = min(flat.sharding.device_set, key=lambda device: device.id)
-    return jax.device_put(flat, first)  # of a sharded one, all parts
+    return jax.device_put(flat, first)  # joins the parts of a sharded array
 
 
 @functools.partial(jax.jit, static_argnames=("entry", "dtype"))
@@ -152,17 +152,17 @@ def _flat(value: jax.Array, layer: jax.Array, entry: TensorName, dtype: np.dtype
 
 
 class SharedBucket:
-    """Memory that another process opens. It is filled again and again, when the other has read it."""
+    """Memory that another process opens. It is filled again when that process has read it."""
 
     def __init__(self) -> None:
-        """Raises ImportError where there is no PyTorch."""
-        import torch  # here, for no other route has any need of it
+        """Raises ImportError if PyTorch is not installed."""
+        import torch  # here: no other route needs it
 
         self._torch = torch
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, parts: Sequence[np.ndarray | jax.Array]) -> None:
-        """Puts these bytes (uint8, `[N]` each) there, one behind the other: on a GPU, if any of them is on one."""
+        """Fills the memory with `parts` (uint8, `[N]` each), one behind the other; on a GPU if any part is on one."""
         torch = self._torch
         found = [
             torch.from_numpy(part) if isinstance(part, np.ndarray) else torch.from_dlpack(part.block_until_ready())
@@ -173,7 +173,7 @@ class SharedBucket:
         if self._memory.numel() < size or self._memory.device != device:
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
             if not self._memory.is_cuda:
-                torch.multiprocessing.set_sharing_strategy("file_system")  # the other way passes descriptors
+                torch.multiprocessing.set_sharing_strategy("file_system")  # the other strategy passes descriptors
                 self._memory.share_memory_()
         self._filled = self._memory[:size]
         torch.cat(found if device.type == "cpu" else [part.to(device) for part in found], out=self._filled)
@@ -181,7 +181,7 @@ class SharedBucket:
             torch.cuda.synchronize(device)
 
     def handle(self) -> bytes:
-        """A pickle, without its end, of what is in it, for one process."""
+        """A pickle, without its end, of the filled memory, for one process."""
         from torch.multiprocessing import reductions
 
         rebuild, arguments = reductions.reduce_tensor(self._filled)
@@ -191,4 +191,4 @@ class SharedBucket:
         return _call(rebuild.__module__, rebuild.__name__, bytes(ForkingPickler.dumps(arguments))[: -len(pickle.STOP)])
 
 
-_DEVICE = 6  # its place among the arguments of `rebuild_cuda_tensor`
+_DEVICE = 6  # index of the device among the arguments of `rebuild_cuda_tensor`

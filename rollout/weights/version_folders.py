@@ -1,15 +1,15 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
-`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the delta from the one
+`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the delta from the version
 before, whichever is smaller. A folder appears under its name when it is complete. `pull` makes a checkpoint folder of a
 version in a host's own memory; servers read that.
 
-A delta is without loss: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the
-same in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
-request 30367) and slime's disk deltas: an index like that of a checkpoint, whose metadata name the version that the
-delta is of, and a safetensors file with the compressed words of every tensor that changed, and the xxh3 of every tensor
-of the version and of its `config.json`: a name that is damaged in the file would else leave its tensor as it was, and
-so would another base.
+A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
+in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
+request 30367) and slime's disk deltas. An index like that of a checkpoint names the base, the version before, in its
+metadata. A safetensors file has the compressed words of every changed tensor, and the xxh3 of every tensor of the
+version and of its `config.json`. Only these checksums show a damaged name, which would leave its tensor unchanged, or
+a wrong base.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from models.hf import INDEX, SINGLE, StoredTensor, write_weights
 from .published import Published, as_bytes, sweep
 
 DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
-ITEM = "params"  # of Orbax, in the folder of a whole version
-SUMS = "checksums.json"  # of its tensors and its configuration
-FULL_EVERY = 32  # versions; a host that comes late applies all deltas since the last whole one
+ITEM = "params"  # name of the Orbax item in the folder of a whole version
+SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
+FULL_EVERY = 32  # most deltas behind a whole version; a late host applies all of them
 AT_ONCE = 4  # tensors in memory, beside the one that is written
-PLACE = "fluxjax-pulled-"  # and the name of a source: what a host has of it
-SOURCE = "source.txt"  # says what a host has copies of
-KEPT = 2  # versions on a host: the newest, and the one that a server may still be reading
+PLACE = "fluxjax-pulled-"  # and the name of a source: the folder of a host's copies
+SOURCE = "source.txt"  # holds the path of the source
+KEPT = 2  # versions on a host: the newest, and another that a server may still be reading
 
 
-FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta; `CONFIG` of a checkpoint, too
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
-LEVEL = 1  # of zstd: the words of a small step are mostly zeros, and higher levels find little more
+LEVEL = 1  # zstd's: the words of a small step are mostly zeros, and higher levels save little more
 
 
 class PullError(RuntimeError):
-    """A version can't be had. The message names the folder."""
+    """A version can't be pulled. The message names the folder."""
 
 
 class DeltaError(RuntimeError):
@@ -74,20 +74,20 @@ class VersionFolders:
         self._shared, self._delta = shared, delta
         self._prefix = f"fluxjax-{_machine()}-"
         sweep(shared, self._prefix)
-        self.last: Published | None = None  # what a delta would be of
+        self.last: Published | None = None  # the base of the next delta
         self._since_full = 0
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        """Begins a source: versions have increasing numbers within one."""
+        """Begins a source. The numbers of its versions increase."""
         self.source = self._shared / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.source.mkdir(parents=True)
         self._end = weakref.finalize(self, shutil.rmtree, self.source, ignore_errors=True)
         self.last = None
 
     def publish(self, published: Published) -> None:
-        """Writes a version, unless it is there. Raises OSError where there is no room. Blocks."""
+        """Writes a version, unless it is the last one. Raises OSError if there is no room. Blocks."""
         with self._lock:
             if published is self.last:
                 return
@@ -125,7 +125,7 @@ class VersionFolders:
         with ocp.PyTreeCheckpointer() as writer:
             try:
                 writer.save((folder / ITEM).absolute(), tensors)
-            except ValueError as error:  # which is what it makes of a full disk
+            except ValueError as error:  # Orbax raises it for a full disk
                 raise OSError(f"{folder}: {error}") from error
         shutil.copy(published.folder / CONFIG, folder / CONFIG)
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -135,7 +135,7 @@ class VersionFolders:
         self._since_full = 0
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes versions that neither `wanted` nor the last one need."""
+        """Removes versions that neither `wanted` nor the last version need."""
         with self._lock:
             there = _versions(self.source)
             versions = {published.version for published in (*wanted, *filter(None, [self.last]))} & there.keys()
@@ -149,11 +149,11 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`; made of what is there already, where that is less work.
+    """Returns a checkpoint folder of a version, below `local`; made from a version there if deltas lead on from it.
 
-    Processes of a host may pull at once. Raises PullError, DeltaError and OSError; `local` then has what it had.
+    Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
     """
-    if not (source / folder_name(version)).is_dir():  # before anything of this host is touched
+    if not (source / folder_name(version)).is_dir():  # checked before any folder of this host changes
         raise _missing(source, version)
     place = pulled(local, source)
     us = {os.geteuid()}
@@ -161,13 +161,13 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
-    place.chmod(0o700)  # as older releases did not make it
+    place.chmod(0o700)  # older releases made it otherwise
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
             if not _not_of(us, note.parent) and not pathlib.Path(note.read_text()).exists():  # its run has ended
                 shutil.rmtree(note.parent, ignore_errors=True)
-        for part in place.glob("part-*"):  # of processes that were killed
+        for part in place.glob("part-*"):  # left by killed processes
             shutil.rmtree(part, ignore_errors=True)
         here = {there: folder for there, folder in _versions(place).items() if there <= version}
         target = place / folder_name(version)
@@ -177,7 +177,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, *_chain(source, version, {}))  # in case it is the copy of this host that is damaged
+                _make(target, *_chain(source, version, {}))  # the copy of this host may be the damaged one
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -185,13 +185,13 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
 
 
 def pulled(local: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
-    """The folder for what a host pulls of a source: nothing else is ever written or removed below `local`."""
+    """The folder of a host's copies of a source; no other kind of folder is written or removed below `local`."""
     return local / f"{PLACE}{source.name}"
 
 
 def _not_of(owners: Container[int], folder: pathlib.Path) -> str:
-    """Says why others than these users may change what is in a folder; empty where they may not. Shared memory is open
-    to all users of a host."""
+    """The reason why users other than `owners` may change a folder's contents; empty if they may not. Shared memory is
+    open to all users of a host."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"
@@ -204,7 +204,7 @@ def _missing(source: pathlib.Path, version: int) -> PullError:
 
 
 def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> tuple[pathlib.Path, list[Delta]]:
-    """The way to a version: a folder that is `here` or a whole version, then deltas."""
+    """Returns (a folder to begin with, `here` or of a whole version; the deltas from it to the version)."""
     deltas: list[Delta] = []
     while version not in here:
         folder = source / folder_name(version)
@@ -229,7 +229,7 @@ def _make(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> 
 
 
 def _write(folder: pathlib.Path, seed: pathlib.Path, deltas: Sequence[Delta]) -> None:
-    """Writes the weights of `seed`, a whole version or a checkpoint, after the deltas."""
+    """Writes a checkpoint: the weights of `seed`, a whole version or a checkpoint, with the deltas applied."""
     if (seed / ITEM).is_dir():
         whole = _restored(seed)
         entries = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]
@@ -297,7 +297,7 @@ def _versions(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _machine() -> str:
-    """The name of this host, start and container: within it, process ids mean the same."""
+    """A name of this host, its boot and its container: processes with one name share process ids."""
     parts = [socket.gethostname().replace("-", "_")]
     for read in (lambda: pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()[:8],
                  lambda: "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))):  # fmt: skip
@@ -318,8 +318,8 @@ def checksum(tensor: np.ndarray) -> str:
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
-    """Writes the way from one safetensors file to another of the same tensors. Returns the bytes of the delta; None,
-    and writes nothing, where they are not fewer than those of the tensors. Raises OSError for a folder that is full."""
+    """Writes the delta from one safetensors file to another of the same tensors, and returns its bytes. If these are no
+    fewer than those of the tensors, writes nothing and returns None. Raises OSError if the disk is full."""
     with safe_open(new, framework="numpy") as tensors:
         names = sorted(tensors.keys())
     changed: dict[str, np.ndarray] = {}
@@ -338,8 +338,8 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
         sums[CONFIG] = checksum(np.fromfile(config, np.uint8))
     folder.mkdir()
     try:
-        save_file(changed, folder / FILE, sums or None)  # it writes a broken header for {}
-    except SafetensorError as error:  # which is what it makes of a full disk
+        save_file(changed, folder / FILE, sums or None)  # {} would give a broken header
+    except SafetensorError as error:  # the library raises it for a full disk
         raise OSError(f"{folder}: {error}") from error
     metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **FORMAT}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(changed, FILE)})
@@ -347,7 +347,7 @@ def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base
 
 
 def _changed(old: pathlib.Path, new: pathlib.Path, name: str) -> tuple[int, bytes | None, str]:
-    """Returns (bytes of the tensor, its compressed XOR or None where nothing changed, its checksum)."""
+    """Returns (bytes of the tensor, its compressed XOR or None if nothing changed, its checksum)."""
     with safe_open(old, framework="numpy") as before, safe_open(new, framework="numpy") as after:
         was, now = before.get_tensor(name), after.get_tensor(name)
     if (was.shape, was.dtype) != (now.shape, now.dtype):
@@ -367,8 +367,8 @@ class Delta:
     base: int
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """The tensor of `version`, given that of `base`, or the bytes of its configuration. Raises DeltaError where it
-        is not what was written."""
+        """The tensor of `version`, or the bytes of its configuration, made from `tensor` of `base`. Raises DeltaError
+        if its checksum is not the written one, or the delta can't be read."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None
@@ -386,7 +386,7 @@ class Delta:
 
 def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Returns the tensor with its XOR undone. Raises ValueError and ZstdError for words of another length."""
-    # `decompress` would set aside whatever size the frame declares.
+    # `decompress` would allocate whatever size the frame declares.
     came = zstandard.ZstdDecompressor().stream_reader(words.data).read(tensor.nbytes + 1)
     if len(came) != tensor.nbytes:
         raise ValueError(f"the delta is not one of {tensor.nbytes} bytes")
@@ -394,7 +394,7 @@ def _undone(tensor: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def read_delta(folder: pathlib.Path) -> Delta | None:
-    """The delta in a version folder; None for a full version. Raises DeltaError for one of another format."""
+    """The delta in a version folder; None for a whole version. Raises DeltaError for a delta of another format."""
     metadata = read_json(folder / INDEX).get("metadata", {})
     if "base_version" not in metadata:
         return None
@@ -414,7 +414,7 @@ def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def open_weights(folder: pathlib.Path) -> safe_open:
-    """Opens the file of a checkpoint folder with one file. Raises DeltaError where it is damaged or not there."""
+    """Opens the file of a checkpoint folder with one file. Raises DeltaError if it is damaged or missing."""
     try:
         return safe_open(folder / SINGLE, framework="numpy")
     except (OSError, SafetensorError) as error:

@@ -2,8 +2,8 @@
 """Patches and positions out of a request's JSON, as `rollout.wire` wrote them, in place of images to decode.
 
 An entry of `image_data` or `video_data` is a string: `FORMAT`, then `{"key": ..., "patches": ..., "grid_thw": ...,
-"offsets": ..., "positions": ..., "position_delta": ...}`. Of several samples of one prompt only the first has patches.
-A server without this extension answers that it is no image.
+"offsets": ..., "positions": ..., "position_delta": ...}`. Only the first of several samples of a prompt has patches.
+A server without this extension answers that the entry is no image.
 """
 
 import base64
@@ -19,12 +19,12 @@ from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 FORMAT = "data:application/x-fluxjax+json,"
-KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # of patches, for the other samples of their prompts
+KEPT_BYTES = int(os.environ.get("FLUXJAX_MEDIA_BYTES", 1 << 30))  # most bytes of patches kept for other samples
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 class GivenPatches(QwenVLImageProcessor):
-    """SGLang's processor for Qwen2.5-VL, which also takes patches. All else is left to it."""
+    """SGLang's processor for Qwen2.5-VL, which also takes patches."""
 
     models: ClassVar = [Qwen2_5_VLForConditionalGeneration]
 
@@ -59,22 +59,22 @@ class GivenPatches(QwenVLImageProcessor):
             "format": "processor_output",
             f"pixel_values{kind}": self._kept[key]["patches"],
             "offsets": self._kept[key]["offsets"].long(),  # first and last token of each frame pair
-            # Of this sample: its prompt, and what it had before. The same on image and video.
+            # The positions of the prompt and of tokens begun earlier; image and video entries have the same.
             "mrope_positions": _tensor(entry["positions"]).long(),
             "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
         }
         if not kind:
             return {**given, "image_grid_thw": grids}
-        # Every frame pair is a video of its own here. SGLang's layers of full attention join those of one video, where
-        # the model's authors, and transformers, keep them apart.
+        # Every frame pair is passed as a video of its own: SGLang's layers of full attention join the frame pairs of
+        # one video, but the model's authors and transformers keep them apart.
         frames = grids.repeat_interleave(grids[:, 0], dim=0)
         frames[:, 0] = 1
         times = given["mrope_positions"][0, given["offsets"][:, 0]]
         return {**given, "video_grid_thw": frames, "second_per_grid_ts": times}
 
     def _postprocess_mm_items_before_transport(self, mm_items: list[Any], *, images: Any) -> list[Any]:
-        """Tells media apart that have the same pixels. SGLang's own hash is of the pixels alone: it would take the
-        features of one shape for those of another, and dies where an image and a frame of a video are the same."""
+        """Gives media with equal pixels but other shapes different hashes. SGLang hashes pixels alone: it would confuse
+        the features of such media, and it dies if an image equals a frame of a video."""
         mm_items = super()._postprocess_mm_items_before_transport(mm_items, images=images)
         for item in mm_items:
             if item.format is MultimodalInputFormat.PROCESSOR_OUTPUT:
