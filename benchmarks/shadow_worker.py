@@ -35,8 +35,8 @@ from fluxjax.data.prepare import Preparer
 from fluxjax.data.shadows import MediaIndex, ProxyMedia
 from fluxjax.data.sources import all_texts
 from fluxjax.data.tickets import Ticket, ref_of
-from fluxjax.hosts.coming import ComingPrompts, coming
-from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, shares_of, told
+from fluxjax.hosts.coming import ComingPrompts
+from fluxjax.hosts.orders import Coming, Learn, MediaTold, decode, encode, shares_of, told, told_media
 from fluxjax.runtime.flight_store import FlightStore
 from models.config import PatchLayout, TextConfig, VisionConfig
 from models.inputs import PromptInput
@@ -226,7 +226,8 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     # Each process generates for its share of the prompts; where process 0 has the pixels, it sends them.
     shares = [prompts[rank :: world.processes] for rank in range(world.processes)]
     began = time.perf_counter()
-    news = b"".join(encode(coming(prompts, process.holder)))
+    media = [[ready.prompt.draw, told_media(ready.inputs, process.holder)] for ready in prompts]
+    news = b"".join(encode(Coming([[draw, told] for draw, told in media if told is not None])))
     for pipe, share in zip(pipes, shares[1:], strict=True):
         pipe.send([patches_of(prepared) for prepared in share])
         pipe.send_bytes(news)

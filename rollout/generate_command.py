@@ -214,7 +214,7 @@ def how_to_sample(
     `top_p` or `top_k` without effect because the result is greedy.
     """
     from .engine import SamplingParams
-    from .requests import checked_sampling
+    from .requests import as_integer, as_number, checked_sampling
 
     said = read_json(folder / FILE)
     flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -229,7 +229,8 @@ def how_to_sample(
             raise ValueError(f"{flag} does nothing at temperature 0, which is greedy: give --temperature, too")
         return SamplingParams(temperature=0.0)
     try:
-        return checked_sampling(SamplingParams(**values), vocabulary=1)  # there are no ids to check yet
+        typed = {name: (as_integer if name == "top_k" else as_number)(name, value) for name, value in values.items()}
+        return checked_sampling(SamplingParams(**typed), vocabulary=1)  # there are no ids to check yet
     except ValueError as error:
         flag = next((name for name in given if str(error).startswith(f"{name}=")), None)
         raise ValueError(f"--{flag.replace('_', '-')}: {error}" if flag else f"{folder / FILE}: {error}") from None

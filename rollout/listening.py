@@ -44,7 +44,9 @@ def exit_status(run: Callable[[argparse.Namespace], None], options: argparse.Nam
     return 0
 
 
-def number(kind: type[int] | type[float], low: float, high: float = math.inf, *, above: bool = False) -> Any:
+def number(
+    kind: type[int] | type[float], low: int | float, high: int | float = math.inf, *, above: bool = False
+) -> Any:
     """An argparse type: a finite number from `low` (`above`: greater than `low`) to `high`."""
 
     def parse(text: str) -> float:

@@ -27,7 +27,7 @@ from models.qwen2_5_vl.positions import Grid
 from models.shadow import Rows, ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
-from .requests import as_integer
+from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
 FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; servers that can't read it say that it is no image
@@ -320,13 +320,13 @@ def sampling_of(params: Json, begun: int) -> SamplingParams:
         raise ValueError("logit_bias must have a value for each of some token ids")
     if not all(isinstance(value, int | float) and value <= NEVER / 10 for value in bias.values()):
         raise ValueError(f"logit_bias: only {NEVER:g} is possible, which forbids a token")
-    stop, top_k = params.get("stop_token_ids") or [], params.get("top_k", -1)
+    stop, top_k = params.get("stop_token_ids") or [], as_integer("top_k", params.get("top_k", -1))
     if not isinstance(stop, list) or any(type(id) is not int for id in stop):
         raise ValueError("stop_token_ids must be a list of integers")
     return SamplingParams(
         max_new_tokens=as_integer("max_new_tokens", params.get("max_new_tokens", 128)) + begun,
-        temperature=params.get("temperature", 1.0),
-        top_p=params.get("top_p", 1.0),
+        temperature=as_number("temperature", params.get("temperature", 1.0)),
+        top_p=as_number("top_p", params.get("top_p", 1.0)),
         top_k=0 if top_k == -1 else top_k,
         stop_ids=tuple(stop),
         forbidden_ids=tuple(int(id) for id in bias),

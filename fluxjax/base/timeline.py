@@ -69,7 +69,7 @@ class Timeline:
         `compile` are not counted in the other stages."""
         spans = self._steps.get(step, ())
 
-        def wall(*names: str) -> float:
+        def wall(*names: str) -> int | float:
             times = disjoint((span for span in spans if span.name in names), lambda span: None)
             return sum(end - start for start, end in times.get(None, ()))
 

@@ -311,7 +311,7 @@ class WorkerPool:
                 self._processes.discard(process)
                 self._count(killed=1)
 
-    def _count(self, **more: float) -> None:
+    def _count(self, **more: Any) -> None:
         self._load = self._load._replace(**{name: getattr(self._load, name) + count for name, count in more.items()})
 
     def _check_open(self) -> None:
