@@ -31,7 +31,7 @@ import sys
 from .config import Config, ConfigError
 from .config.cli import parse
 
-FRACTION = 0.95  # of a device's memory; what is left is for CUDA, NCCL and the kernels' code
+FRACTION = 0.95  # of a device's memory; CUDA, NCCL and the kernels' code need the rest
 
 
 def main(argv: list[str]) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .data.flight_server import SliceStore
 
-GRACE = 2.0  # seconds for calls under way, once it is told to end
+GRACE = 2.0  # seconds that calls under way have after SIGTERM
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def local_stores(options: argparse.Namespace) -> Callable[[MediaSettings], Slice
 
 
 def serve(options: argparse.Namespace, make_store: Callable[[MediaSettings], SliceStore]) -> None:
-    """Serves until SIGTERM or SIGINT. Raises OSError where it can't listen."""
+    """Serves until SIGTERM or SIGINT. Raises OSError if it can't listen."""
     from .data.flight_server import FlightServer
     from .data.flight_wire import PROTOCOL
 

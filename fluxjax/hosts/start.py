@@ -17,18 +17,18 @@ from ..batch.composer import Team
 from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
-FIRST_PORT, PORTS = 61440, 4096  # where JAX's own coordinator would be: above those that systems give away
+FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above those that systems assign
 START_SECONDS = 300.0  # all processes must have connected by then
-SILENCE = 15.0  # seconds after which a process of which nothing is heard is taken for lost
+SILENCE = 15.0  # seconds of silence after which a process is taken for lost
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns this process with its links to the others; alone, where neither the settings nor the cluster name others.
+    """Returns this process with its links to the others; alone, if neither the settings nor the cluster name others.
     Must be called before JAX is used.
 
-    Raises LinkError if the processes do not find each other: one may have died. Ends this process with `LOST` if they
-    have not after five minutes, or `progress_timeout` seconds if these are fewer: a wait within JAX can't be given up.
+    Raises LinkError if the processes do not find each other: one may have died. After five minutes, or
+    `progress_timeout` seconds if these are fewer, ends this process with `LOST`: a wait within JAX can't be given up.
     """
     settings = found(settings, os.environ)
     if settings.processes == 1:
@@ -43,7 +43,7 @@ def join(settings: DistributedConfig) -> Team:
     limit.daemon = True
     limit.start()
     try:
-        # JAX ends the process with a stack trace when its own time is over.
+        # At its own time limit JAX would end the process with a stack trace.
         initialize(
             settings.coordinator,
             settings.processes,
@@ -112,5 +112,5 @@ def _port(number: int) -> int:
 def first_host(nodes: str) -> str:
     """Returns the first host of a list as Slurm writes it: `a`, `a,b`, `node[001-004,007]`, `rack[2-3]node1`."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    assert match is not None  # all of it may be empty
+    assert match is not None  # every part of the pattern may be empty
     return "".join(part or "" for part in match.groups())

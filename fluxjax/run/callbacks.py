@@ -150,7 +150,7 @@ class Reporter(Observer):
             "servers/up": float(sum(server.up for server in servers)),
             "servers/restarts": float(sum(server.restarts for server in servers)),
             # Not the sum of the rates that servers report: a server may have been idle for a part of the step.
-            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # tokens leave with a server
+            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # or a server left
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:

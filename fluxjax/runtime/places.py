@@ -113,7 +113,7 @@ class Places:
         self.lock = threading.RLock()
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was last asked for its statistics
-        self._settled = threading.Condition(self.lock)  # there is a place, or none that will do
+        self._settled = threading.Condition(self.lock)  # notified when a place answers or refuses, and at the end
         self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # looks under way, by medium
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
