@@ -277,8 +277,8 @@ class Team:
         return make()
 
     def stepped(self, idle: float | None = None) -> None:
-        """Notes that this process has made the step whose rows it got last; a second call for the same step does
-        nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
+        """Notes that this process has made the step whose rows were handed out last; a second call for the same step
+        does nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
         """Returns the newest known status of each process, by process: this process's and, in process 0, those of the

@@ -178,7 +178,7 @@ def _cost(plan: Sequence[Outline]) -> int:
 def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
     """Puts each piece into the first row with room for its tokens and patches."""
     rows: list[list[Piece]] = []
-    free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # of each row
+    free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # free tokens and patches of rows
     members: list[set[int]] = []
 
     def added(row: int, piece: Piece) -> int:

@@ -71,11 +71,11 @@ def coupled(
     settings: AlgorithmConfig,
     team: Team,
 ) -> tuple[Composition, Mapping[str, float]]:
-    """The composition whose advantages are minus the slopes of the algorithm's loss, and the metrics of `couple`.
+    """Returns the composition with minus the slopes of the algorithm's loss as advantages, and the metrics of `couple`.
 
-    `logprobs_BT` are the policy's, with which the next optimizer step begins; `groups` are those of all processes, with
-    their advantages, in process 0, which calls `couple` and has its metrics. Slopes are divided by the tokens' loss
-    weights, which cancels these out of the loss. Collective."""
+    `logprobs_BT` are those of the policy before the next optimizer step. In process 0, which calls `couple` and has its
+    metrics, `groups` are those of all processes, with their advantages. Slopes are divided by the tokens' loss weights,
+    so that these cancel in the loss. Collective."""
     metrics: dict[str, float] = {}
 
     def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
@@ -169,10 +169,10 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
 def by_response(
     team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, one number a response. Process 0 decides them, of the responses of all processes.
+    """Returns, for each composition, one number a response. Process 0 decides the numbers, from all processes.
 
-    `sums` has, for each composition, numbers of its responses, in which each token here has its part; `decide` gets
-    their sums over all tokens. Responses of which no token is here get 0."""
+    `sums` has, for each composition, sums over the tokens that a response has in this process; `decide` gets the sums
+    over all processes. Responses without a token in this process get 0."""
 
     def of_tokens(keys: Sequence[Key], counts: np.ndarray, parts: Arrays) -> Arrays:
         which = np.repeat(np.arange(len(keys)), counts)

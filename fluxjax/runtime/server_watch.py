@@ -124,8 +124,8 @@ def first_line(reason: str) -> str:
 def server_lanes(
     spans: Sequence[Span], busy: Mapping[str, Sequence[tuple[float, float]]], down: Sequence[Span]
 ) -> list[Span]:
-    """Returns the spans with a lane for each server in place of those of engines: a request may move from server to
-    server, which engines do not know. `busy` says when a server ran samples: during a rollout, they are of its step.
+    """Returns the spans with a lane for each server instead of each engine: a request may move between servers unseen
+    by its engine. `busy` has the times when each server ran samples; those within a rollout belong to its step.
     """
     if not spans:
         return []
