@@ -266,7 +266,7 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 
 
 def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
-    """Returns the batch of these arrays, which are named by its fields and those of its inputs."""
+    """Returns the batch with `arrays`, named by the fields of the batch and of its inputs."""
     inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **beside)

@@ -162,8 +162,7 @@ class RolloutConfig:
     # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; on a CPU, whose devices share its cores, one engine.
     engines: int = not_negative(0)
-    # The field whose values must differ within a group: groups of equal values are not trained on, and other prompts
-    # are drawn for them (DAPO).
+    # Groups whose responses are equal in this field are not trained on; other prompts are drawn for them (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
     max_num_gen_batches: int = not_negative(10)  # the most times prompts_per_step are drawn for a step; 0: no bound
 
@@ -205,8 +204,7 @@ class ShardingConfig:
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
     tokens_per_row: int = positive(256)  # fsdp, from 1024 on: at most; rows are shorter if that saves padding
-    # The most rows of a device in a microbatch under fsdp. Else a device has one row of tokens_per_row *
-    # rows_per_device tokens.
+    # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
@@ -253,8 +251,7 @@ class DistributedConfig:
 
 @dataclasses.dataclass(slots=True)
 class Config:
-    """All settings of a run. `unread` are the sections and fields that the command of this configuration never
-    reads."""
+    """All settings of a run. `unread` are sections and fields that the configuration's command never reads."""
 
     unread: ClassVar[tuple[str, ...]] = ()
     # The name of the run.

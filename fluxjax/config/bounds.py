@@ -22,8 +22,7 @@ class Section(Protocol):
 
 
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
-    """Declares a field of settings. `holds(value)` returns True for an allowed value; `allowed` continues the message
-    "it must"."""
+    """Declares a field of settings. `holds(value)` is True for allowed values; `allowed` says what they must be."""
     return dataclasses.field(default=default, metadata={"holds": holds, "allowed": allowed})
 
 
@@ -153,8 +152,8 @@ def _check_section(name: str, value: Any, kind: type) -> None:
 
 
 def expand_home(section: Section | Mapping[str, Any]) -> None:
-    """Replaces a `~` at the beginning of a text, in a section or in sections within it, by the user's home, as a shell
-    does."""
+    """Replaces a `~` at the start of a text, in a section or in sections within it, by the user's home, as shells
+    do."""
     for name, value in children(section).items():
         if isinstance(value, Section | Mapping):
             expand_home(value)

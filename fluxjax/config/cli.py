@@ -290,7 +290,7 @@ def _child(
     part: str,
     field: str,
 ) -> object:
-    """Returns a field's value; raises `ConfigError` with the nearest valid name if there is none."""
+    """Returns a field's value; raises `ConfigError` with the nearest valid name if there is no such field."""
     names = children(holder)
     if part in names:
         return names[part]

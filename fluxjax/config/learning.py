@@ -137,8 +137,7 @@ class ImportanceConfig:
 
     kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
     level: ImportanceLevel = ImportanceLevel.TOKEN  # ratio of a token or of its response, which scores all tokens first
-    # The smallest and the largest ratio that count: truncate cuts larger ratios to the largest, mask leaves out tokens
-    # outside.
+    # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
     decoupled: bool = False  # clip around the policy at the start of the step instead of the behaviour policy
@@ -146,8 +145,7 @@ class ImportanceConfig:
 
     @property
     def whole(self) -> bool:
-        """Returns True if a token's weight depends on other tokens, so that all tokens are scored before the first
-        optimizer step."""
+        """Returns True if a token's weight depends on other tokens: then all are scored before the step."""
         return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
@@ -237,8 +235,7 @@ class AlgorithmConfig:
 
     @property
     def relative(self) -> bool:
-        """Returns True if the algorithm is built in and compares the responses of a group, which then needs two at
-        least."""
+        """Returns True if the algorithm is built in and compares a group's responses, so that it needs two."""
         return self.label in _RELATIVE
 
     @property

@@ -58,7 +58,7 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
-        self._agreed = 0.0  # when
+        self._agreed = 0.0  # when all processes agreed on the step's programs
         self.at = "its programs"  # what this process is doing: a stage, or this text between stages
         self._waited = 0.0
 
@@ -115,7 +115,7 @@ class Gang(Team):
         self._at = 0  # the step whose rows this process has
         self._heard: collections.deque[Order] = collections.deque()  # orders that came while a value was awaited
         self._stepped = 0  # the last step that this process has made
-        self._stepped_at = 0.0  # when, on `time.perf_counter`
+        self._stepped_at = 0.0  # when it made that step, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
 
     def tell(self, order: Order) -> None:

@@ -12,7 +12,7 @@ from sharding.links import LinkError, Links
 
 from ..base.timeline import compilations
 
-HEAD_START = 5.0  # more seconds in process 0, because it waits for the others
+HEAD_START = 5.0  # seconds by which the limit of process 0 is longer, because it waits for the others
 _LOOK = 0.5  # seconds between two looks at the clock
 _LONG = 3.0  # seconds after which a compilation is announced; short ones would be too many messages
 _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`

@@ -1,5 +1,5 @@
-"""Joins the other processes of a run: those that the settings name, or the environment variables by which Open MPI and
-Slurm tell a process which processes there are, and which of them it is."""
+"""Joins the other processes of a run. The settings name them, or the environment variables in which Open MPI and Slurm
+tell a process its number and the number of all processes."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Learner:
             self._base = fingerprint(self.gradients.strategy.frozen(self.params), self.mesh)
         self.opt_state = self._fresh_opt_state()
         if isinstance(config.sharding.strategy, ODC):
-            _ = self.gradients.odc  # raises for hosts that can't be made
+            _ = self.gradients.odc  # raises if the mesh can't be cut into hosts
 
     @property
     def text(self) -> TextConfig:
@@ -218,9 +218,8 @@ class Learner:
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Returns all arrays that the rest of training depends on, as a pytree for a checkpoint. Frozen weights are
-        read or sampled again by a resumed run, and recognised by a fingerprint, which is all that the state has of
-        them."""
+        """Returns all arrays that the rest of training depends on, as a pytree for a checkpoint. A resumed run reads or
+        samples frozen weights again, so the state has only their fingerprint."""
         everywhere = NamedSharding(self.mesh, P())
         # Not `device_put`, in which processes wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
@@ -228,8 +227,7 @@ class Learner:
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Frees all arrays but frozen weights, to make room for those of `load_state`: until then the learner is
-        abstract."""
+        """Frees all arrays but frozen weights, to make room for those of `load_state`. The learner is abstract then."""
         self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
@@ -353,8 +351,7 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> 
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with products, which XLA fuses, in the place of quotients, which it would keep in
-    memory."""
+    """`optax.clip_by_global_norm` with products instead of quotients: XLA fuses products, but stores quotients."""
 
     def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         norm = optax.tree_utils.tree_norm(grads)
@@ -434,8 +431,7 @@ def lora_of(config: Config) -> models.Lora | None:
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Returns four bytes for each weight, `[W]` uint32, on every device: they change if one bit of the weight
-    changes."""
+    """Returns four bytes a weight, `[W]` uint32, on every device: they change if one bit of the weight changes."""
     return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 

@@ -163,7 +163,7 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
     return np.float64(team.decided((float(values.sum()), len(values)), mean))
 
 
-# --- numbers that depend on responses of which several processes have parts ----------------------------
+# --- numbers of responses that several processes have parts of -----------------------------------------
 
 
 def by_response(

@@ -76,7 +76,7 @@ class Portion:
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
-    size: int = 0  # of the step's normaliser
+    size: int = 0  # its part of the step's normaliser
     compositions: Sequence[Composition] = ()  # the compositions that were computed last
     outcome: Outcome | None = None
 
@@ -189,7 +189,7 @@ class PolicyTrainer:
         """Computes the gradients of a portion, which has at most one composition, and keeps them for the step."""
         self._compute(latest, compositions, place)
         here = self._early.pop(place.gradients, Portion())
-        self._early[place.gradients] = joined(place.gradients, [here, latest])  # now the last entry
+        self._early[place.gradients] = joined(place.gradients, [here, latest])  # the newest portion is the last entry
         jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:

@@ -209,9 +209,9 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
-    """Returns the sampling settings of `config.rollout`: responses end with an end token and have no media token. Top-p
-    and top-k are off, because log-probs of engine and trainer are under the full distribution: a token sampled from a
-    part of it would have another probability."""
+    """Returns the sampling settings of `config.rollout`: responses end at an end token or at the limit, and have no
+    media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution: a
+    token sampled from a part of it would have another probability."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,

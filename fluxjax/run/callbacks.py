@@ -100,7 +100,7 @@ class SettledHeap(Callback):
 
 _ALARMS_SHOWN = 3
 _DUMPED = 8  # responses in a dump
-# Mean absolute differences between engine and trainer log-probs that raise an alarm; other orders of sums cause less.
+# Mean absolute differences between engine and trainer log-probs that raise an alarm; sums in other orders cause less.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
@@ -110,8 +110,8 @@ class Reporter(Observer):
     def __init__(self, run: ReportedRun) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
-        self._served = time.perf_counter(), _tokens(run.pool.servers())  # at the last step
-        self._told = run.gang.bytes_told  # at the last step
+        self._served = time.perf_counter(), _tokens(run.pool.servers())  # time and tokens at the last step
+        self._told = run.gang.bytes_told  # bytes told until the last step
 
     def on_step(self, report: StepReport) -> None:
         run, summary, step = self._run, self._summary, report.step
@@ -150,7 +150,7 @@ class Reporter(Observer):
             "servers/up": float(sum(server.up for server in servers)),
             "servers/restarts": float(sum(server.restarts for server in servers)),
             # Not the sum of the rates that servers report: a server may have been idle for a part of the step.
-            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # or a server left
+            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # smaller if a server left
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:

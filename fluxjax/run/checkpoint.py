@@ -2,8 +2,7 @@
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
 (coordinator, data position, weight version, what the summary has counted so far). Checksums of all its files are
-written before it gets its final name, and compared before it is restored. Older checkpoints are not removed before that
-name.
+written before it gets its final name, and compared before it is restored. Older checkpoints stay until then.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class ResumeError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/<step>/`. An unfinished checkpoint is never listed: Orbax renames its
-    folder at the end."""
+    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax renames them
+    last."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
         """`read_only` changes no file, because a run may still be writing. `largest` is the size of the largest array,
@@ -182,8 +181,7 @@ class Checkpoints:
         return step, restored["arrays"], restored["state"]
 
     def _check_fits(self, step: int, abstract: PyTree) -> None:
-        """Raises ValueError naming the first array whose shape differs from that in `abstract`, or that only one of the
-        two has."""
+        """Raises ValueError naming the first array that has not the shape in `abstract`, or that only one side has."""
         metadata = self._manager.item_metadata(step)["arrays"]
         if metadata is None:
             raise ValueError("its arrays cannot be found")

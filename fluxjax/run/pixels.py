@@ -154,7 +154,7 @@ class DataMetrics:
 
     def __init__(self) -> None:
         self._known = time.perf_counter()  # when the newest stats were read
-        self._rate = 0.0  # of frames
+        self._rate = 0.0  # frames decoded a second
         self._moved, self._stats = Materialized(), StoreStats()  # at the last step
         self._bytes: dict[str, int] = {}  # bytes that each preprocessor has sent, by name
 

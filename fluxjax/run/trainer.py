@@ -253,8 +253,8 @@ class FluxTrainer:
             raise ResumeError(f"not saved in {checkpoints.folder}: {checkpoints.failed[-1]}")
 
     def load_checkpoint(self, step: int | None = None) -> int:
-        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
-        from there. Returns its step; raises `ResumeError` if there is none or it fits another model.
+        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on from
+        there. Returns its step; raises `ResumeError` if there is no checkpoint, or it fits another model.
 
         The learner's arrays are freed before the checkpoint's arrays are read, so that no device holds both, unless an
         engine serves them."""

@@ -185,7 +185,7 @@ class EngineServers:
 
     The servers listen on `host`, for clients that know `token`. `failed` is called from that thread if the servers
     can't go on. With `fetch`, requests may have tickets in the place of pixels. Raises what `EnginePool` raises, and
-    ValueError if `host` is not this machine.
+    ValueError if `host` is no address of this machine.
     """
 
     def __init__(

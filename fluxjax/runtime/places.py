@@ -1,5 +1,5 @@
-"""Keeps connections with preprocessors, called places: chooses a place for a medium, loses places that fail, and asks
-them for statistics."""
+"""Keeps connections with preprocessors, called places: chooses places for media, loses them, asks them for
+statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..data.media_cache import Recent
 from ..data.tickets import MediaRef, Ticket
 
 _HELD = 1 << 16  # media whose holders are known
-_HISTORY = 1 << 14  # transitions
+_HISTORY = 1 << 14  # transitions that are remembered
 _GREETING = 10.0  # seconds that a place may take to answer the first question: it starts workers
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
 _STATS_SECONDS = 2.0  # seconds that a place may take to send its statistics
@@ -89,7 +89,7 @@ class PlaceSeat:
 
 
 class Places:
-    """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each is its own name).
+    """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
     A place that answers nothing for `lease_seconds` is lost, and used again when it answers again. `silent` is called
     with its name. DataError is raised if no place answers for `patience` seconds, and at once if a place refuses this
@@ -131,7 +131,7 @@ class Places:
                 self._holders.put(Ticket.parse(ticket).ref, (seat, seat.link))
 
     def holder(self, ticket: str) -> str:
-        """Returns the place that holds the medium of this ticket, for a `hint` in another process; empty if it is not
+        """Returns the place that holds this ticket's medium, for a `hint` in another process; empty if it is not
         known."""
         with self.lock:
             seat = self._holder(Ticket.parse(ticket).ref)
@@ -248,8 +248,7 @@ class Places:
 
     @contextlib.contextmanager
     def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[None]:
-        """Wraps a question for `count` media or ranges: notes when the place answered, or loses it if its connection
-        fails."""
+        """Wraps a question for `count` media or ranges: notes when the place answers, or loses it if it fails."""
         begin = time.monotonic()
         try:
             yield

@@ -1,6 +1,6 @@
 """Carries out what the coordinator says, with asyncio: engines generate, the scorer scores, the trainer trains.
 
-Only here the pure state machine meets the clock, threads and failures. One loop takes an event, asks the coordinator,
+The pure state machine meets the clock, threads and failures only here. One loop takes an event, asks the coordinator,
 and starts a task for each instruction; a task ends by posting the next event. An exception in a task ends the run at
 once with that error: before that, every other task is cancelled and awaited, and a thread at work is waited for.
 """
@@ -37,7 +37,7 @@ class Runtime:
     draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
     score: Callable[[Prompt, Response], Awaitable[Reward]]  # handles rewards that crash or hang
     trainer: Trainer
-    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop before that
+    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop first
     evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
