@@ -203,7 +203,7 @@ class ShardingConfig:
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
-    tokens_per_row: int = positive(256)  # fsdp, from 1024 on: at most; rows are shorter if that saves padding
+    tokens_per_row: int = positive(256)  # of a row; fsdp, from 1024 on: at most, rows are shorter if that saves padding
     # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch

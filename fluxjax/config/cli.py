@@ -53,7 +53,7 @@ def _text(value: object) -> str:
 
 
 def _corrected(config: Config) -> bool:
-    """Returns True if ratios of the policies are used beside the clipped objective, too."""
+    """Returns True if ratios of the policies count beside the clipped objective."""
     importance = config.algorithm.importance
     return importance.decoupled or importance.kind is not Importance.NONE
 

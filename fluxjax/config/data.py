@@ -108,7 +108,7 @@ class SourceConfig:
 @dataclasses.dataclass(slots=True)
 class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
-    max_pixels: int = not_negative(0)  # the most of an image or a frame, after resizing; 0: as in the checkpoint
+    max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
     preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself

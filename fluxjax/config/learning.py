@@ -136,7 +136,7 @@ class ImportanceConfig:
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # ratio of a token or of its response, which scores all tokens first
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's (which scores all tokens first)
     # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
@@ -198,7 +198,7 @@ class AlgorithmConfig:
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 less this are clipped
-    clip_high: float = not_negative(0.2)  # ratios above 1 plus this; larger than clip_low: clip-higher (DAPO)
+    clip_high: float = not_negative(0.2)  # ratios above 1 plus this are clipped; above clip_low: clip-higher (DAPO)
     dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
         3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
     )

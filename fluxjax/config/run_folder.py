@@ -20,7 +20,7 @@ from .bounds import Chosen, Section, children, flatten, lies_in
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 CHOICE = "choice"  # the key of a choice's name
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # network file systems without locks
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of network file systems
 
 
 def named(config: Config) -> pathlib.Path:

@@ -27,10 +27,9 @@ class ServersConfig:
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
-    # server's number, {degree} the number of its devices, {device} its first device, {devices} all its devices, as in
-    # 2,3.
+    # server's number, {degree} the number of its devices, {device} its first, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()  # variables, with the same names: ("CUDA_VISIBLE_DEVICES={devices}",)
+    environment: tuple[str, ...] = ()  # their variables, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
     start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to come back
     colocated: bool = False  # servers on the training devices, asleep while these train
