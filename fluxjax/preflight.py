@@ -10,7 +10,7 @@ them nothing hides, host memory for loading, the longest row that fits, and sett
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
-  --model-config FILE             a config.json with the model's sizes, where model.path is not on this machine; known
+  --model-config FILE             a config.json with the model's sizes, if model.path is not on this machine; known
                                   models need none (fluxjax/sizing/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
   --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...

@@ -4,9 +4,9 @@ Devices wait for one another only at the end of a minibatch. So each device's wo
 be even, not the number or the size of its microbatches (ODC paper, section 4). A microbatch is one row of one device,
 laid out like a spread microbatch, by a plan of a single device; the device computes its own media, too.
 
-Sequences that one device can't hold are computed by all devices together, before the others, spread as under
-`flex_ulysses`. Meanwhile all devices wait for one another at every layer. So devices that the plan leaves idle compute
-shorter sequences, as long as the microbatch takes no more time.
+Sequences that one device can't hold are computed first, by all devices together, spread as under `flex_ulysses`.
+Meanwhile all devices wait for one another at every layer. So devices that the plan leaves idle compute shorter
+sequences, as long as the microbatch takes no more time.
 """
 
 import dataclasses

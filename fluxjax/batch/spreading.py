@@ -36,7 +36,7 @@ class Spreading:
     """Plans microbatches: one device, or several together, compute each sequence.
 
     The query heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
-    heads do not allow, and for a calibration that can't be read or that lacks groups of these degrees.
+    heads do not allow, and for a calibration that can't be read or that lacks device groups of these degrees.
     """
 
     def __init__(

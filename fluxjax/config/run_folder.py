@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
+"""The folder of a run, `runs/<name>-<date>` or the folder that the configuration names, and the settings in it."""
 
 import contextlib
 import datetime

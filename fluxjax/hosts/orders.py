@@ -161,7 +161,7 @@ def _array(read: dict[str, Any]) -> Any:
 
 # --- rows ---------------------------------------------------------------------------------------
 # A group is sent as a list of values, because there may be thousands, and without its prompt's inputs; its responses
-# follow the order. If the receiver needs a group only to place the tokens of others, only its sizes are sent.
+# follow the order. If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
 
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses in them
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]

@@ -24,8 +24,8 @@ GRACE = 5.0  # seconds in which a process ends itself when another has failed; t
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns this process with its links to the others; alone, if neither the settings nor the cluster name others.
-    Must be called before JAX is used.
+    """Returns this process with links to the others, or alone, if neither the settings nor the cluster name other
+    processes. Must be called before JAX is used.
 
     Raises LinkError if the processes do not find each other: one may have died. After five minutes, or
     `progress_timeout` seconds if these are fewer, ends this process with `LOST`: a wait within JAX can't be given up.
@@ -62,8 +62,8 @@ def found(settings: DistributedConfig, environment: Mapping[str, str]) -> Distri
     """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
     is a process of the run. Without either, the run has one process.
 
-    Kubernetes and SkyPilot substitute their values in the command line (deploy/): for them nothing is read here. Raises
-    ConfigError for an Open MPI that does not say where it was started.
+    Kubernetes and SkyPilot substitute their values in the command line (deploy/), so that no variable of theirs is read
+    here. Raises ConfigError for an Open MPI that does not say where it was started.
     """
     if settings.processes:
         return settings

@@ -340,7 +340,7 @@ def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
 
 
 def _shapes(tree: Any) -> tuple[object, ...]:
-    """Returns the structure and the shapes of a batch: a program is compiled for these."""
+    """Returns the structure and the shapes of a batch: a program is compiled for them."""
     return (jax.tree.structure(tree), *(x.shape for x in jax.tree.leaves(tree)))
 
 

@@ -56,7 +56,7 @@ class Learner:
     params: Params
     opt_state: Any
     version: int
-    idle: float | None = None  # seconds that its devices waited for others in the last step; None: not measured
+    idle: float | None = None  # seconds that its devices waited for other devices in the last step; None: not measured
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Learner:
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
-        """Sets the adapters to these, by path, to train them further."""
+        """Replaces the adapters by `adapters`, by path, to train them further."""
         self.params = self.with_trained(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
 
     def trained(self, params: Params) -> Params:
@@ -213,8 +213,8 @@ class Learner:
         return self.gradients.accumulate(self.params, microbatches)
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> Scores:
-        """Computes `Gradients.logprobs` under the learner's parameters, or under others of the same layout (a frozen
-        reference)."""
+        """Computes `Gradients.logprobs` under the learner's parameters, or under other parameters of the same layout (a
+        frozen reference)."""
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class PolicyTrainer:
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
-        again: dict[int, PreparedPrompt] = {}  # the prompts of these
+        again: dict[int, PreparedPrompt] = {}  # the prompts of replayed groups
         if self._replay is not None:
             count = len(groups) + len(early.groups)
             replayed, again = self._replay.choose(count, learner.version)

@@ -282,7 +282,7 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Returns False for records of a write that failed within Orbax: hundreds of lines of tracebacks, from its threads
-    and from asyncio, would hide the one line of `_note_failure`."""
+    and from asyncio, would hide the line of `_note_failure`."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

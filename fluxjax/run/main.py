@@ -43,7 +43,8 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
-    """Returns this process with the others that the settings or the environment name. Raises what `join` raises."""
+    """Returns this process with the other processes that the settings or the environment name. Raises what `join`
+    raises."""
     if settings.processes == 1 or not (settings.processes or any(environment.get(n, "1") != "1" for n in _COUNTS)):
         return Team()
     from ..hosts.start import join

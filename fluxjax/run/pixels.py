@@ -136,7 +136,7 @@ class Pixels:
         return look_lanes(self.store.history(), spans, now, time.perf_counter() - now)
 
     def draw(self, file: pathlib.Path) -> None:
-        """Draws which preprocessor held which medium when; draws nothing if there are no preprocessors."""
+        """Draws which preprocessor held which medium when; without preprocessors, draws nothing."""
         if isinstance(self.store, FlightStore) and (history := self.store.history()):
             media_picture(history, time.monotonic(), file)
 

@@ -158,7 +158,7 @@ class FleetPool:
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Starts the servers, unless they share memory with other servers or with training. `tell` is called, from
-        another thread, with a line for each server that comes up, is lost or comes back."""
+        another thread, with a line for each server that comes up, is lost, comes back or leaves."""
         self._file.write()
         if len(self._fleets) == 1 and not self._config.servers.colocated:
             self.fleet.start()

@@ -108,7 +108,7 @@ class FlightStore(Places):
     # Without the lock:
 
     def _looked(self, ref: MediaRef, seat: PlaceSeat, link: FlightPlace) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and others if that place fails or is lost."""
+        """Asks a place to look at a medium, and other places if that place fails or is lost."""
         failed: list[PlaceSeat] = []
         losses = 0
         try:
@@ -154,7 +154,7 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, losses: int) -> dict[int, np.ndarray]:
-        """Returns what a place gives to a question; parts of a lost place are asked of others."""
+        """Returns what a place gives to a question; if the place is lost, other places are asked for the parts."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)):

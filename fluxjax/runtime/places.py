@@ -186,7 +186,7 @@ class Places:
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> bool:
         """Gives up the connection `link`, with which a caller had trouble. Returns False, and does nothing, if the
-        place has another one by now."""
+        place has another connection by now."""
         if seat.link is not link:
             return False
         link.close()

@@ -298,7 +298,7 @@ class Runtime:
         self._post(messages.Trained(version, metrics))
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        """Takes the prompts of these groups out of those in flight, by draw."""
+        """Takes the prompts of these groups out of the prompts in flight, by draw."""
         return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
 
     def _forget_before(self, version: int) -> None:
@@ -395,7 +395,7 @@ class Runtime:
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins the earlier part of a response and its new chunks. The response is packed here, while others are
+    """Joins the earlier part of a response and its new chunks. The response is packed here, while other responses are
     generated."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]

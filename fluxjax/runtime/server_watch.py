@@ -149,8 +149,8 @@ def server_lanes(
 
 
 class ServerFile:
-    """Writes the servers of `agents` (with the addresses of their agents, or nothing) to `file`, and has others join
-    and leave as it changes. `agents` is kept up to date. `reachable` raises ConfigError for an address that weights
+    """Writes the servers of `agents` (with the addresses of their agents, or "") to `file`, and has servers join and
+    leave as the file changes. `agents` is kept up to date. `reachable` raises ConfigError for an address that weights
     can't reach."""
 
     def __init__(
