@@ -267,7 +267,7 @@ class Config:
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
     policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
-    # Half of the engines compute gradients of complete groups while the other half still generates (Flexes, 4.4).
+    # Devices of half of the engines compute gradients of complete groups while the others generate (Flexes, 4.4).
     stream_trainer: bool = False
     # Training begins before a step's groups are complete, if the others are predicted to end, with this confidence,
     # while gradients of complete groups are computed (Flux, insight 2). 0: training waits.
