@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         if args.samples is not None:
             config.evaluation.samples = args.samples
         config.validate()
-        config.sharding.devices = 0  # all of this machine's
+        config.sharding.devices = 0  # all devices of this machine
         from .base.process import use_compile_cache
         from .run.main import USER_ERRORS
         from .run.trainer import FluxTrainer

@@ -1,9 +1,8 @@
-"""Starts the processes of one run on this machine, one coordinator and those that train along, and starts them again
-when one of them fails.
+"""Starts all processes of a run on this machine, and starts them again when one of them fails.
 
     python -m fluxjax.launch --processes 2 -- --config=configs/vlm.py --config.run_dir=runs/two
 
-What stands behind `--` goes to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
+Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
 on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
 checkpoint: as often as there is a newer one each time, and --restarts times in a row without. An error that only you
 can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`, and
@@ -27,9 +26,9 @@ from typing import IO
 from .base.errors import LOST, USER, ConfigError
 from .config import cli, run_folder
 
-GRACE = 10.0  # seconds in which all must have ended when one has failed
-AT_ONCE = 15.0  # seconds in which all must have ended after a second signal
-STOPPED = 20.0  # seconds after which a process has failed that was stopped (SIGSTOP), or did not end with the others
+GRACE = 10.0  # seconds in which all processes must end when one has failed
+AT_ONCE = 15.0  # seconds in which all processes must end after a second signal
+STOPPED = 20.0  # seconds after which a process that is stopped (SIGSTOP), or does not end with the others, has failed
 LOOK_SECONDS = 0.05
 
 
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         config = cli.load(train)
         folder = run_folder.named(config)
         if folder.is_dir():
-            run_folder.lock(folder).close()  # before anything is started beside another run
+            run_folder.lock(folder).close()  # fails if another run is going on there
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER
@@ -78,11 +77,11 @@ class Supervisor:
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
-        self._signals = self._number = 0  # heard, and the last one's number
+        self._signals = self._number = 0  # signals heard, and the number of the last
 
     def run(self) -> int:
-        """Returns the exit status: 0, or that of the process that failed first in the last attempt; of two signals,
-        that of shells for them, whichever process noticed first."""
+        """Returns the exit status: 0, or that of the process that failed first in the last attempt; after two signals,
+        128 + the signal's number."""
         attempt, idle, status = 0, 0, 0
         while not self._signals:
             attempt += 1
@@ -107,7 +106,7 @@ class Supervisor:
         return status
 
     def stop(self, number: int) -> None:
-        """Passes a signal on to process 0, which ends the others in good order, or at once if it is the second one;
+        """Passes a signal on to process 0, which ends the others in good order, or at once if it is the second signal;
         there is no further attempt."""
         self._signals, self._number = self._signals + 1, number
         if self._run is not None:
@@ -120,7 +119,7 @@ class Supervisor:
             logs = [stack.enter_context(self._log(process).open("a")) for process in range(1, count)]
             self._run = Processes(count, self._train, logs)
             stack.callback(self._run.kill)
-            if self._signals:  # the signal came while it was started
+            if self._signals:  # the signal came while the processes were started
                 self._run.signal(signal.SIGTERM)
             return self._run.wait()
 
@@ -140,7 +139,7 @@ class Supervisor:
 
 class Failure:
     """The end of an attempt that failed: `process` failed first, others because of it; `by_user`: only the user can
-    mend it. `status` is the exit status as shells have it."""
+    mend the error. `status` is the exit status that a shell would show."""
 
     def __init__(self, ended: Mapping[int, int], frozen: Collection[int] = ()) -> None:
         """`ended` has the statuses of the processes that failed, in the order in which they ended; `frozen` are
@@ -168,12 +167,12 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={count}"]
-        # A process that outlived its launcher would keep its GPU, and the port of the coordinator.
+        # A process that outlived its launcher would keep its GPU and the coordinator's port.
         bound = pathlib.Path(__file__).resolve().parent.parent / "rollout" / "local_server.py"
         command = [sys.executable, str(bound), sys.executable, "-m", "fluxjax.train", *train]
         command += shared if count > 1 else []
         self._children: list[subprocess.Popen[bytes]] = []
-        self.deadline = float("inf")  # when `wait` kills what runs
+        self.deadline = float("inf")  # when `wait` kills the running processes
         for process in range(count):
             out = logs[process - 1] if process else None
             rank = [f"--config.distributed.process={process}"] if process else []
@@ -184,7 +183,8 @@ class Processes:
             self._children[0].send_signal(number)
 
     def wait(self) -> Failure | None:
-        """Returns when all processes have ended: the failure, or None. When one fails, or is stopped, all end."""
+        """Waits until all processes have ended; returns the failure, or None. If one fails or is stopped, all are
+        ended."""
         ended: dict[int, int] = {}
         frozen: list[int] = []
         since = going = time.monotonic()
@@ -207,7 +207,7 @@ class Processes:
                 ended[process] = child.returncode
 
     def kill(self) -> None:
-        """Kills what has not ended; returns when no process runs."""
+        """Kills the processes that still run, and waits for their end."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
@@ -216,7 +216,7 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Returns True if the process is stopped. Its heartbeats would tell the others so, but not before it has met
+    """Returns True if the process is stopped. The others would miss its heartbeats, but only once it has connected with
     them."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

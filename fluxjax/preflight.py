@@ -1,4 +1,4 @@
-"""Says what a run needs of each device before there is one: its real programs, compiled on this machine's CPU.
+"""Reports what a run needs of each device, without the devices: its real programs, compiled on this machine's CPU.
 
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100
     python -m fluxjax.preflight --config=configs/qwen2_5_vl_7b.py --topology 1x8xh100 --layers 2 --json
@@ -10,7 +10,7 @@ them nothing hides, host memory for loading, the longest row that fits, and sett
 
   --topology HOSTSxDEVICESxKIND   the devices, such as 1x8xh100; kinds are those in fluxjax/sizing/targets
   --layers N                      compile N and 2N decoder layers only, and extrapolate: quicker for deep models
-  --model-config FILE             a config.json with the model's sizes, where model.path is not on this machine; known
+  --model-config FILE             a config.json with the model's sizes, if model.path is not on this machine; known
                                   models need none (fluxjax/sizing/models)
   --out FILE                      the picture; by default preflight.png in config.run_dir, or runs/preflight-NAME.png
   --json                          print one line of JSON instead of tables: fits, peak_gib, memory_gib, ...
@@ -31,7 +31,7 @@ import sys
 from .config import Config, ConfigError
 from .config.cli import parse
 
-FRACTION = 0.95  # of a device's memory; what is left is for CUDA, NCCL and the kernels' code
+FRACTION = 0.95  # of a device's memory; CUDA, NCCL and the kernels' code need the rest
 
 
 def main(argv: list[str]) -> int:

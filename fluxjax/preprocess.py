@@ -3,10 +3,10 @@
     python -m fluxjax.preprocess
     python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
-A run starts its own (`data.preprocessors`). When it is ready, it prints one line of JSON, {"address": "HOST:PORT",
-"protocol": 1}. It must see the media files under the names that the run knows them by. SIGTERM and SIGINT end it.
-Beyond loopback addresses it needs a token, the variable FLUXJAX_TOKEN, which the run must have, too. Wrong input is one
-line on stderr and exit status 2.
+A run starts its own preprocessors (`data.preprocessors`). A preprocessor that is ready prints one line of JSON,
+{"address": "HOST:PORT", "protocol": 1}. It must see the media files under the names that the run knows them by. SIGTERM
+and SIGINT end it. Beyond loopback addresses it needs a token, the variable FLUXJAX_TOKEN, which the run must have, too.
+Wrong input is one line on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .data.flight_server import SliceStore
 
-GRACE = 2.0  # seconds for calls under way, once it is told to end
+GRACE = 2.0  # seconds that calls under way have after SIGTERM
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def local_stores(options: argparse.Namespace) -> Callable[[MediaSettings], Slice
 
 
 def serve(options: argparse.Namespace, make_store: Callable[[MediaSettings], SliceStore]) -> None:
-    """Serves until SIGTERM or SIGINT. Raises OSError where it can't listen."""
+    """Serves until SIGTERM or SIGINT. Raises OSError if it can't listen."""
     from .data.flight_server import FlightServer
     from .data.flight_wire import PROTOCOL
 

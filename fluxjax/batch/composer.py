@@ -2,7 +2,7 @@
 
 `Composer` decides what is trained on and with which weights; the object that it chose for `sharding.strategy` (`rows`,
 `spreading` or `own_pace`) decides which devices compute what, and `fill` writes the arrays. A `Team` is the process, or
-the processes, in which that happens.
+the processes, that compose and train.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Composer:
     """Packs all responses of a step for `num_devices` devices.
 
     `vision` and `text` are the model's sizes. Without `vision`, for a text model, batches have no vision buffer; `text`
-    bounds the devices of a sequence (None: nothing does). `shapes` remembers the buffer sizes that spread sequences had
-    so far, which keeps compiled shapes few: it is part of a run's state.
+    bounds the devices of a sequence (None: no bound). `shapes`, which is part of a run's state, remembers the buffer
+    sizes of earlier microbatches to keep compiled shapes few.
 
     Raises ConfigError for `packing` that can hold nothing, for degrees that can't be on so many devices, and for a
     calibration that can't be read.
@@ -120,13 +120,13 @@ class Composer:
         whatever order they arrive in.
 
         `skip_idle` leaves out groups without any advantage: their gradient is zero unless there is a KL term. Loss
-        weights still count them. If there are no others, the first group stays.
+        weights still count these groups. If no group has an advantage, the first group stays.
 
-        `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest version of
-        the tokens).
+        `version` is that of the weights to be trained, from which the tokens' lags count (None: the newest version
+        among the tokens).
 
         Raises ConfigError, naming prompt and field, for a sequence or media that fit no buffer, and ValueError for
-        groups that contradict each other, `prepared` or `version`, or of which none has a token.
+        groups that contradict each other, `prepared` or `version`, or that have no token at all.
         """
         self.shapes.next_step()
         to_train, version = self._chosen(groups, prepared, skip_idle, version)
@@ -134,7 +134,7 @@ class Composer:
         return Share.of_all(micros, to_train, self.num_devices, version)
 
     def lay_out(self, share: Share) -> Composition:
-        """Returns the microbatches of a share: with the rows of its shards, and no others."""
+        """Returns the microbatches of a share, with the rows of its shards only."""
         return lay_out(share, self.room, self._tempered)
 
     def _chosen(
@@ -189,15 +189,15 @@ class Composer:
 
 
 class Team:
-    """The processes that train together, as each of them sees them: every process lays out its share of a step, one
-    decides. This one is alone, and `hosts.gang.Gang` is one of several. All processes of a team call the same methods
-    in the same order, but for `composed` and `tell`, which are process 0's: the others call `laid_out` with the shares
-    that it hands out."""
+    """The processes that train together, as each process sees them: every process lays out its share of a step, process
+    0 decides. `Team` is a process that is alone; `hosts.gang.Gang` is one of several. All processes of a team call the
+    same methods in the same order, but for `composed` and `tell`, which only process 0 calls: the others call
+    `laid_out` with the shares from process 0."""
 
     process, processes = 0, 1
     links: Links | None = None  # to the other processes
     rank_here = 0  # the number of processes with lower numbers that share this process's ports
-    bytes_told = 0  # by this process, to all others together
+    bytes_told = 0  # bytes sent by this process to all others together
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None
 
     @property
@@ -210,9 +210,9 @@ class Team:
         place_of: Callable[[str], str],
         expect: Callable[[Iterable[TrainBatch]], None] | None,
     ) -> None:
-        """Sets what the shares of a step need: the run's settings; `place_of`, which says which preprocessor holds the
-        medium of a ticket; `expect`, which is called with the batches that this process will read (None: they need no
-        pixels)."""
+        """Sets what the shares of a step need: the run's settings; `place_of`, which returns the preprocessor that
+        holds a ticket's medium; `expect`, which is called with the batches that this process will read (None: batches
+        need no pixels)."""
         self._expect = expect
 
     def composed(
@@ -226,7 +226,7 @@ class Team:
     ) -> list[Composition]:
         """Returns the share of this process, process 0, of each minibatch; `options` are those of `Composer.outline`.
         The other processes get their shares, with `size` and `update` (see `PolicyTrainer.follow`), and lay them out at
-        the same time. After an error nothing can follow."""
+        the same time. After an error the team can't be used any more."""
         with collector_paused():
             with self.stage("plan"):
                 steps = [composer.outline(groups, prepared, **options) for groups, prepared in minibatches]
@@ -248,12 +248,12 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from its shares, `shares[process]`, one of each minibatch: those
-        of a whole training step, or, without `update`, of a portion of one."""
+        """Sends every other process an order to learn from its shares, `shares[process]`, one of each minibatch of a
+        training step, or, without `update`, of a portion of one."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
-        those of all others. Raises LinkError, in all of them, where one differs: they would wait for one another for
+        those of all others. Raises LinkError in all processes if one differs: they would wait for one another for
         ever."""
 
     def decided(self, value: Any, decide: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
@@ -262,8 +262,8 @@ class Team:
         return decide([value])[0]
 
     def exchange(self, value: T) -> list[T]:
-        """Returns the `value` of every process, by process, in all processes; see `decided`. All must call it, and
-        before a step."""
+        """Returns the `value` of every process, by process, in all processes; see `decided`. All processes must call
+        it, before a step."""
         return self.decided(value, lambda every: [every] * len(every))
 
     def tell(self, order: Any) -> None:
@@ -271,25 +271,25 @@ class Team:
         failed."""
 
     def whole(self, make: Callable[[], Params], mesh: Mesh, *, adapters: bool = False) -> Params:
-        """Returns the weights that `make` returns, of the model or its adapters, as process 0 can hand them on: whole
-        arrays in its own memory. Tells the other processes to call `make` and take part in gathering. A process that is
-        alone gets the weights as they are."""
+        """Returns the weights that `make` returns, of the model or its adapters, as complete arrays in the memory of
+        process 0. Tells the other processes to call `make` and take part in gathering. A process that is alone gets the
+        weights unchanged."""
         return make()
 
     def stepped(self, idle: float | None = None) -> None:
-        """Notes that this process has made the step whose rows were told last; a second call for the same step does
-        nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
+        """Notes that this process has made the step whose rows were handed out last; a second call for the same step
+        does nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest known status of each process, by process: this one's and, in process 0, those of the
-        others; of a process that is alone, none."""
+        """Returns the newest known status of each process, by process: this process's and, in process 0, those of the
+        others; empty if the process is alone."""
         return []
 
     def close(self) -> None:
         """Ends the time limit on progress."""
 
 
-MAX_SHAPES = 32  # of microbatches that are compiled at most, for each number of devices
+MAX_SHAPES = 32  # the most shapes of microbatches that are compiled, for each number of devices
 
 
 def shape_book(config: Config) -> ShapeBook:
@@ -299,7 +299,8 @@ def shape_book(config: Config) -> ShapeBook:
 
 
 def _by_number(groups: Sequence[Group]) -> tuple[Sequence[Group], np.ndarray]:
-    """Returns the groups with their samples by number, and their `Columns.numbers_G3` one after the other, `[R, 3]`."""
+    """Returns the groups with their samples ordered by number, and their `Columns.numbers_G3` one after the other, `[R,
+    3]`."""
     numbers = [group.columns.numbers_G3 for group in groups]
     numbers_R3 = np.concatenate([np.zeros((0, 3), np.int64), *numbers])
     begins = np.cumsum([0, *map(len, numbers)])[:-1]

@@ -23,8 +23,8 @@ class Microbatch:
     """A batch of rows that is computed at once.
 
     `owner` is the device that computes the batch alone, at its own pace; None: all devices compute it together. `work`
-    is the predicted cost of the batch for each of them (the busiest one), in any unit; None under strategies that need
-    no prediction. `layout` is that of its shard plan, None where sequences are packed without one.
+    is the predicted cost of the batch for its busiest device, in any unit; None under strategies that need no
+    prediction. `layout` is that of its shard plan; None if sequences are packed without a plan.
     """
 
     batch: TrainBatch
@@ -37,12 +37,12 @@ class Microbatch:
 class Composition:
     """The microbatches of one step, in the order of their computation, and where each response lies in them.
 
-    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` says where these are,
-    response after response: indices into the token buffers of all microbatches, flattened, one after the other.
+    `keys[i]` is the (draw, sample) of response `i`, which has `lengths[i]` tokens here. `cells` has the places of these
+    tokens, response after response: indices into the token buffers of all microbatches, flattened, one after the other.
 
-    In a run of several processes, these are the rows of one of them: a response may have none of its tokens here, or
-    some. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of arrays.
-    `coming` has some of the same microbatches in new sizes, for which programs are to be compiled.
+    In a run of several processes, these are the rows of one process: it may have all, some or none of a response's
+    tokens. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
+    arrays. `coming` has some of the same microbatches in new sizes, whose programs are to be compiled ahead.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -50,12 +50,12 @@ class Composition:
     cells: np.ndarray
     lengths: np.ndarray
     coming: tuple[TrainBatch, ...] = ()
-    filled: tuple[Filled, ...] = ()  # of each microbatch, over all devices
+    filled: tuple[Filled, ...] = ()  # the use of each microbatch's buffers, over all devices
     elsewhere: tuple[Microbatch, ...] = ()
 
     @property
     def everywhere(self) -> tuple[Microbatch, ...]:
-        """The microbatches of all processes; those of this one come first."""
+        """The microbatches of all processes; those of this process come first."""
         return (*self.microbatches, *self.elsewhere)
 
     @property
@@ -83,8 +83,8 @@ class Composition:
         return [part.reshape(shape) for part, shape in zip(parts, shapes_BT, strict=True)]
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
-        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch here; those
-        of other processes get the shapes."""
+        """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch of this
+        process; the microbatches of other processes get the shapes."""
 
         def with_fields(microbatch: Microbatch, fields: Mapping[str, Any]) -> Microbatch:
             return dataclasses.replace(microbatch, batch=dataclasses.replace(microbatch.batch, **fields))
@@ -108,13 +108,13 @@ def unpack(composition: Composition, arrays_BT: PerToken) -> dict[tuple[int, int
 
 def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> dict[str, float]:
     """Returns the number of microbatches, the used share of the token buffers and of the patch buffers, between 0 and 1
-    (patches of text models: 0), and what the strategy's plans say of a step, where sequences are packed by plans.
+    (patches of text models: 0), and, if sequences are packed by plans, metrics of these plans.
 
-    The plans say: the share of tokens in sequences on more than one device, and the padding of the rows. Where devices
-    keep their own pace, how evenly work is dealt to them: the share of all devices' time in which they are predicted to
-    wait, at its end, and in collective microbatches for the busiest device; the most and fewest microbatches of a
-    device, those included that it computes with all others; how many these are. Else how evenly sequences are spread:
-    largest over mean attention work and tokens of a device, and the padding of what all-to-alls send.
+    Plans have the share of tokens in sequences on more than one device, and the padding of the rows. If devices keep
+    their own pace, the balance of work: the share of all devices' time in which they are predicted to wait, at the
+    step's end and in collective microbatches for the busiest device; the most and fewest microbatches of a device,
+    collective ones included; the number of collective microbatches. Else the balance of spread sequences: largest over
+    mean attention work and tokens of a device, and the padding of what all-to-alls send.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere
@@ -141,7 +141,7 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
             "sharding/all_to_all_padding": float(np.mean([share["all_to_all"] for share in padding])),
         }
     loads, counts = np.zeros(num_devices), np.zeros(num_devices, int)
-    busy = together = 0.0  # of collective microbatches, over all devices and of the busiest one
+    busy = together = 0.0  # work of collective microbatches, over all devices and of the busiest device
     for microbatch, plan in zip(microbatches, plans, strict=True):
         work = microbatch.work or 0.0
         if microbatch.owner is None:

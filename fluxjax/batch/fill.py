@@ -34,9 +34,9 @@ class Spans:
 
     total: int  # cells
     prompts: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # cell, segment, first feature
-    inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # of each prompt
+    inputs: list[ModelInput] = dataclasses.field(default_factory=list)  # inputs of each prompt
     responses: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    # cell, segment, branch, column of the token that predicts the first one, rotary position of the first one
+    # cell, segment, branch, column of the token that predicts the first token, rotary position of the first token
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # the numbers of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # tokens of each response
@@ -71,7 +71,7 @@ class Spans:
 
 
 def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of a share. `tempered`: they record the temperature at which each token was sampled.
+    """Returns the microbatches of a share. With `tempered` they have the temperature at which each token was sampled.
     Without `room.share_prompts` every piece has one response."""
     here = [outline for outline in share.micros if outline.shards]
     elsewhere: list[Microbatch] = []
@@ -87,8 +87,8 @@ def lay_out(share: Share, room: Room, tempered: bool) -> Composition:
 
 
 def _written(outlines: Sequence[Outline], share: Share, room: Room, tempered: bool) -> Composition:
-    """Returns the microbatches of these outlines of a share. Those of a plan that all devices compute together have
-    only the rows of the share's devices."""
+    """Returns the microbatches of these outlines of a share. A microbatch that all devices compute together has only
+    the rows of the share's devices."""
     microbatches: list[Microbatch] = []
     keys: list[tuple[int, int]] = []
     cells, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -171,7 +171,7 @@ def sized_group(
         positions_P2=_zeros((patches, 2), np.int32),
         frame_segments_P=np.repeat(np.arange(1, len(frames) + 1, dtype=np.int32), frames),
         window_segments_P=_zeros((patches,), np.int32),
-        frame_bound=1,  # that of the batch is planned
+        frame_bound=1,  # the batch's own bound is planned
     )
     positions, count = _zeros((3, tokens), np.int32), len(lengths)
     inputs = ModelInput(_zeros((tokens,), np.int32), positions, index, 0, vision if len(frames) else None)
@@ -199,7 +199,8 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the places of `cells` in the rows of these devices, which of them are there, and the size of the rows."""
+    """Returns the places of `cells` in the rows of these devices, whether each cell is in these rows, and their
+    size."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 
@@ -265,7 +266,7 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
 
 
 def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
-    """Returns the batch whose arrays these are, by its fields and those of its inputs."""
+    """Returns the batch with `arrays`, named by the fields of the batch and of its inputs."""
     inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **beside)

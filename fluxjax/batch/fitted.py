@@ -66,9 +66,9 @@ class Fit:
 def fit_rows(sizes: np.ndarray, rows: int, lengths: Sequence[int]) -> Fit | None:
     """Packs pieces of these `sizes` (tokens) into microbatches of `rows` rows each.
 
-    `lengths` are the allowed row lengths, ascending; the last one bounds the number of microbatches. Of the choices
-    that hold all pieces, the one with the fewest padded tokens is returned; None if the longest piece fits no row, or
-    too many microbatches would be needed.
+    `lengths` are the allowed row lengths, ascending; the last one bounds the number of microbatches. Returns the choice
+    that holds all pieces with the fewest padded tokens; None if the longest piece fits no row, or too many microbatches
+    would be needed.
     """
     order = np.argsort(-sizes, kind="stable")
     if not len(lengths) or sizes.max() > lengths[-1]:

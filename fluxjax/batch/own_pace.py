@@ -2,11 +2,11 @@
 
 Devices wait for one another only at the end of a minibatch. So each device's work over all of its microbatches has to
 be even, not the number or the size of its microbatches (ODC paper, section 4). A microbatch is one row of one device,
-laid out like any spread one, by a plan of a single device; the device computes its own media, too.
+laid out like a spread microbatch, by a plan of a single device; the device computes its own media, too.
 
-Sequences that one device can't hold are computed by all devices together, before the others, spread as under
-`flex_ulysses`. Meanwhile all devices wait for one another at every layer. So devices that the plan leaves idle compute
-shorter sequences, as long as the microbatch takes no more time.
+Sequences that one device can't hold are computed first, by all devices together, spread as under `flex_ulysses`.
+Meanwhile all devices wait for one another at every layer. So devices that the plan leaves idle compute shorter
+sequences, as long as the microbatch takes no more time.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ WORTH = 0.01  # share of a step's predicted time that further copies of prompts 
 
 
 class OwnPace:
-    """Deals sequences to devices by LB-Mini, after those that no single device holds.
+    """Deals sequences to devices by LB-Mini, after the sequences that no single device holds.
 
     Raises ConfigError for degrees that the devices or the heads of `text` do not allow, and for a calibration that
     can't be read.
@@ -50,8 +50,9 @@ class OwnPace:
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches and their groups: first those of all devices together, for sequences that no single
-        device holds; then those of one device each, device after device, each device's heaviest first.
+        """Returns the microbatches and their groups: first the microbatches of all devices together, for sequences that
+        no single device holds; then those of single devices, device after device, each device's heaviest microbatch
+        first.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
@@ -64,7 +65,7 @@ class OwnPace:
         return outlines_of([*parts, *(self._alone(groups, len(together)) if rest else ())], self._shapes), groups
 
     def _alone(self, groups: Sequence[TrainGroup], first: int) -> list[Part]:
-        """Returns the microbatches of single devices, of the groups from number `first` on."""
+        """Returns the microbatches of single devices, which hold the groups from number `first` on."""
         pieces, work, devices = self._deal([group.item for group in groups[first:]])
         pieces = [piece._replace(item=first + piece.item) for piece in pieces]
         patches, frame = self._room.patches, common_bound(group.inputs for group in groups[first:])

@@ -54,7 +54,7 @@ class Budget:
 
 class RowPacking:
     """Packs groups into rows, in equal numbers on all devices: into rows of one length, or into rows of fitted lengths
-    (`fitted`) where those hold less padding."""
+    (`fitted`) if those hold less padding."""
 
     def __init__(self, config: Config, num_shards: int, vision: VisionConfig | None, shapes: ShapeBook) -> None:
         self._budget = Budget.of(config, num_shards, vision)
@@ -138,7 +138,8 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share_prompts: bool) -> list[Outline]:
-    """Packs every response of every item once, by the heuristic of two that needs fewer padded tokens and patches.
+    """Packs every response of every item once, by that one of two heuristics that needs fewer padded tokens and
+    patches.
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
     first-fit-decreasing over entire groups. The second chains groups and lets a group run over into the next row, where
@@ -177,7 +178,7 @@ def _cost(plan: Sequence[Outline]) -> int:
 def _first_fit(pieces: Sequence[Piece], budget: Budget) -> list[Row]:
     """Puts each piece into the first row with room for its tokens and patches."""
     rows: list[list[Piece]] = []
-    free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # of each row
+    free, patches = np.zeros(len(pieces), np.int64), np.zeros(len(pieces), np.int64)  # free tokens and patches of rows
     members: list[set[int]] = []
 
     def added(row: int, piece: Piece) -> int:
@@ -253,10 +254,10 @@ def _spread(rows: Sequence[Row], budget: Budget, most: int = 0, tokens: int = 0)
 def _dealt(
     rows: Sequence[Row], num_shards: int, most_rows: int, most_patches: int
 ) -> tuple[tuple[tuple[Row, ...], ...], int, list[Row]]:
-    """Returns the rows of each shard of a microbatch, the patches of the fullest, and the rows that fit in none."""
+    """Returns the rows of each shard of a microbatch, the patches of the fullest, and the rows that fit in no shard."""
     shards: list[list[Row]] = [[] for _ in range(num_shards)]
     held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
-    holders: dict[int, np.ndarray] = {}  # says of each shard whether it holds an item's media
+    holders: dict[int, np.ndarray] = {}  # by item: whether each shard holds its media
     left: list[Row] = []
     for row in rows:
         media = {piece.item: piece.patches for piece in row if piece.patches}

@@ -1,9 +1,9 @@
 """A step before its arrays are written: groups, the pieces that they are cut into, outlines of its microbatches, and
 the share of each process.
 
-All of it is made of sizes alone, by the process that knows all groups. The other processes get their share, and read no
-prompt, no response and no pixel of the rest. Where sequences are spread over devices, the places of a device's tokens
-and features depend on the sizes of what its neighbours have, so that these are sent, too.
+The process that has all groups plans a step from sizes alone. The other processes get their share, and read no prompt,
+response or pixel of other shares. If sequences are spread over devices, the places of a device's tokens and features
+depend on sizes that its neighbours have, so that these sizes are sent, too.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Item(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. Sizes are known only where
-    rows are planned."""
+    """Responses of one item (indices, ascending) in one row, behind one copy of the prompt. Only the process that plans
+    rows knows the sizes."""
 
     item: int
     responses: tuple[int, ...]
-    tokens: int = 0  # the copy of the prompt included
+    tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item, which stand once in a shard, whatever the number of its pieces there
+    patches: int = 0  # of the item: a shard has them once, however many of its pieces it has
 
 
 Row = tuple[Piece, ...]
 
 
 class TrainGroup(NamedTuple):
-    """A group to lay out: its prompt, what a step reads of its non-empty responses, and for each the loss weight of a
-    token (float64)."""
+    """A group to lay out: its prompt, the columns of its non-empty responses, and the loss weight of a token of each
+    response (float64)."""
 
     name: str  # of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
@@ -148,11 +148,11 @@ class Filled(NamedTuple):
 class Outline:
     """A microbatch before its arrays are written.
 
-    `shards[s][r]` is row `r` of shard `s`. Where a `plan` spreads sequences over devices, there is one long row, as if
-    there were one device. There are no shards where a device of another process computes the microbatch alone: only its
-    shape and its work matter. `sizes` are those of the buffers of each shard; `coming` are those that they would have
-    had, if a program were compiled for these. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part`
-    of the plan, in the process that made it.
+    `shards[s][r]` is row `r` of shard `s`. If a `plan` spreads sequences over devices, there is one long row, as if
+    there were one device. If a device of another process computes the microbatch alone, there are no shards: only its
+    shape and its work matter. `sizes` are the sizes of each shard's buffers; `coming` are sizes that would fit better,
+    once their program is compiled. `owner` and `work` are those of `Microbatch`. `part` is the `part.Part` of the plan,
+    in the process that made it.
     """
 
     shards: tuple[tuple[Row, ...], ...]
@@ -190,7 +190,7 @@ class Outline:
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
-        """Returns what these devices lay out. They take part in what all compute together."""
+        """Returns the part that these devices lay out: rows of their own, and all of a plan that they take part in."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
@@ -205,12 +205,12 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of a step that one process lays out: all of it where the process is alone.
+    """The part of a step that one process lays out; a process that is alone lays out the entire step.
 
-    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has their items. In other
-    processes than the one that plans, groups that are not `needed` have nothing but their sizes, and responses that are
-    in none of the rows are empty. `version` is that of the weights to be trained. `filled` has all shards of each
-    microbatch; it is known only where the step is planned.
+    `micros` are the step's microbatches, for the devices `shards` of the mesh only; `groups` has their items. In
+    processes that do not plan, groups that are not `needed` have sizes only, and responses outside of the rows are
+    empty. `version` is that of the weights to be trained. `filled` has the use of all shards of each microbatch; only
+    the process that plans has it.
     """
 
     micros: tuple[Outline, ...]

@@ -22,7 +22,7 @@ from .part import Part, Room, outlines_of
 from .share import Outline, Piece, TrainGroup, pieces_of
 from .work import calibrated, forward_seconds
 
-# (tokens, squares) of each sequence, the most tokens of a device -> plan
+# (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
 
 # Columns of a row over the mean tokens of a device: the value for which a plan is made, and the largest worth trying.
@@ -33,10 +33,10 @@ EVEN, NEARLY_EVEN = 1.03, 1.06
 
 
 class Spreading:
-    """Plans microbatches in which each sequence is computed by one device or several together.
+    """Plans microbatches: one device, or several together, compute each sequence.
 
     The query heads of `text` bound the degrees (None: no bound). Raises ConfigError for degrees that the devices or the
-    heads do not allow, and for a calibration that can't be read or that lacks groups of these degrees.
+    heads do not allow, and for a calibration that can't be read or that lacks device groups of these degrees.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step larger than all
-        before would need a new program; once new programs are rare, it gets one more microbatch instead, but not twice
-        in a row.
+        before would need a new program; once new programs are rare, the step gets one more microbatch instead, but not
+        twice in a row.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.

@@ -64,7 +64,7 @@ class Ulysses(Chosen):
     """Every sequence is spread over the same number of devices."""
 
     spreads: ClassVar[bool] = True
-    max_degree: int = power_of_two(0)  # most devices of a sequence; 0: as devices and heads allow
+    max_degree: int = power_of_two(0)  # most devices of a sequence; 0: as many as devices and heads allow
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,9 +74,9 @@ class FlexUlysses(Ulysses):
 
 @dataclasses.dataclass(slots=True)
 class ODC(Ulysses):
-    """Every device computes whole sequences at its own pace; those too long for one come first, spread."""
+    """Every device computes whole sequences at its own pace; sequences too long for a device come first, spread."""
 
-    hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all
+    hybrid: bool = False  # parameters, gradients spread over devices_per_host devices; optimizer state over all devices
     deterministic: bool = False  # gradients add up in an order fixed by the plan, bitwise; else as they arrive
 
 
@@ -91,9 +91,9 @@ class DType(enum.Enum):
 class Remat(enum.Enum):
     NONE = "none"
     DOTS = "dots"  # the backward pass keeps a layer's input and products with weights, and computes the rest again
-    LAYER = "layer"  # it keeps a layer's input
+    LAYER = "layer"  # the backward pass keeps a layer's input
     OFFLOAD = "offload"  # as layer, but in the host's memory
-    AUTO = "auto"  # the first of these with which the pre-flight fits; none where there is no pre-flight
+    AUTO = "auto"  # the first of these with which the run fits in the pre-flight; none if there is no pre-flight
 
 
 class Schedule(enum.Enum):
@@ -102,7 +102,7 @@ class Schedule(enum.Enum):
     COSINE = "cosine"
 
 
-# Sizes of the tiny model, a Qwen2.5-VL, or a Qwen2 where `vision` is off.
+# Sizes of the tiny model, a Qwen2.5-VL, or a Qwen2 if `vision` is off.
 TINY: Mapping[str, object] = {
     "vision": True,
     "hidden_size": 64,
@@ -144,9 +144,9 @@ class WarmStartConfig:
 @dataclasses.dataclass(slots=True)
 class RolloutConfig:
     engine: RolloutEngine = RolloutEngine.JAX  # what generates responses
-    prompts_per_step: int = positive(32)  # prompts that a training step is made of
+    prompts_per_step: int = positive(32)  # prompts of a training step
     group_size: int = positive(8)  # responses to each prompt
-    max_new_tokens: int = positive(16)  # tokens of a response at most
+    max_new_tokens: int = positive(16)  # the most tokens of a response
     # A number, or a schedule, which may differ between sources and prompts.
     temperature: float | str = scheduled(
         1.0,
@@ -155,25 +155,25 @@ class RolloutConfig:
     )
     slots: int = positive(256)  # samples decoded at once by an engine
     max_sequence_tokens: int = positive(128)  # prompt plus response
-    # Tokens in the KV cache of each engine, shared by its slots. 0: as a server's memory allows; in the embedded engine
-    # as many as all slots may need, within half of the device memory that is free before the first request (on CPUs,
-    # which don't tell: within 4 GiB).
+    # Tokens in the KV cache of each engine, shared by its slots. 0: as many as a server's memory allows; in the
+    # embedded engine as many as all slots may need, within half of the device memory that is free before the first
+    # request (on CPUs, whose free memory is not known: within 4 GiB).
     kv_tokens: int = not_negative(0)
-    # The number of embedded engines. Each has devices of its own if the host has enough. 0: an engine for every
+    # The number of embedded engines. Each engine has its own devices if the host has enough. 0: an engine for every
     # parallelism.degree accelerators of the host; on a CPU, whose devices share its cores, one engine.
     engines: int = not_negative(0)
-    # The difference without which groups are not trained on, and others are drawn for them (DAPO).
+    # Groups whose responses are equal in this field are not trained on; other prompts are drawn for them (DAPO).
     dynamic_sampling: DynamicSampling = DynamicSampling.OFF
-    max_num_gen_batches: int = not_negative(10)  # prompts_per_step that dynamic_sampling generates a step; 0: no bound
+    max_num_gen_batches: int = not_negative(10)  # the most times prompts_per_step are drawn for a step; 0: no bound
 
     @property
     def tempered(self) -> bool:
-        """Says whether the temperature changes, so that each response has its own."""
+        """Returns True if the temperature changes, so that each response has its own."""
         return isinstance(self.temperature, str)
 
     @property
     def fixed_temperature(self) -> float:
-        """The temperature where it is a number; 1 in the place of a schedule."""
+        """The temperature if it is a number; 1 in the place of a schedule."""
         return 1.0 if isinstance(self.temperature, str) else self.temperature
 
 
@@ -183,37 +183,37 @@ class OptimConfig:
     schedule: Schedule = Schedule.CONSTANT  # of the learning rate, over the run
     warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
     betas: tuple[float, float] = pair((0.9, 0.99), "[0, 1)", "[0, 1)")  # decay of Adam's first and second moment
-    eps: float = positive(1e-8)  # of Adam, beside the root of the second moment
-    weight_decay: float = not_negative(0.0)  # of matrices and embeddings; norms and biases have none
-    max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: they are not
-    moments_dtype: DType = DType.FLOAT32  # in which Adam's two moments are kept; they are computed in float32
+    eps: float = positive(1e-8)  # of Adam, added to the root of the second moment
+    weight_decay: float = not_negative(0.0)  # for matrices and embeddings, not for norms and biases
+    max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: no clipping
+    moments_dtype: DType = DType.FLOAT32  # type of Adam's stored moments; they are computed in float32
 
 
 @dataclasses.dataclass(slots=True)
 class ShardingConfig:
     strategy: Strategy = choice(FSDP, Ulysses, FlexUlysses, ODC)  # noqa: RUF009
-    devices: int = not_negative(0)  # 0: all that JAX sees
+    devices: int = not_negative(0)  # devices that train; 0: all that JAX sees
     remat: Remat = Remat.NONE  # not offload under odc
     preflight: bool = True  # on GPUs, train compiles its largest programs first, and refuses what does not fit
-    device_memory_gib: float = not_negative(0.0)  # must suffice; 0: what JAX may use of a GPU, on CPUs no check
-    devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if that fits; odc: see hybrid
+    device_memory_gib: float = not_negative(0.0)  # the run must fit; 0: what JAX may use of a GPU, no check on CPUs
+    devices_per_host: int = positive(8)  # flex_ulysses: sequences stay within a host if they fit; odc: see hybrid
     calibration: str = ""  # file of `python benchmarks/calibrate.py`; empty: flex_ulysses counts length**2, odc FLOPs
     compile_ahead: int = not_negative(0)  # steps for which a new shape compiles in the background; 0: at once; not odc
 
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
-    tokens_per_row: int = positive(256)  # fsdp, from 1024: the most; rows are shorter where that saves padding
-    # Rows of one microbatch; fsdp: the most. Else a device has one row of tokens_per_row * rows_per_device tokens.
+    tokens_per_row: int = positive(256)  # of a row; fsdp, from 1024 on: at most, rows are shorter if that saves padding
+    # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
-    patches_per_device: int = positive(4096)  # of one microbatch
+    patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch
     share_prompts: bool = True  # compute a group's prompt once for all its responses
 
 
 @dataclasses.dataclass(slots=True)
 class CheckpointConfig:
     every: int = not_negative(50)  # steps; 0: only at the end
-    keep: int = positive(2)  # checkpoints that stay; older ones are removed
+    keep: int = positive(2)  # the newest checkpoints that are kept; older ones are removed
 
 
 @dataclasses.dataclass(slots=True)
@@ -238,25 +238,25 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. Those of Slurm and Open MPI find each other; elsewhere, three fields are
-    given. `python -m fluxjax.launch` starts them on one machine."""
+    """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set three
+    fields. `python -m fluxjax.launch` starts them on one machine."""
 
     coordinator: str = ""  # host:port of process 0
-    processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI ranks, else one
-    process: int = not_negative(0)  # this one's number, from 0
-    # Seconds that a process may be at one step, or one checkpoint, before all end; compiling does not count. Processes
-    # wait as long for the others to come, and at most five minutes.
+    processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI has ranks, else one
+    process: int = not_negative(0)  # number of this process, from 0
+    # Seconds that a process may take for a step or a checkpoint before all processes end; compiling does not count. At
+    # the start, processes wait as long for each other, and at most five minutes.
     progress_timeout: float = positive(900.0)
 
 
 @dataclasses.dataclass(slots=True)
 class Config:
-    """All settings of a run. `unread` are sections and fields that the command with this configuration never reads."""
+    """All settings of a run. `unread` are sections and fields that the configuration's command never reads."""
 
     unread: ClassVar[tuple[str, ...]] = ()
     # The name of the run.
     name: str = bounded("vlm", lambda value: value != "" and "/" not in value, "be a folder's name, without '/'")
-    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")  # of everything that is drawn
+    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")  # of all random numbers and draws
     steps: int = positive(300)  # training steps of RL
     run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -267,10 +267,10 @@ class Config:
     servers: ServersConfig = dataclasses.field(default_factory=ServersConfig)
     weights: WeightsConfig = dataclasses.field(default_factory=WeightsConfig)
     policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
-    # Gradients of complete groups are computed while others are still generated, on half of the engines (Flexes, 4.4).
+    # Devices of half of the engines compute gradients of complete groups while the others generate (Flexes, 4.4).
     stream_trainer: bool = False
-    # Training begins before a batch is complete, if the rest is predicted to end, with this confidence, while gradients
-    # of what is there are computed (Flux, insight 2). 0: it does not.
+    # Training begins before a step's groups are complete, if the others are predicted to end, with this confidence,
+    # while gradients of complete groups are computed (Flux, insight 2). 0: training waits.
     speculative_sync: float = within(0.0, "[0, 1)")
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
@@ -398,9 +398,9 @@ class Config:
             )
 
     def validate_scheduling(self) -> None:
-        """Raises `ConfigError` for policies, and for what they consult, that cannot work together."""
+        """Raises `ConfigError` for a policy, and settings that it reads, that cannot work together."""
         parallelism, policy = self.parallelism, self.policy
-        engines = self.rollout.engines  # 0: not known before the devices are
+        engines = self.rollout.engines  # 0: the number is not settled yet
         if parallelism.degree < parallelism.min_degree:
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, parallelism.min_degree already {parallelism.min_degree}"

@@ -22,7 +22,7 @@ class Section(Protocol):
 
 
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
-    """Declares a field of settings. `holds(value)` says whether it may have a value, `allowed` what it must."""
+    """Declares a field of settings. `holds(value)` is True for allowed values; `allowed` says what they must be."""
     return dataclasses.field(default=default, metadata={"holds": holds, "allowed": allowed})
 
 
@@ -40,7 +40,7 @@ def within(default: T, interval: str, why: str = "") -> T:
 
 
 def _holds(interval: str) -> Callable[[float], bool]:
-    """Returns what says whether a number lies in an interval such as "[0, 1)"."""
+    """Returns a function that returns True for numbers in an interval such as "[0, 1)"."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     above, below = (operator.gt, operator.ge)[interval[0] == "["], (operator.lt, operator.le)[interval[-1] == "]"]
     return lambda value: above(value, low) and below(value, high)
@@ -101,7 +101,7 @@ def scheduled(default: float, interval: str, why: str = "") -> Any:
 
 
 def is_port(text: str) -> bool:
-    """Says whether a text is a port or `host:port`; an empty one is neither, and allowed."""
+    """Returns True for a port, `host:port` or the empty text."""
     port = text.rpartition(":")[2]
     return not text or (port.isdigit() and 0 < int(port) < 1 << 16)
 
@@ -109,8 +109,9 @@ def is_port(text: str) -> bool:
 def check_fields(section: Section, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
-    Numbers must be finite; an int may stand for a float, an object for a text that says so. Sections within `section`
-    are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default has no other keys.
+    Numbers must be finite; an int may stand for a float, an object for a text whose field allows objects. Sections
+    within `section` are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default
+    has no other keys.
     """
     for field in dataclasses.fields(section):
         name, metadata = prefix + field.name, field.metadata
@@ -151,7 +152,8 @@ def _check_section(name: str, value: Any, kind: type) -> None:
 
 
 def expand_home(section: Section | Mapping[str, Any]) -> None:
-    """Replaces a `~` that begins a text of a section, or of one within it, by the user's home, as a shell does."""
+    """Replaces a `~` at the start of a text, in a section or in sections within it, by the user's home, as shells
+    do."""
     for name, value in children(section).items():
         if isinstance(value, Section | Mapping):
             expand_home(value)
@@ -172,7 +174,7 @@ def flatten(section: Section | Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
-    """Returns the fields of a section, or the entries of a dictionary, by name; of an object its label."""
+    """Returns the fields of a section, or the entries of a dictionary, by name; an object stands as its label."""
     if isinstance(section, Mapping):
         return section
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
@@ -181,7 +183,7 @@ def children(section: Section | Mapping[str, Any]) -> Mapping[str, object]:
 
 
 def label(value: object) -> str:
-    """Returns a text itself, and `module:Class` of an object, of a class or of a module."""
+    """Returns a text itself; for an object, a class or a module, `module:Class`."""
     if isinstance(value, str):
         return value
     named = value if hasattr(value, "__name__") else type(value)
@@ -190,5 +192,5 @@ def label(value: object) -> str:
 
 
 def lies_in(field: str, names: Iterable[str]) -> bool:
-    """Says whether a dotted field is one of `names`, or in a section that is."""
+    """Returns True if a dotted field is one of `names`, or in a section among them."""
     return any(f"{field}.".startswith(f"{name}.") for name in names)

@@ -1,9 +1,9 @@
 """Reads a command line into a `Config`: `--config=FILE[:variant]` and `--config.section.field=value`.
 
-A setting that would do nothing (a field was changed, but another setting says that nothing reads it) is a mistake on
-the command line, and refused. A configuration file may prepare more than one choice, as `configs/vlm.py` does for
-several policies; `remarks` then tells which of its settings are not read.
-Only choices of behaviour are listed: that `warm_start.lr` does nothing in 0 steps explains itself.
+A setting that would do nothing (a changed field that is not read because of another setting) is a mistake on the
+command line, and refused. A configuration file may prepare more than one choice, as `configs/vlm.py` does for several
+policies; `remarks` then names those of its settings that are not read. Only choices of behaviour are listed: that
+`warm_start.lr` does nothing in 0 steps explains itself.
 
 This module imports nothing heavy, so that `--help` and a typo answer at once.
 """
@@ -27,8 +27,8 @@ from .help import help_text
 
 
 class Need(NamedTuple):
-    """`fields`, with blanks between them, or all fields of a section, are read only if `setting` is `wanted`. Where
-    that is only what users are told, `rule` decides."""
+    """`fields`, with blanks between them, or all fields of a section, are read only if `setting` is `wanted`. If there
+    is a `rule`, it decides, and `wanted` is only shown to users."""
 
     fields: str
     setting: str
@@ -42,7 +42,7 @@ class Need(NamedTuple):
         if self.rule is not None:
             return self.rule(config)
         if self.setting == _ALGORITHM and not config.algorithm.built_in:
-            return True  # a user's own may read anything
+            return True  # a user's own algorithm may read any field
         if self.wanted == "above 0":
             return operator.attrgetter(self.setting)(config) > 0
         return self.current(config) in re.split(", | or ", self.wanted)
@@ -53,28 +53,28 @@ def _text(value: object) -> str:
 
 
 def _corrected(config: Config) -> bool:
-    """Says whether the ratios between the policies count for more than the clipped objective."""
+    """Returns True if ratios of the policies count beside the clipped objective."""
     importance = config.algorithm.importance
     return importance.decoupled or importance.kind is not Importance.NONE
 
 
 def _weighted(config: Config) -> bool:
-    """Says whether tokens have weights."""
+    """Returns True if tokens have importance weights or decay."""
     return _corrected(config) or config.algorithm.importance.decay < 1
 
 
 def _clipped(config: Config) -> bool:
-    """Says whether the policy can differ from the one that it is clipped around."""
+    """Returns True if the policy can differ from the policy that it is clipped around."""
     return not config.algorithm.importance.decoupled or config.algorithm.updates > 1
 
 
 def _stale(config: Config) -> bool:
-    """Says whether older versions than the newest are trained on."""
+    """Returns True if tokens of older versions than the newest may be trained on."""
     return config.policy.staleness_limit is not None or config.replay.share > 0
 
 
 def _of_tokens(config: Config) -> bool:
-    """Says whether the loss is one of tokens, each with an importance weight."""
+    """Returns True if the loss is a sum over tokens, each with an importance weight."""
     return config.algorithm.label != "dpo"
 
 
@@ -126,7 +126,7 @@ def refuse_unread(config: Config, given: Collection[str]) -> None:
 
 
 def remarks(config: Config) -> list[str]:
-    """Says what somebody who starts a run with these settings should know, a line each."""
+    """Returns lines that somebody who starts a run with these settings should read."""
     idle: dict[tuple[str, str], list[str]] = {}
     for field, need in unread(config).items():
         idle.setdefault((need.setting, need.current(config)), []).append(field)
@@ -162,7 +162,7 @@ _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_di
     optim.beta1=optim.betas optim.beta2=optim.betas algorithm.importance.low=algorithm.importance.bounds
     algorithm.importance.high=algorithm.importance.bounds parallelism.enabled=parallelism.min_degree
     report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
-_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # of settings: as verl and TRL call them, and earlier releases
+_OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # names of settings in verl, TRL and earlier releases
 _GONE = {
     "checkpoint.snapshot_every": "checkpoints are asynchronous, checkpoint.every may be smaller",
     "data.spill_gib": "what data.cache_gib has no room for is decoded again",
@@ -204,7 +204,7 @@ def load(argv: Sequence[str], kind: type[C] = Config, default: str = DEFAULT_CON
         else:
             overrides.append((name.removeprefix("config."), value))
     config = read_file(selected, kind)
-    # A choice comes before the settings that it has; those of an algorithm count less than others that are given.
+    # Choices are set first: then their fields exist, and given settings overrule the algorithm's own.
     for field, value in sorted(overrides, key=lambda override: override[0] not in _CHOICES):
         override(config, field, value)
     expand_home(config)
@@ -252,10 +252,10 @@ def _explain(error: AttributeError, kind: type[Config]) -> str:
 
 
 def override(config: Config, field: str, text: str) -> None:
-    """Sets a dotted field from text, as the type that the field has. Raises `ConfigError` for a field that there is
-    not, with the nearest name, and for a text that is no value of the field."""
+    """Sets a dotted field from text, as the type that the field has. Raises `ConfigError` for an unknown field, with
+    the nearest name, and for a text that is no value of the field."""
     holder: Section | Mapping[str, Any] = config
-    metadata: Mapping[str, Any] = {}  # of the field that is the holder
+    metadata: Mapping[str, Any] = {}  # metadata of the field that `holder` is
     *sections, name = field.split(".")
     for number, part in enumerate(sections):
         inner = _child(config, holder, metadata, ".".join(sections[:number]), part, field)
@@ -294,7 +294,7 @@ def _child(
     part: str,
     field: str,
 ) -> object:
-    """Returns a field's value; raises `ConfigError` with the nearest valid name if there is none."""
+    """Returns a field's value; raises `ConfigError` with the nearest valid name if there is no such field."""
     names = children(holder)
     if part in names:
         return names[part]
@@ -321,7 +321,7 @@ def _child(
 
 
 def every_field(config: Config) -> list[str]:
-    """Returns the dotted names of all fields, those of choices that are not made, too."""
+    """Returns the dotted names of all fields, including fields of choices that were not made."""
     names = [name for name, _ in flatten(config)]
     for choice, kinds in (("policy", POLICIES), ("sharding.strategy", STRATEGIES)):
         names += [f"{choice}.{name}" for kind in kinds.values() for name in kind.__dataclass_fields__]
@@ -356,7 +356,7 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", tuple: "a
 
 
 def _kind(current: object, metadata: Mapping[str, Any]) -> str:
-    """Says in words which values a field may have."""
+    """Returns in words the values that a field may have."""
     names = list(metadata.get("choices", {}))
     if isinstance(current, enum.Enum):
         names = [member.value for member in type(current)]

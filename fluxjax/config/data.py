@@ -9,31 +9,31 @@ from .bounds import not_negative, positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 
 COLUMNS = ("prompt", "answer", "images", "videos", "id")
-JUDGED = 100  # responses that are scored before `rewards.max_failed` is heeded
+JUDGED = 100  # responses that are scored before `rewards.max_failed` counts
 
 
 @dataclasses.dataclass(slots=True)
 class RewardTerm:
-    """One of several rewards of a source. The first one says which responses are correct."""
+    """One of several rewards of a source. The first reward decides which responses are correct."""
 
     reward: str = ""  # a name in `fluxjax.rewards`, or module:attribute; empty: the term's own name
-    weight: str = "1.0"  # in the sum: a constant, or a schedule over the run's progress, such as linear(0.0, 0.2)
-    arguments: dict[str, object] = dataclasses.field(default_factory=dict)  # keywords, of a class or a function
+    weight: str = "1.0"  # in the sum of terms: a constant, or a schedule over the run, such as linear(0.0, 0.2)
+    arguments: dict[str, object] = dataclasses.field(default_factory=dict)  # keyword arguments of the reward
 
 
 @dataclasses.dataclass(slots=True)
 class RewardKindConfig:
     """The bounds of one kind of rewards. Built-in rules (`exact`, ...) have none: they take microseconds."""
 
-    seconds: float = positive(10.0)  # that a call may take: for one response, or for a batch
+    seconds: float = positive(10.0)  # seconds that a call may take, for one response or for a batch
     concurrency: int = positive(8)  # calls at the same time
 
 
 def _kinds() -> dict[str, RewardKindConfig]:
     return {
-        "function": RewardKindConfig(),  # a user's, unless its attribute `kind` names another one
-        "batch": RewardKindConfig(seconds=60.0, concurrency=1),  # a user's that scores batches
-        "math": RewardKindConfig(seconds=60.0),  # with the start of its processes; a comparison has its own bound
+        "function": RewardKindConfig(),  # a user's function, unless its attribute `kind` names another kind
+        "batch": RewardKindConfig(seconds=60.0, concurrency=1),  # a user's function that scores batches
+        "math": RewardKindConfig(seconds=60.0),  # including the start of its processes; a comparison has its own bound
         "format": RewardKindConfig(seconds=60.0),
         "code": RewardKindConfig(seconds=60.0),
         "judge": RewardKindConfig(seconds=60.0, concurrency=32),
@@ -48,7 +48,8 @@ class RewardsConfig:
     )
     # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; then the run stops.
     max_failed: float = within(0.5, "(0, 1]")
-    # Share of a source's answers that its reward may be unable to grade, of up to 500; else the run does not begin.
+    # Share of a source's answers (of up to 500) that its reward may be unable to grade; with more the run does not
+    # begin.
     max_unreadable: float = within(0.1, "[0, 1]")
 
     def kind(self, name: str) -> RewardKindConfig:
@@ -57,8 +58,9 @@ class RewardsConfig:
 
 
 def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSchedule]:
-    """Returns the weights of the terms, by name; `field` is the field that holds them. Raises `ConfigError` for one
-    that can't be read, or that depends on more than the run's progress: all samples of a prompt are weighed alike."""
+    """Returns the weights of the terms, by name; `field` is the field that holds them. Raises `ConfigError` for a
+    weight that can't be read, or that depends on more than the run's progress: all samples of a prompt are weighed
+    alike."""
     weights: dict[str, RunSchedule] = {}
     for name, term in terms.items():
         where = f"{field}.{name}.weight"
@@ -75,13 +77,13 @@ class SourceConfig:
     # A .jsonl manifest, .parquet or a folder of such, here or at a URL (s3://, https://, ...); empty: the embedded data
     # set of the source's name.
     path: str = ""
-    eval_path: str = ""  # held-out records, same format
-    weight: float = positive(1.0)  # how often prompts are drawn from it, relative to others
+    eval_path: str = ""  # held-out records, in the same format
+    weight: float = positive(1.0)  # how often prompts are drawn from this source, relative to others
     reward: str = "exact"  # a name in `fluxjax.rewards`, or module:attribute
-    # Several in its place, by name: their weighted sum counts.
+    # Several rewards in the place of `reward`, by name: their weighted sum counts.
     rewards: dict[str, RewardTerm] = dataclasses.field(default_factory=dict, metadata={"entries": RewardTerm})
-    eval_reward: str = ""  # of held-out prompts, as `reward`; empty: the same as in training
-    # Names of the file's columns, by what they hold: prompt, answer, images, videos, id. The usual names are recognised
+    eval_reward: str = ""  # the reward of held-out prompts, named as `reward`; empty: the same as in training
+    # Names of the file's columns for prompt, answer, images, videos, id. The usual names are recognised
     # (`fluxjax.data.sources.ALIASES`).
     columns: dict[str, str] = dataclasses.field(
         default_factory=dict,
@@ -93,7 +95,7 @@ class SourceConfig:
 
     @property
     def reward_names(self) -> str:
-        """The names of its rewards, for messages."""
+        """The names of the source's rewards, for messages."""
         return " + ".join(term.reward or name for name, term in self.rewards.items()) or self.reward
 
     def validate_rewards(self, field: str) -> None:
@@ -106,15 +108,15 @@ class SourceConfig:
 @dataclasses.dataclass(slots=True)
 class DataConfig:
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
-    max_pixels: int = not_negative(0)  # of an image or a frame, resized; 0: as the checkpoint's preprocessor says
+    max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
-    preprocessors: int = not_negative(0)  # processes that each trainer process starts on its host; 0: it decodes itself
-    # Processes that decode: of a preprocessor (0: one a core), or of a run without any (0: its threads). Where a file
-    # is decoded in a process, that process is killed at the bounds below. A script that trains with workers needs
-    # `if __name__ == "__main__":`, since each process imports it.
+    preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself
+    # Processes that decode: of a preprocessor (0: one a core), or of a run without preprocessors (0: threads of the
+    # run). A process that takes too long or too much memory for a file is killed. A script that trains with workers
+    # needs `if __name__ == "__main__":`, since each process imports it.
     workers: int = not_negative(0)
-    cache_gib: float = positive(4.0)  # decoded media that a preprocessor, or a run without any, keeps in memory
-    # Decoded media that each process of a run with preprocessors keeps, so that what it needs next is there: half of it
-    # for prompts of the next two steps, the rest for those that were generated for and will be trained on. 0: none.
+    cache_gib: float = positive(4.0)  # decoded media in memory, of a preprocessor or of a run without any
+    # Decoded media that each process of a run with preprocessors keeps, to have them before they are needed: half of
+    # this for prompts of the next two steps, the rest for prompts whose responses will be trained on. 0: none.
     near_gib: float = not_negative(0.0)

@@ -1,5 +1,5 @@
-"""The text of `--help`: every setting with its value, the comment that stands at its declaration, its bound, and, where
-it is a choice, what may be chosen."""
+"""The text of `--help`: every setting with its value, the comment that stands at its declaration, its bound, and, if it
+is a choice, the possible choices."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ _OBVIOUS = ("", "be greater than 0", "not be negative")  # bounds that are left 
 
 def help_text(doc: str, config: Config, word: str = "") -> str:
     """Returns what `--help` prints: `doc`, then every setting with its value in `config`; with a `word`, only the
-    settings whose name or words have it."""
+    settings that have it in their name or comment."""
     entries = [
         entry for name, entry in _entries(config, "") if not lies_in(name.removeprefix("--config."), config.unread)
     ]
@@ -69,8 +69,8 @@ def _line(name: str, value: object, words: str) -> str:
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Returns the words of each field of a class, or member of an enumeration: the comment in the lines above its
-    declaration, and the one behind it."""
+    """Returns the comment of each field of a class, or member of an enumeration: that in the lines above its
+    declaration, then that behind it."""
     words: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner.__module__ == "builtins" or owner in (enum.Enum,):

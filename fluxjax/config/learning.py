@@ -3,10 +3,10 @@ algorithm with its critic, and adapters.
 
 Numbers that may change during a run may be schedules, written as text: see `fluxjax.config.schedules`.
 
-`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. They are taken over where
-the name is chosen, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; what
-else is given there counts more. So a run's settings always say what is computed, and nothing means "as the algorithm
-likes".
+`OWN_SETTINGS` has the settings in which an algorithm's paper differs from the defaults here. They are set when the name
+is chosen, on the command line (`--config.algorithm.name=dr_grpo`) or by `AlgorithmConfig.of("dr_grpo")`; settings that
+are given beside the name overrule them. So a run's settings always say what is computed, and no value means "as the
+algorithm likes".
 """
 
 import copy
@@ -19,7 +19,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from .bounds import Chosen, bounded, label, not_negative, pair, positive, power_of_two, scheduled, within
 
-MAX_DEGREE = 8  # devices of an engine at most: those of a host
+MAX_DEGREE = 8  # the most devices of an engine: those of a host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -28,7 +28,7 @@ class DynamicSampling(enum.Enum):
     """The field of `Reward` that tells the responses of a group apart in dynamic sampling."""
 
     OFF = "off"  # groups of equal rewards are trained on, too
-    CORRECT = "correct"  # right from wrong, whatever else the reward is made of, as in DAPO and verl; or: true
+    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; or: true
     VALUE = "value"  # the shaped reward
 
     def __bool__(self) -> bool:
@@ -42,8 +42,8 @@ class DynamicSampling(enum.Enum):
 class Importance(enum.Enum):
     """Ways to keep the ratios policy / behaviour from growing (`fluxjax.algorithms.loss`)."""
 
-    NONE = "none"  # they are not
-    TRUNCATE = "truncate"  # at most the larger of `bounds` (TIS)
+    NONE = "none"  # ratios may grow
+    TRUNCATE = "truncate"  # ratios are cut to the larger of `bounds` (TIS)
     MASK = "mask"  # tokens outside of `bounds` do not count (IcePop)
 
 
@@ -54,22 +54,22 @@ class ImportanceLevel(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class SynchronousConfig(Chosen):
-    """One thing after the other, strictly on-policy."""
+    """Generation and training take turns, strictly on-policy."""
 
     @property
     def staleness_limit(self) -> int | None:
-        """The most versions that anything trained on may be behind; None: the policy itself has no such bound."""
+        """The most versions that a trained token may be behind; None: the policy itself has no such bound."""
         return None
 
 
 @dataclasses.dataclass(slots=True)
 class TailBatchingConfig(Chosen):
-    """Prompts with long answers wait for rounds in which nothing is cut off. With the defaults, runs learned as well as
-    with synchronous training; Flexes has 1.25, 1.25 and 0 (`docs/log.md`)."""
+    """Prompts with long answers wait for rounds in which no response is cut off. With the defaults, runs learned as
+    well as with synchronous training; Flexes has 1.25, 1.25 and 0 (`docs/log.md`)."""
 
-    prompts: float | str = scheduled(2.0, "[1, 8]")  # launched in short rounds, for each that a step needs
-    responses: float | str = scheduled(1.0, "[1, 8]")  # launched in short rounds, for each that a group needs
-    # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they are one step.
+    prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds, for each that a step needs
+    responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds, for each that a group needs
+    # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they make one step.
     max_staleness: int = not_negative(1)
 
     @property
@@ -79,7 +79,7 @@ class TailBatchingConfig(Chosen):
 
 @dataclasses.dataclass(slots=True)
 class AprilConfig(Chosen):
-    """More prompts than needed; what is unfinished goes on in the next round."""
+    """More prompts than needed are under way; unfinished responses go on in the next round."""
 
     oversample: float = within(1.5, "[1, 8]")  # prompts under way for each one that a step needs
     max_staleness: int = not_negative(4)  # versions; a partial response with an older token starts afresh
@@ -93,16 +93,16 @@ class AprilConfig(Chosen):
 class AdaptiveAsyncConfig(Chosen):
     """Generation runs ahead of training, as far as staleness allows (Flux, component 1)."""
 
-    max_staleness: int = not_negative(4)  # versions; nothing older is ever trained on
+    max_staleness: int = not_negative(4)  # versions; older tokens are never trained on
     # In [0, 1]: see `staleness` in `fluxjax.coordinator.policies.adaptive_async`. A number or a schedule.
     target_staleness: float | str = scheduled(0.15, "[0, 1]")
     # The share of max_staleness by which generation runs ahead when the run begins. It adapts, unless it is 0 (always
     # synchronous) or 1 (always all of max_staleness).
     ratio: float = within(0.5, "[0, 1]")
-    interrupt: bool = True  # new weights reach engines at once, running responses go on under them; False: as they end
-    # The choice among the scored groups that a step trains on (Flux, component 4), some of: stalest (oldest weights
-    # first), stratify (as many of each staleness as there are), curriculum (easy first, less and less), diversity
-    # (sources and media kinds in proportion), lengths (similar ones together).
+    interrupt: bool = True  # engines get new weights at once, while responses go on; False: after they end
+    # How a step's groups are chosen among the scored groups (Flux, component 4), some of: stalest (oldest weights
+    # first), stratify (each staleness in proportion), curriculum (easy groups first, less and less), diversity (sources
+    # and media kinds in proportion), lengths (similar lengths together).
     prefer: tuple[str, ...] = bounded(
         (), lambda value: set(value) <= set(PREFERENCES), f"have some of {', '.join(PREFERENCES)}"
     )
@@ -120,14 +120,14 @@ class ParallelismConfig:
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
-    # 0: the degree stays. Else it is chosen anew each step, by preemptions, and an engine needs as many devices as this
-    # for its weights and a cache.
+    # 0: the degree stays. Else the degree is chosen anew each step, by preemptions, and is at least this: an engine
+    # needs so many devices for its weights and a cache.
     min_degree: int = power_of_two(0)
-    profile: str = ""  # file of `python benchmarks/engine_profile.py`, which says the first degree; empty: none
+    profile: str = ""  # file of `python benchmarks/engine_profile.py`, for the first degree; empty: none
 
     @property
     def enabled(self) -> bool:
-        """Says whether the degree is chosen anew each step."""
+        """Returns True if the degree is chosen anew each step."""
         return self.min_degree > 0
 
 
@@ -136,16 +136,16 @@ class ImportanceConfig:
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # whose ratio: sequence scores all tokens before the step
-    # The smallest and the largest ratio that count: truncate cuts larger ones to it, mask leaves out all others.
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's (which scores all tokens first)
+    # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
-    decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that it is behind; 1: off
+    decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
     decoupled: bool = False  # clip around the policy at the start of the step instead of the behaviour policy
-    normalize: bool = False  # divide weights by their mean over the step; scores all tokens before it
+    normalize: bool = False  # divide weights by their mean over the step; scores all tokens before the step
 
     @property
     def whole(self) -> bool:
-        """Says whether a weight depends on other tokens, so that all are scored before the first is trained on."""
+        """Returns True if a token's weight depends on other tokens: then all are scored before the step."""
         return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
@@ -159,7 +159,7 @@ class ReplayConfig:
 
 class LossAggregation(enum.Enum):
     TOKEN_MEAN = "token_mean"  # every token of the step counts the same (DAPO)
-    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, its tokens share that (GRPO)
+    SEQUENCE_MEAN = "sequence_mean"  # every response counts the same, shared by its tokens (GRPO)
     CONSTANT = "constant"  # sum over tokens / (responses * max_new_tokens) (Dr.GRPO)
 
 
@@ -186,41 +186,41 @@ OWN_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"kl_coefficient": 0.1},
     "sft": {},
 }
-# They compare the responses of a group:
+# Algorithms that compare the responses of a group:
 _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "dpo")
 
 
 @dataclasses.dataclass(slots=True)
 class AlgorithmConfig:
-    # A built-in algorithm, whose own settings come along, or one of your own: module:attribute, which leads to a class,
-    # an object, or a module of the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the
-    # object itself: it is never copied, and a run's folder has the name of its class only.
+    # A built-in algorithm, whose own settings come along, or your own: module:attribute, of a class, an object, or a
+    # module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself: it
+    # is never copied, and a run's folder has only the name of its class.
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
     clip_low: float = not_negative(0.2)  # ratios below 1 less this are clipped
-    clip_high: float = not_negative(0.2)  # larger than clip_low: clip-higher (DAPO)
-    dual_clip: float = bounded(  # the loss of a token with a negative advantage grows up to this ratio; 0: without end
+    clip_high: float = not_negative(0.2)  # ratios above 1 plus this are clipped; above clip_low: clip-higher (DAPO)
+    dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
         3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
     )
-    # Optimizer steps of a training step: one for each of its minibatches of whole prompts, all that so many times.
-    minibatches: int = positive(1)  # optimizer steps into which the prompts of a training step are dealt
+    # A training step makes minibatches * epochs optimizer steps; a prompt's responses stay in one minibatch.
+    minibatches: int = positive(1)  # parts into which the prompts of a training step are dealt
     epochs: int = positive(1)  # times that a training step goes through its minibatches
     entropy_coefficient: float = not_negative(0.0)  # > 0 rewards undecided next-token distributions
     kl_coefficient: float = not_negative(0.0)  # > 0 keeps a frozen reference model
-    kl_estimator: KlEstimator = KlEstimator.K3  # of the KL from the reference
-    kl_in_reward: bool = False  # kl_coefficient * the KL of a response is taken off its reward; else it is in the loss
-    reference: str = ""  # a local checkpoint folder of the model's sizes; empty: the model as RL begins
-    reference_every: int = not_negative(0)  # steps after which the reference becomes the policy of then; 0: never
-    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what counts the same in the loss
+    kl_estimator: KlEstimator = KlEstimator.K3  # estimator of the KL from the reference
+    kl_in_reward: bool = False  # a response's reward loses kl_coefficient * its KL; else the KL is in the loss
+    reference: str = ""  # a local checkpoint folder of a model of the same sizes; empty: the model as RL begins
+    reference_every: int = not_negative(0)  # every so many steps the policy becomes the reference; 0: never
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what has equal weight in the loss
     importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
 
     @classmethod
     def of(cls, name: str, **settings: Any) -> "AlgorithmConfig":
-        """Returns the algorithm's own settings, and on top of them those that are given."""
+        """Returns the algorithm's own settings, overruled by `settings`."""
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Takes the algorithm's own settings over, and those of the one before back; other fields stay."""
+        """Sets the algorithm's own settings, and resets those of the algorithm before; other fields stay."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:
@@ -230,12 +230,12 @@ class AlgorithmConfig:
             setattr(self, field, value)
 
     def renews_reference(self, version: int) -> bool:
-        """Says whether the weights of this version, just trained, become the reference."""
+        """Returns True if the weights of this version, just trained, become the reference."""
         return self.kl_coefficient > 0 and self.reference_every > 0 and version % self.reference_every == 0
 
     @property
     def relative(self) -> bool:
-        """Says whether a built-in algorithm compares the responses of a group, which then needs two at least."""
+        """Returns True if the algorithm is built in and compares a group's responses, so that it needs two."""
         return self.label in _RELATIVE
 
     @property
@@ -249,11 +249,11 @@ class AlgorithmConfig:
 
     @property
     def label(self) -> str:
-        """The algorithm in words: its name, or `module:Class` of an object."""
+        """The algorithm's name, or `module:Class` of an object."""
         return label(self.name)
 
     def validate(self) -> None:
-        """Raises `ConfigError` for an algorithm that RL can't have. No import path is imported yet."""
+        """Raises `ConfigError` for an algorithm that RL can't have. Imports no user's algorithm."""
         if self.kl_in_reward and not self.kl_coefficient:
             raise ConfigError("algorithm.kl_in_reward needs algorithm.kl_coefficient above 0, not 0.0")
         name = self.label
@@ -289,11 +289,11 @@ class AlgorithmConfig:
 class CriticConfig:
     """The settings of the critic that some algorithms have (PPO): its training, and advantages from its values."""
 
-    # Its other settings are optim's, its minibatches and epochs algorithm's.
-    lr: float = positive(1e-3)  # of the critic's own optimizer; for large models ten times the policy's, as a rule
-    # Steps in which only the critic learns: the policy, and the schedule of its learning rate, begin after them.
+    # Other settings of the critic are those of optim; its minibatches and epochs are those of algorithm.
+    lr: float = positive(1e-3)  # learning rate of the critic; for large models, as a rule, ten times the policy's
+    # Steps in which only the critic learns; the policy, and the schedule of its learning rate, begin after these steps.
     warmup_steps: int = not_negative(0)
-    gae_lambda: float = within(0.95, "[0, 1]")  # 1: advantages from whole returns; 0: from the next token's value
+    gae_lambda: float = within(0.95, "[0, 1]")  # 1: advantages from complete returns; 0: from the next token's value
 
 
 @dataclasses.dataclass(slots=True)
@@ -301,11 +301,11 @@ class LoraConfig:
     """LoRA (arXiv:2106.09685): adapters beside projections of the language model's layers are trained, and all other
     weights stay as they are."""
 
-    rank: int = not_negative(0)  # numbers between the two matrices of an adapter; 0: off, all weights are trained
-    alpha: float = positive(32.0)  # the product of the two counts alpha / rank times
-    targets: tuple[str, ...] = bounded(  # projections that have adapters, by their names in Hugging Face's models
+    rank: int = not_negative(0)  # rank of an adapter's two matrices; 0: off, all weights are trained
+    alpha: float = positive(32.0)  # the product of the two matrices counts alpha / rank times
+    targets: tuple[str, ...] = bounded(  # projections with adapters, by their names in Hugging Face's models
         LORA_TARGETS,
         lambda value: value and set(value) <= set(LORA_TARGETS) and len(set(value)) == len(value),
         f"name some of {', '.join(LORA_TARGETS)}, each once",
     )
-    adapter: str = ""  # a folder of PEFT whose adapters are trained further; empty: new ones
+    adapter: str = ""  # a folder of PEFT whose adapters are trained further; empty: new adapters

@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>-<date>` or the one that the configuration names, and the settings kept in it."""
+"""The folder of a run, `runs/<name>-<date>` or the folder that the configuration names, and the settings in it."""
 
 import contextlib
 import datetime
@@ -20,11 +20,11 @@ from .bounds import Chosen, Section, children, flatten, lies_in
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 CHOICE = "choice"  # the key of a choice's name
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # the file system has none, as some network file systems
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of network file systems
 
 
 def named(config: Config) -> pathlib.Path:
-    """The folder that the configuration names, or a new one for now."""
+    """Returns the folder that the configuration names, or a new one with the present time in its name."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return pathlib.Path(config.run_dir or f"runs/{config.name}-{now}")
 
@@ -44,8 +44,8 @@ def create(config: Config) -> tuple[pathlib.Path, contextlib.ExitStack]:
 
 
 def lock(folder: pathlib.Path) -> contextlib.ExitStack:
-    """Keeps a run folder to this process as `lock_file` does. Raises `ConfigError` where the folder is in use, OSError
-    where it cannot be written."""
+    """Locks a run folder for this process as `lock_file` does. Raises `ConfigError` if the folder is in use, OSError if
+    it cannot be written."""
     try:
         return lock_file(folder / "lock", wait=False)
     except Timeout:
@@ -56,8 +56,8 @@ def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.
     """Locks `file` for this process until the returned stack is closed or the process ends, however it ends; processes
     that it forks do not hold the lock. A file system without locks is a warning.
 
-    Raises `filelock.Timeout` where another process holds the lock and this one should not `wait`, other OSErrors where
-    the file cannot be written.
+    Raises `filelock.Timeout` if another process holds the lock and `wait` is False, other OSErrors if the file cannot
+    be written.
     """
     held = contextlib.ExitStack()
     try:
@@ -70,7 +70,7 @@ def lock_file(file: str | os.PathLike[str], *, wait: bool = True) -> contextlib.
 
 
 def changes(config: Config, folder: pathlib.Path) -> list[str]:
-    """Returns, for each setting that the folder's configuration has otherwise, `name: BEFORE -> NOW`."""
+    """Returns, for each setting that differs in the folder's configuration, `name: BEFORE -> NOW`."""
     try:
         before = dict(flatten(json.loads((folder / CONFIG).read_bytes())))
     except (OSError, ValueError, TypeError) as error:
@@ -100,8 +100,8 @@ def read_config(folder: pathlib.Path) -> Config:
 
 
 def to_json(config: Config) -> dict[str, object]:
-    """Returns the configuration as plain values, which `json` can write; of an algorithm that is an object, its label,
-    and of a model that is a checkpoint not the sizes of the tiny model."""
+    """Returns the configuration as plain values, which `json` can write; an algorithm that is an object is written as
+    its label; the sizes of the tiny model are left out if the model is a checkpoint."""
     values = cast(dict[str, Any], _plain(config))
     if config.model.path:
         del values["model"]["tiny"]
@@ -109,7 +109,7 @@ def to_json(config: Config) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Returns a value as JSON has it; a section that is one of several choices has its name, too."""
+    """Returns a value in the types of JSON; a section that is one of several choices also has the choice's name."""
     if isinstance(value, Section | Mapping):
         named = {CHOICE: value.name} if isinstance(value, Chosen) else {}
         return named | {name: _plain(entry) for name, entry in children(value).items()}
@@ -117,7 +117,8 @@ def _plain(value: object) -> object:
 
 
 def from_json(values: Mapping[str, Any]) -> Config:
-    """Returns the configuration that `to_json` took. Raises `ConfigError` for fields that this version lacks."""
+    """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields that this version
+    lacks."""
     config = Config()
     _fill(config, values, "")
     return config
@@ -155,7 +156,7 @@ def _fill(section: Section, values: Mapping[str, Any], prefix: str) -> None:
 
 
 def replace_text(file: pathlib.Path, text: str) -> None:
-    """Writes `text` beside `file` and renames it in one step. Raises `OSError`, and then `file` is as it was."""
+    """Writes `text` beside `file` and renames it in one step. If it raises `OSError`, `file` is as it was."""
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, file)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 
-if TYPE_CHECKING:  # a command line is checked before JAX is loaded
+if TYPE_CHECKING:  # the groups' types load JAX, after the command line is checked
     from ..base.types import Group, Prompt
     from . import Config
 
@@ -87,8 +87,8 @@ class Pid(RunSchedule):
     update. Steps without the metric, or with a NaN, change nothing.
 
     Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
-    bounds, the sum of errors is cut back to what just reaches them. So no sum keeps the value at a bound: when the
-    error changes its sign, the value follows at once.
+    bounds, the sum of errors is cut back until the value just reaches a bound. So no sum keeps the value at a bound:
+    when the error changes its sign, the value follows at once.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class Pid(RunSchedule):
 class Success(RunSchedule):
     """Goes from `none`, for a prompt that no response of its last group solved, to `all`, for one that all solved.
 
-    A new prompt counts like its source so far; before anything is known, one half counts as solved.
+    A new prompt has the mean share of its source so far; before its source's first group, the share is one half.
     """
 
     def __init__(self, none: float, all: float) -> None:
         self.none, self.all = none, all
         self.bounds = min(none, all), max(none, all)
-        self._solved: dict[str, dict[str, float]] = {}  # share of the last group, by source and prompt
-        self._sources: dict[str, float] = {}  # moving average of such shares
+        self._solved: dict[str, dict[str, float]] = {}  # solved share of the last group, by source and prompt
+        self._sources: dict[str, float] = {}  # moving average of these shares, by source
 
     def value(self, progress: float, prompt: Prompt | None = None) -> float:
         share = 0.5
@@ -215,7 +215,7 @@ class PerSource(RunSchedule):
             schedule.load_state_dict(state.get(source, {}))
 
 
-# Fields that may be schedules, by the names under which checkpoints have their states.
+# Fields that may be schedules, by the names of their states in checkpoints.
 _FIELDS = {
     "temperature": ("rollout", "temperature"),
     "target_staleness": ("policy", "target_staleness"),
@@ -276,7 +276,7 @@ def _by_source(parts: Sequence[str]) -> dict[str, RunSchedule]:
 
 
 _CALL = re.compile(r"(\w+)\s*\((.*)\)")
-_GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # Flux's
+_GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # the gains of Flux
 _PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default between the bounds
 
 

@@ -1,4 +1,4 @@
-"""The settings of rollout servers, and of the way of new weights to them."""
+"""The settings of rollout servers, and of the route of new weights to them."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ class RolloutEngine(enum.Enum):
     SGLANG = "sglang"  # SGLang servers
 
 
-# Flags that the run sets, and those whose replicas and stages the checksums of weights do not know.
+# Flags that the run sets; flags that divide or change weights, which their checksums do not cover.
 _OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")
 _DIVIDED = ("--dp-size", "--dp", "--pp-size", "--pp", "--mm-enable-dp-encoder", "--enable-dp-attention")
 _UNKNOWN = (*_DIVIDED, "--quantization")
@@ -22,17 +22,17 @@ _UNKNOWN = (*_DIVIDED, "--quantization")
 
 @dataclasses.dataclass(slots=True)
 class ServersConfig:
-    """Rollout servers, where rollout.engine is serve or sglang."""
+    """Rollout servers, if rollout.engine is serve or sglang."""
 
-    count: int = positive(1)  # that the run starts on its host; without effect where there are addresses
+    count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
     addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
-    # For servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a server's
-    # number, {degree} how many devices it has, {device} the first of so many devices, {devices} all of them, as in 2,3.
+    # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
+    # server's number, {degree} the number of its devices, {device} its first, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()  # the same: ("CUDA_VISIBLE_DEVICES={devices}",)
+    environment: tuple[str, ...] = ()  # their variables, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",)
     python: str = ""  # the interpreter that has SGLang; empty: the run's own
-    start_seconds: float = positive(600.0)  # that a server may take to start, or to come back
-    colocated: bool = False  # on the devices that train: they sleep while it does, and training gives memory back
+    start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to come back
+    colocated: bool = False  # servers on the training devices, asleep while these train
 
     def validate(self) -> None:
         """Raises `ConfigError` for servers that can't be started or reached."""
@@ -65,7 +65,7 @@ class ServersConfig:
 
 
 def check_address(address: str, where: str) -> None:
-    """Raises `ConfigError`, which says where it is from, for what is no address of a server."""
+    """Raises `ConfigError` for a text that is no address of a server; `where` names the text's origin."""
     try:
         parts = urlsplit(address)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
@@ -76,30 +76,30 @@ def check_address(address: str, where: str) -> None:
 
 
 def on_this_host(address: str) -> bool:
-    """Says whether the address is one of this host that no other can mean."""
+    """Returns True if the address is a loopback address, which always means this host."""
     from rollout.listening import is_loopback
 
     return is_loopback(urlsplit(address).hostname or "")
 
 
 class Route(enum.Enum):
-    AUTO = "auto"  # shm on this host; to others orbax where there is weights.folder, bucket where there is none
+    AUTO = "auto"  # shm on this host; to other hosts orbax if there is weights.folder, else bucket
     SHM = "shm"  # files in shared memory
     IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on one
     BUCKET = "bucket"  # over HTTP
-    ORBAX = "orbax"  # files, whole or deltas, on a file system that hosts share
+    ORBAX = "orbax"  # files, complete or deltas, on a file system that hosts share
 
 
 @dataclasses.dataclass(slots=True)
 class WeightsConfig:
-    """The way of new weights to rollout servers, where rollout.engine is serve or sglang."""
+    """The route of new weights to rollout servers, if rollout.engine is serve or sglang."""
 
-    route: Route = Route.AUTO  # auto: shm to servers of this host; to others orbax, or bucket without weights.folder
-    folder: str = ""  # orbax: a folder that this host and those of the servers see under this name
+    route: Route = Route.AUTO  # auto: shm on this host; to others orbax, or bucket without weights.folder
+    folder: str = ""  # orbax: a folder that this host and the servers' hosts see under this name
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
 
     def chosen(self, servers: ServersConfig) -> Route:
-        """The route that is not auto any more."""
+        """Returns the route, with `auto` settled."""
         if self.route is not Route.AUTO:
             return self.route
         if all(on_this_host(address) for address in servers.addresses):

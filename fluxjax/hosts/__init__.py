@@ -1,1 +1,1 @@
-"""Several processes that train together, one a host: process 0 decides, the others do what it tells them."""
+"""Several processes that train together, one a host: process 0 decides, the other processes carry out its orders."""

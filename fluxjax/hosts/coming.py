@@ -1,7 +1,6 @@
-"""Drawn prompts in all processes: each process is told of them while they are answered, and prepares those it may need.
+"""Drawn prompts in all processes: process 0 announces them while engines answer them, and each process prepares them.
 
-A process that heard of them only when a step is trained on would tokenise and lay out the step's prompts while all
-others wait.
+Without that, a process would tokenise and lay out a step's prompts at the beginning of the step, while all others wait.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 
 
 class ToldPrompts:
-    """The prompts of `source`, in process 0, which tells the other processes of those whose pixels are elsewhere."""
+    """The prompts of `source`, in process 0, which announces to the other processes those whose pixels a media store
+    holds."""
 
     def __init__(self, source: Preparer, gang: Team, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of
@@ -35,7 +35,7 @@ class ToldPrompts:
 
 
 class ComingPrompts:
-    """Laid-out prompts of which process 0 has told this process; the newest `most` that were not asked for are kept."""
+    """Laid-out prompts that process 0 has announced to this process: the newest `most` that were not asked for yet."""
 
     def __init__(self, source: Preparer, most: int) -> None:
         self._source, self._most = source, most
@@ -59,5 +59,5 @@ class ComingPrompts:
 
 
 def tickets_of(inputs: PromptInput) -> list[str]:
-    """The tickets of a prompt's media, in order."""
+    """Returns the tickets of a prompt's media, in order."""
     return [rows.ticket for rows in rows_of(inputs)]

@@ -1,4 +1,4 @@
-"""The processes of a run, as each of them sees them: process 0 gives orders, and all carry them out."""
+"""The processes of a run, as each process sees them: process 0 gives orders, and all carry them out."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stages: list[HostStage] = []
-        self._agreed = 0.0  # when
-        self.at = "its programs"  # what this process does: a stage, or, between stages, this
+        self._agreed = 0.0  # when all processes agreed on the step's programs
+        self.at = "its programs"  # what this process is doing: a stage, or this text between stages
         self._waited = 0.0
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class StepWatch:
         self._agreed = time.perf_counter()
 
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
-        """Returns the measurements of the step, which is done; the next step's begin."""
+        """Returns the measurements of the step that is done, and begins those of the next."""
         now = time.perf_counter()
         waited, stages, self._waited, self._stages = self._waited, self._stages, 0.0, []
         devices = jax.local_devices()
@@ -105,17 +105,18 @@ class Gang(Team):
     it orders, too."""
 
     def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
-        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from telling rows until all processes agree,
-        and while weights are gathered: in collective work, the other processes are stuck where process 0 is."""
+        """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from sending rows until all processes agree,
+        and while weights are gathered; if it is stuck in other collective work, so are the other processes, which are
+        timed in all of it."""
         self.links = self._links = links
         self._progress = Progress(links, progress_timeout)
         self.process, self.processes, self.rank_here = links.process, links.processes, links.rank_here
         self.watch = StepWatch()  # of this process
-        self._number = 0  # of the last step whose update is told
-        self._at = 0  # the step that this process works for
-        self._heard: collections.deque[Order] = collections.deque()  # orders that came while it waited for a value
+        self._number = 0  # of the last step whose update was ordered
+        self._at = 0  # the step whose rows this process has
+        self._heard: collections.deque[Order] = collections.deque()  # orders that came while a value was awaited
         self._stepped = 0  # the last step that this process has made
-        self._stepped_at = 0.0  # when, on `time.perf_counter`
+        self._stepped_at = 0.0  # when it made that step, on `time.perf_counter`
         self._statuses: dict[int, HostStatus] = {}  # the newest, by process
 
     def tell(self, order: Order) -> None:
@@ -190,8 +191,8 @@ class Gang(Team):
         return parts[0]
 
     def _value_of(self, process: int) -> Any:
-        """Returns the value that a process sends, after statuses, of which it takes note. An order that comes before it
-        waits for its turn: process 0 tells of drawn prompts from another thread."""
+        """Returns the next value that a process sends. Statuses that come before it are noted. Orders that come before
+        it are queued: process 0 announces drawn prompts from another thread."""
         while True:
             heard = decode(self._links.receive(process))
             if isinstance(heard, Value):
@@ -202,8 +203,8 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """Does what it does in a `Team`. Every other process sends process 0 its status of the step, which process 0
-        reads where it waits anyway: in `agree` and `whole`."""
+        """See `Team.stepped`. Every other process sends its status of the step to process 0, which reads statuses while
+        it waits in `agree` and `whole`."""
         if self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()
@@ -217,11 +218,11 @@ class Gang(Team):
         return [status for _, status in sorted(self._statuses.items())]
 
     def _know(self, status: HostStatus) -> None:
-        self._statuses = self._statuses | {status.process: status}  # another one: threads read it at any time
+        self._statuses = self._statuses | {status.process: status}  # a new dictionary: threads may read the old one
 
     def _hear_statuses(self) -> None:
         """Reads the statuses of the last step, in process 0: each other process sent its own before it took part in
-        what followed."""
+        gathering."""
         for process in range(1, self.processes):
             known = self._statuses.get(process)
             if (known.step if known is not None else 0) < self._stepped:
@@ -238,7 +239,7 @@ class Gang(Team):
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:
-    """Returns the status with its times `seconds` later, as a clock that is ahead shows them."""
+    """Returns the status with its times `seconds` later, as on a clock that is ahead by so much."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
 
@@ -250,12 +251,13 @@ def step_line(status: HostStatus) -> str:
 
 
 def told_status(status: HostStatus, end: float) -> Status:
-    """Returns the status as it is sent; `end` is that of the step, on this process's clock."""
+    """Returns the status as it is sent; `end` is the end of the step, on this process's clock."""
     return Status(dataclasses.asdict(shifted(status, -end)))
 
 
 def heard_status(told: Status, end: float) -> HostStatus:
-    """Returns the status that `told_status` made an answer of; `end` is that of the step, on this process's clock."""
+    """Returns the status in an answer that `told_status` made; `end` is the end of the step, on this process's
+    clock."""
     stages = tuple(HostStage(**stage) for stage in told.fields["stages"])
     return shifted(HostStatus(**{**told.fields, "stages": stages}), end)
 
@@ -266,7 +268,7 @@ def brought(params: Params, mesh: Mesh, *, keep: bool) -> Params:
     put_together = _on_every_device(mesh)
 
     def bring(weight: jax.Array) -> np.ndarray | None:
-        whole = jax.block_until_ready(put_together(weight))  # no device holds two of them
+        whole = jax.block_until_ready(put_together(weight))  # no device holds two complete weights
         return np.asarray(whole.addressable_data(0)) if keep else None
 
     return jax.tree.map(bring, params)

@@ -1,9 +1,9 @@
-"""The orders that process 0 sends to the other processes, the answers of these, and their encoding: typed, versioned,
-compact. They carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
+"""The orders of process 0 to the other processes, their answers, and the encoding of both: typed, versioned, compact.
+They carry decisions, and the responses that a process trains on; never a prompt's media, and never a batch.
 
 An order is msgpack: a dict with the protocol's version, the order's name and its fields. The responses of a step come
-last, as they were written when they arrived (`base.scored`): however many processes there are, process 0 only
-decides which goes where.
+last, in the bytes that were written when they arrived (`base.scored`): process 0 only decides which process gets which
+response.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..batch.fill import sized_group
 from ..batch.share import Outline, Piece, Share, TrainGroup
 
 PROTOCOL = 10
-MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each; None: who is told decodes
-PlaceOf: TypeAlias = Callable[[str], str]  # the preprocessor that holds what a ticket names
+MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
+PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds its medium
 UNKNOWN_PLACE = ""
 
 
@@ -65,16 +65,16 @@ class Begin(Order):
 
 
 class Coming(Order):
-    """Prompts were drawn: `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels are elsewhere. Some
-    of these prompts will be in rows to learn from."""
+    """Prompts were drawn: `media` has [draw, [[ticket, place], ...]] for each prompt whose pixels a media store holds.
+    Some of these prompts will be in the rows of later `Learn` orders."""
 
     media: Sequence[Any]
 
 
 class Learn(Order):
     """Lay out `minibatches` of the `number`-th training step of the run, and make its optimizer steps; without
-    `update`, keep the gradients for them. `size`: see `PolicyTrainer.follow`. `minibatches` and `responses` are of
-    `told`; in a decoded order, all `responses` are one."""
+    `update`, keep the gradients for them. `size`: see `PolicyTrainer.follow`. `told` makes `minibatches` and
+    `responses`; a decoded order has all responses in one bytes object."""
 
     number: int
     minibatches: Sequence[Mapping[str, Any]]
@@ -106,7 +106,7 @@ class End(Order):
 
 
 class Value(Order):
-    """The part of a process in what all decide together (`Team.decided`), there and back: numbers, texts, lists,
+    """A process's part of a common decision (`Team.decided`), sent to process 0 or from it: numbers, texts, lists,
     dictionaries, arrays of one dimension."""
 
     value: Any
@@ -162,16 +162,16 @@ def _array(read: dict[str, Any]) -> Any:
 
 
 # --- rows ---------------------------------------------------------------------------------------
-# A group is sent without its responses, which follow the order, and without its prompt's inputs: as a list of values,
-# because there may be thousands. Of a group on whose sizes alone the places of other groups depend, the sizes are sent.
+# A group is sent as a list of values, because there may be thousands, and without its prompt's inputs; its responses
+# follow the order. If the receiver needs a group only to place tokens of other groups, only the group's sizes are sent.
 
 Told: TypeAlias = tuple[dict[str, Any], list[bytes]]  # the rows of a minibatch, and the responses in them
 Inputs: TypeAlias = Callable[[Mapping[int, MediaTold]], Mapping[int, PromptInput]]
 
 
 def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told:
-    """Returns a share as it is sent: without its prompts' inputs, which the receiving process reads by their draws. For
-    prompts whose pixels are elsewhere, it has the tickets of their media, and the place of each."""
+    """Returns a share as it is sent: without its prompts' inputs, which the receiving process prepares by their draws.
+    If a media store holds a prompt's pixels, the tickets and places of its media are sent."""
     used: dict[int, list[int]] = {}  # responses by item
     for piece in chain.from_iterable(outline.pieces for outline in share.micros):
         used.setdefault(piece.item, []).extend(piece.responses)
@@ -196,8 +196,8 @@ def told(share: Share, place_of: PlaceOf = lambda ticket: UNKNOWN_PLACE) -> Told
 
 def shares_of(order: Learn, inputs: Inputs) -> list[Share]:
     """Returns this process's share of each minibatch of an order. `inputs` returns the inputs of prompts, by draw, from
-    what was told of their media. Raises OrderError for a prompt that `inputs` does not return, and for malformed
-    rows."""
+    the (ticket, place) pairs of their media. Raises OrderError for a prompt that `inputs` does not return, and for
+    malformed rows."""
     data, at = b"".join(order.responses), 0
     shares: list[Share] = []
     try:
@@ -249,7 +249,7 @@ def _columns(
 
 
 def _told_outline(outline: Outline) -> tuple[Any, ...]:
-    """Returns the arguments of `_outline`: no plan where there are no shards."""
+    """Returns the arguments of `_outline`: no plan if there are no shards."""
     plan = outline.plan if outline.shards else None
     planned = None if plan is None else (plan.num_devices, plan.lengths, plan.degrees, plan.firsts)
     pieces = [[[piece[:2] for piece in row] for row in shard] for shard in outline.shards]
@@ -265,15 +265,15 @@ def _outline(
     plan = None
     if planned is not None:
         devices, lengths, degrees, firsts = planned
-        costs = (0.0,) * len(lengths)  # asked for by who plans
+        costs = (0.0,) * len(lengths)  # only the process that plans needs costs
         placed = rounds(devices, degrees, firsts)
         plan = ShardPlan(devices, tuple(lengths), costs, tuple(degrees), tuple(firsts), placed)
     return Outline(shards, sizes, coming, plan, *of)
 
 
 def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
-    """Returns the arguments of `_sizes`: the tokens of the prompt; runs of `ModelInput.shown`, where they begin, which
-    feature, how many; the patches of each frame pair; the tokens of each response."""
+    """Returns the arguments of `_sizes`: the tokens of the prompt; the runs of `ModelInput.shown` as their first
+    tokens, first features and lengths; the patches of each frame pair; the tokens of each response."""
     where, which = group.inputs.shown
     begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
     counts = np.diff(np.append(begins, len(where)))
@@ -289,7 +289,7 @@ def _sizes(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int], le
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
-    """Returns [ticket, place] of each medium of a prompt, in order; None where this process has the pixels."""
+    """Returns [ticket, place] of each medium of a prompt, in order; None if this process has the pixels."""
     patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None

@@ -12,7 +12,7 @@ from sharding.links import LinkError, Links
 
 from ..base.timeline import compilations
 
-HEAD_START = 5.0  # seconds that others have before process 0, which waits for them, takes itself for stuck
+HEAD_START = 5.0  # seconds by which the limit of process 0 is longer, because it waits for the others
 _LOOK = 0.5  # seconds between two looks at the clock
 _LONG = 3.0  # seconds after which a compilation is announced; short ones would be too many messages
 _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
@@ -25,7 +25,7 @@ class Progress:
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
         self._compilations = compilations()
-        self._work: tuple[float, Callable[[], str]] | None = None  # since when, and what
+        self._work: tuple[float, Callable[[], str]] | None = None  # since when, and its description
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
@@ -48,7 +48,7 @@ class Progress:
 
     def _watch(self) -> None:
         compiles_since, announced, moved = 0.0, False, 0.0
-        with contextlib.suppress(LinkError):  # another has failed: all end
+        with contextlib.suppress(LinkError):  # another process has failed: all end
             while not self._ended.wait(_LOOK):
                 now = time.monotonic()
                 if not self._compilations.under_way:

@@ -1,5 +1,5 @@
-"""Joins the other processes of a run: those that the settings name, or the environment variables by which Open MPI and
-Slurm tell a process which processes there are, and which of them it is."""
+"""Joins the other processes of a run. The settings name them, or the environment variables in which Open MPI and Slurm
+tell a process its number and the number of all processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..batch.composer import Team
 from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
-FIRST_PORT, PORTS = 61440, 4096  # where JAX's own coordinator would be: above those that systems give away
+FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above those that systems assign
 START_SECONDS = 300.0  # all processes must have connected by then
-SILENCE = 15.0  # seconds after which a process of which nothing is heard is taken for lost
+SILENCE = 15.0  # seconds of silence after which a process is taken for lost
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
 
 
 def join(settings: DistributedConfig) -> Team:
-    """Returns this process with its links to the others; alone, where neither the settings nor the cluster name others.
-    Must be called before JAX is used.
+    """Returns this process with links to the others, or alone, if neither the settings nor the cluster name other
+    processes. Must be called before JAX is used.
 
-    Raises LinkError if the processes do not find each other: one may have died. Ends this process with `LOST` if they
-    have not after five minutes, or `progress_timeout` seconds if these are fewer: a wait within JAX can't be given up.
+    Raises LinkError if the processes do not find each other: one may have died. After five minutes, or
+    `progress_timeout` seconds if these are fewer, ends this process with `LOST`: a wait within JAX can't be given up.
     """
     settings = found(settings, os.environ)
     if settings.processes == 1:
@@ -43,7 +43,7 @@ def join(settings: DistributedConfig) -> Team:
     limit.daemon = True
     limit.start()
     try:
-        # JAX ends the process with a stack trace when its own time is over.
+        # At its own time limit JAX would end the process with a stack trace.
         initialize(
             settings.coordinator,
             settings.processes,
@@ -62,8 +62,8 @@ def found(settings: DistributedConfig, environment: Mapping[str, str]) -> Distri
     """Returns the settings, completed from the environment of Open MPI or Slurm: a rank of `mpirun` or a task of `srun`
     is a process of the run. Without either, the run has one process.
 
-    Kubernetes and SkyPilot substitute their values in the command line (deploy/): for them nothing is read here. Raises
-    ConfigError for an Open MPI that does not say where it was started.
+    Kubernetes and SkyPilot substitute their values in the command line (deploy/), so that no variable of theirs is read
+    here. Raises ConfigError for an Open MPI that does not say where it was started.
     """
     if settings.processes:
         return settings
@@ -112,5 +112,5 @@ def _port(number: int) -> int:
 def first_host(nodes: str) -> str:
     """Returns the first host of a list as Slurm writes it: `a`, `a,b`, `node[001-004,007]`, `rack[2-3]node1`."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    assert match is not None  # all of it may be empty
+    assert match is not None  # every part of the pattern may be empty
     return "".join(part or "" for part in match.groups())

@@ -1,7 +1,7 @@
-"""The critic: a model of the policy's architecture that learns what states are worth, and advantages from its values.
+"""The critic, a model of the policy's architecture that learns the values of states; advantages from these values.
 
-Its weights, optimizer and programs are a learner's, whose forward pass returns values where a policy's returns
-log-probs. So microbatches, strategies and checkpoints are those of the policy.
+It is a learner whose forward pass returns values instead of log-probs. So microbatches, strategies and checkpoints are
+those of the policy.
 """
 
 import dataclasses
@@ -69,19 +69,19 @@ class Critic(Learner):
         ) -> tuple[Array, dict[str, Array]]:
             return value_loss(values_BT, batch)
 
-        self._value_loss = token_loss  # one object: another would have its programs compiled again
+        self._value_loss = token_loss  # one object: a new one would have the programs compiled again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )
 
     def begin(self, policy: Params, steps: int) -> None:
-        """Begins RL of so many training steps with the policy's weights, and values that are all 0."""
+        """Begins RL of `steps` training steps with the policy's weights; all values are 0 at first."""
         self._abstract = False
         self.params = first_weights(policy, self.params)
         self.restart(steps)
 
     def restart(self, steps: int) -> None:
-        """Begins RL anew, as `reset` does, for so many training steps: the weights stay."""
+        """Begins RL anew for `steps` training steps, as `reset` does: the weights stay."""
         self.reset(self._value_loss, steps=steps * self.config.algorithm.updates)
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
@@ -103,8 +103,8 @@ class Critic(Learner):
         """Returns the minibatches of a step with values, returns and advantages of each token, before the step's first
         optimizer step; in process 0, also the mean advantage of each response that has a token, and metrics.
 
-        `outcomes` has the reward of each response of all processes, by (draw, sample), in process 0, which estimates
-        all advantages; `costs` what is taken off each token's reward, one flat array a composition (empty: nothing is).
+        Process 0 estimates all advantages: there, `outcomes` has the reward of each response of all processes, by
+        (draw, sample). `costs` has what each token's reward loses, one flat array a composition (empty: nothing).
         Collective."""
         found = [logprobs_of(composition, self.gradients, self.params) for composition in compositions]
         pairs = zip(compositions, found, strict=True)
@@ -133,7 +133,7 @@ def estimate(
     lengths: np.ndarray, numbers: Arrays, outcomes: Sequence[float], settings: CriticConfig
 ) -> tuple[Arrays, np.ndarray, dict[str, float]]:
     """Returns advantages and returns of the tokens of a step, the mean advantage of each response, and metrics.
-    `numbers` has the critic's `values`, and what tokens' rewards lose as `costs`, if anything."""
+    `numbers` has the critic's `values`, and perhaps `costs`, which each token's reward loses."""
     rewards = terminal_rewards(np.array(outcomes), lengths)
     if "costs" in numbers:
         rewards -= numbers["costs"]
@@ -152,7 +152,7 @@ def estimate(
 
 
 def critic_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a critic's optimizer steps in a training step, by names that begin with `critic/`."""
+    """Returns the metrics of a critic's optimizer steps in a training step, by names that begin with `critic/`."""
     merged = of_all_updates(updates)
     kept = [name for name in merged if name not in ("trained_tokens", "updates", "seconds/idle")]
     return {f"critic/{name}": merged[name] for name in kept}

@@ -1,4 +1,4 @@
-"""Gradients and log-probs of a model on one mesh, with parameters that each call is given."""
+"""Gradients and log-probs of a model on one mesh; each call gets the parameters."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 # (logprobs_BT, entropies_BT, batch, config) -> (token_loss_BT, metrics by name, each [B, T])
 TokenLoss: TypeAlias = Callable[[Array, Array, TrainBatch, AlgorithmConfig], tuple[Array, dict[str, Array]]]
 Outcome: TypeAlias = tuple[Params, Tally]  # gradients laid out like the parameters, and what is counted beside them
-# Log-probability of each token and entropy, in nats; of a critic, values alone.
+# The log-probability of each token and the entropy, in nats; a critic's scores are values alone.
 Scores: TypeAlias = tuple[Float[Array, "B T"], ...]
 
 GAP = "rollout_trainer_logprob_gap"
 
 
 class TrainingPhase(NamedTuple):
-    """A phase of training: its loss, and the policy that log-probs are of."""
+    """A phase of training: its loss, and the distribution under which log-probs are computed."""
 
     token_loss: TokenLoss
     temperature: float
@@ -53,7 +53,7 @@ class TrainingPhase(NamedTuple):
 class Gradients:
     """Computes gradients and log-probs on `mesh`; the programs are compiled at their first use, for each batch shape.
 
-    `links` are those to the other processes, where there are others and `sharding.strategy` is `odc`.
+    `links` connect to the other processes, if there are others and `sharding.strategy` is `odc`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Gradients:
         background: concurrent.futures.ThreadPoolExecutor | None = None,
         materializer: Materializer | None = None,
     ) -> None:
-        """`background` compiles ahead; None: one of its own. `materializer` brings pixels that are elsewhere."""
+        """`background` compiles ahead (None: a new thread). `materializer` fetches pixels that a media store holds."""
         self._config, self._model, self._phase, self._links = config, model, phase, links
         self._materializer = materializer
         self.mesh = mesh
@@ -100,20 +100,20 @@ class Gradients:
         )
 
     def close(self) -> None:
-        """Ends the compilations that nobody waits for, but for the one under way."""
+        """Cancels the compilations that have not begun."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
-        """Parameters of another mesh laid out on this one."""
+        """Returns parameters of another mesh, laid out on this one."""
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
-        """Brings what `accumulate` returned on another mesh to this one."""
+        """Returns the outcome of `accumulate` on another mesh, laid out on this one."""
         grads, tally = outcome
         return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 
     def merged(self, params: Params) -> Params:
-        """The parameters as engines and files have them: adapters are added to the weights that they stand beside."""
+        """Returns the parameters as engines and files have them: adapters are added to their weights."""
         if not self._config.lora.rank:
             return params
         weights = adapted(params, self.strategy.specs)
@@ -123,10 +123,10 @@ class Gradients:
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
         """Returns (gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
 
-        All devices compute the microbatches without an owner together first. Then each device computes the microbatches
-        that it owns, at its own pace (`sharding.odc`), and all are waited for; of microbatches that other processes
-        own, shapes are enough. Raises ValueError without a microbatch, or if the devices do not divide its rows;
-        `sharding.odc.OdcError` for a device that fails alone; DataError where pixels that are elsewhere can't be had.
+        First all devices compute together the microbatches without an owner. Then each device computes its own
+        microbatches at its own pace (`sharding.odc`), until all are done; microbatches of other processes need shapes
+        only. Raises ValueError without a microbatch, or if the devices do not divide its rows; `sharding.odc.OdcError`
+        for a device that fails alone; DataError if pixels can't be fetched.
         """
         if not microbatches:
             raise ValueError("an optimizer step needs at least one microbatch")
@@ -142,7 +142,7 @@ class Gradients:
         first = self._accumulate_together(params, together) if together else None
         if first is not None and len(together) == len(microbatches):
             return first
-        jax.block_until_ready(first)  # so that all devices begin at their own pace together
+        jax.block_until_ready(first)  # all devices begin their own microbatches at the same time
         _, batches, owners = _owned(microbatches)
         work = [m.work for m in microbatches if m.owner is not None and m.work is not None]
         _, tally, grads = self.odc.loss_and_grad(self.merged(params), batches, owners, work)
@@ -163,7 +163,7 @@ class Gradients:
     def lowered(
         self, params: Params, batch: TrainBatch, names: Collection[str] = ("accumulate", "logprobs")
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs of these names that microbatches shaped like `batch` run on the mesh, not compiled yet.
+        """Returns the programs of these names that microbatches shaped like `batch` run on the mesh, not compiled yet.
         Parameters and batch may be abstract."""
         placed = self._place(batch.inputs, batch)
         programs: dict[str, jax.stages.Lowered] = {}
@@ -178,8 +178,8 @@ class Gradients:
         return {"accumulate": self._accumulate.lower(params, grads, tally, placed), **programs}
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
-        """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs one
-        waits for it. `scores`: that of log-probs, too."""
+        """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs a
+        program waits for it. `scores`: compiles the program of log-probs, too."""
         weights, shapes = jax.tree.map(_described, (params, list(batches)))
         processes = self.mesh.size // len(self.mesh.local_devices)
         for batch in (_of_all(processes, batch) for batch in shapes):
@@ -191,7 +191,7 @@ class Gradients:
         return self.lowered(params, batch, [name])[name].compile()
 
     def _program(self, name: str, jitted: Callable[..., Any], tree: Any) -> Callable[..., Any]:
-        """The program for these arrays: what `compile_ahead` has for them, else `jitted`."""
+        """Returns the program for these arrays: that of `compile_ahead` if there is one, else `jitted`."""
         compiled = self._ahead.get((name, *_shapes(tree))) if self._ahead else None
         return jitted if compiled is None else compiled.result()
 
@@ -202,8 +202,8 @@ class Gradients:
         return self._program("logprobs", self._logprobs, placed)(params, placed)
 
     def scores(self, params: Params, microbatches: Sequence[Microbatch]) -> list[Scores | None]:
-        """`logprobs` of each microbatch, computed by the devices that `accumulate` would have compute it; None where a
-        device of another process computes it alone."""
+        """Returns `logprobs` of each microbatch, from the devices on which `accumulate` computes it; None for a
+        microbatch that a device of another process computes alone."""
         self._expect(microbatches)
         indices, batches, owners = _owned(microbatches)
         together = sorted(set(range(len(microbatches))) - set(indices))
@@ -216,8 +216,8 @@ class Gradients:
 
     @functools.cached_property
     def odc(self) -> Odc:
-        """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError for hosts that the mesh can't
-        be cut into."""
+        """Runs microbatches that have an owner, with `merged` weights. Raises ConfigError if the mesh can't be cut into
+        hosts of `sharding.devices_per_host`."""
         from sharding.odc.executor import Odc
 
         settings, chosen = self._config.sharding, self._config.sharding.strategy
@@ -248,7 +248,7 @@ class Gradients:
             self._materializer.expect(microbatch.batch for microbatch in microbatches)
 
     def _read(self, batch: Any) -> Any:
-        """The batch with its pixels."""
+        """Returns the batch with its pixels."""
         return batch if self._materializer is None else self._materializer.read(batch)
 
     def _forward(self, model: Any, inputs: PackedTokens, walk: Walk) -> Scores:
@@ -266,7 +266,7 @@ class Gradients:
         trained_BT = batch.loss_weights_BT != 0.0
         generated_BT = trained_BT & (batch.lags_BT >= 0)
         fresh_BT = trained_BT & (batch.lags_BT == 0)  # generated by these very weights
-        unchanged_BT = proximal(logprobs_BT, batch)  # the weights that generated, if these are fresh
+        unchanged_BT = proximal(logprobs_BT, batch)  # log-probs of fresh tokens under the weights that generated them
         gap_BT = jnp.where(fresh_BT, jnp.abs(unchanged_BT - batch.behaviour_logprobs_BT), 0.0)
         loss = jnp.sum(jnp.where(trained_BT, batch.loss_weights_BT * token_loss_BT, 0.0))
         sums = {name: jnp.sum(jnp.where(trained_BT, metric_BT, 0.0)) for name, metric_BT in metrics.items()}
@@ -302,7 +302,7 @@ class Gradients:
             return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
 
         self._zeros = jax.jit(zeros, static_argnums=(0, 1), out_shardings=shardings)
-        # The sum of what `accumulate` returned for two parts of a step; the first one is donated.
+        # Adds the outcomes of `accumulate` for two parts of a step; the first outcome is donated.
         self.add = jax.jit(add, donate_argnums=0, out_shardings=shardings)
         self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings, compiler_options=options)
         if self._config.lora.rank:
@@ -315,7 +315,7 @@ class Gradients:
             return with_adapters(weights, adapters, strategy.specs)
 
         def pulled(weights: Params, adapters: Params, grads: Params) -> Params:
-            """The gradients of adapters, from those of the merged weights."""
+            """Returns the gradients of adapters, from gradients of the merged weights."""
             changed, pull = jax.vjp(functools.partial(merged, weights), adapters)
             return pull(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, changed))[0]
 
@@ -324,13 +324,13 @@ class Gradients:
 
 
 def _described(array: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and where it lies if it is on devices."""
+    """Returns the shape of an array, with its sharding if it is on devices."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
-    """The shapes of a batch of all processes, from those of the rows of one."""
+    """Returns the shapes of all processes' batch, from the shapes of one process's rows."""
 
     def shape(array: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
         sizes = [size * processes if axis == rows else size for axis, size in enumerate(array.shape)]
@@ -340,12 +340,12 @@ def _of_all(processes: int, batch: TrainBatch) -> TrainBatch:
 
 
 def _shapes(tree: Any) -> tuple[object, ...]:
-    """Everything of a batch that a program is compiled for."""
+    """Returns the structure and the shapes of a batch: a program is compiled for them."""
     return (jax.tree.structure(tree), *(x.shape for x in jax.tree.leaves(tree)))
 
 
 def on_every_device(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Shapes of arrays of which every device of the mesh holds all."""
+    """Returns the shapes with shardings under which every device of the mesh holds the complete arrays."""
     return with_shardings(tree, jax.tree.map(lambda _: NamedSharding(mesh, P()), tree))
 
 
@@ -356,7 +356,8 @@ def _owned(microbatches: Sequence[Microbatch]) -> tuple[list[int], list[TrainBat
 
 
 def _row_dims(batch: TrainBatch | PackedTokens) -> Any:
-    """The dimension of rows, or patches, in each array of a batch: the first, but the second in rotary positions."""
+    """Returns the dimension of rows, or patches, in each array of a batch: the first, but the second in rotary
+    positions."""
 
     def dimension(path: tuple, _: Any) -> int:
         return 1 if getattr(path[-1], "name", "") == "positions_3BT" else 0

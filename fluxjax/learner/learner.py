@@ -39,16 +39,16 @@ from .gradients import GAP, Gradients, Outcome, Scores, TokenLoss, TrainingPhase
 if TYPE_CHECKING:
     from ..data.materializer import Materializer
 
-# the metrics of optimizer steps that add up to those of a training step
+# metrics that are summed over the optimizer steps of a training step
 _ADDED = ("trained_tokens", "skipped_nonfinite", "seconds/idle")
 
 
 class Learner:
     """Trains `model` with an algorithm's `token_loss`.
 
-    `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps.
-    The optimizer's moments are. `version` counts the training steps since the last `reset`. An abstract model makes an
-    abstract learner, which allocates nothing: for those who compile its programs without running them (`lowered`).
+    `params` are never overwritten in place: an engine or a checkpoint may hold on to them through later steps. The
+    optimizer's moments are overwritten. `version` counts the training steps since the last `reset`. An abstract model
+    makes an abstract learner, which allocates nothing: its programs can be compiled (`lowered`), but not run.
     """
 
     gradients_kind: type[Gradients] = Gradients
@@ -56,7 +56,7 @@ class Learner:
     params: Params
     opt_state: Any
     version: int
-    idle: float | None = None  # seconds that its devices waited for others in the last step, where that is measured
+    idle: float | None = None  # seconds that its devices waited for other devices in the last step; None: not measured
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Learner:
         links: Links | None = None,
         materializer: Materializer | None = None,
     ) -> None:
-        """`links` are those to the other processes, where there are others and `sharding.strategy` is `odc`;
-        `materializer` brings pixels that are elsewhere.
+        """`links` connect to the other processes, if there are others and `sharding.strategy` is `odc`; `materializer`
+        fetches pixels that a media store holds.
 
-        `model`'s weights are spread over `mesh` (default: as `config.sharding.devices` says), without a copy where they
-        lie so already; the learner does not hold on to the model. `never_sampled` are token ids that the engine is told
-        never to generate: the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are
-        fewer devices than `config.sharding.devices`, and ConfigError if `sharding.strategy.hybrid` needs the devices in
-        hosts of `sharding.devices_per_host`, and the mesh can't be cut so."""
+        The weights of `model` are laid out over `mesh` (default: as `config.sharding.devices` says), without a copy if
+        they lie so already; the learner does not hold on to the model. Engines never generate the token ids
+        `never_sampled`, and the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are
+        fewer devices than `config.sharding.devices`, and ConfigError if `sharding.strategy.hybrid` is on and the mesh
+        can't be cut into hosts of `sharding.devices_per_host`."""
         self.config = config
         self.mesh = make_mesh(config.sharding.devices) if mesh is None else mesh
         self._lora = lora_of(config)
@@ -87,16 +87,16 @@ class Learner:
         self.reset(token_loss, never_sampled=never_sampled)
         self._abstract = is_abstract(model)
         self.params = self.laid_out(model)
-        self._base = None  # what frozen weights are recognised by
+        self._base = None  # the fingerprint of frozen weights
         if self._lora is not None and not self._abstract:
             self._base = fingerprint(self.gradients.strategy.frozen(self.params), self.mesh)
         self.opt_state = self._fresh_opt_state()
         if isinstance(config.sharding.strategy, ODC):
-            _ = self.gradients.odc  # hosts that can't be end here
+            _ = self.gradients.odc  # raises if the mesh can't be cut into hosts
 
     @property
     def text(self) -> TextConfig:
-        """The decoder's sizes: what spreading sequences depends on."""
+        """The decoder's sizes, on which the spreading of sequences depends."""
         return self._model.config.text
 
     def reset(
@@ -110,8 +110,8 @@ class Learner:
     ) -> None:
         """Begins a phase (warm start, then RL): parameters stay; optimizer, schedule and version start afresh.
 
-        `optim` and `steps`, the length of the schedule in optimizer steps, default to the configuration's. So does
-        `temperature`, that of the distribution which log-probs are of: the rollout's, or 1 where rollouts are greedy.
+        `optim` and `steps`, the length of the schedule in optimizer steps, default to the configuration's.
+        `temperature`, under which log-probs are computed, defaults to the rollout's, or to 1 if rollouts are greedy.
         """
         config = self.config
         optim = optim or config.optim
@@ -120,7 +120,7 @@ class Learner:
         self._schedule = learning_rate(optim, steps or config.policy_updates)
         self._optimizer = optimizer(optim, self._schedule, self._decayed)
         built_for = phase, config.algorithm, config.model, config.sharding
-        if self._built_for != built_for:  # else `fit` again would compile again what there is
+        if self._built_for != built_for:  # else another `fit` would compile the same programs again
             if self._built_for is not None:
                 self.gradients.close()
             self.gradients = self.gradients_kind(
@@ -133,8 +133,8 @@ class Learner:
             self.opt_state = self._fresh_opt_state()
 
     def laid_out(self, model: Decoder) -> Params:
-        """The weights of a model of the same sizes, spread over the mesh; without a copy where they lie so already.
-        Where there are adapters, these are new and add nothing to the weights."""
+        """Returns the weights of a model of the same sizes, laid out over the mesh, without a copy if they lie so
+        already. If there are adapters, they are new and add nothing to the weights."""
         strategy = self.gradients.strategy
         if self._abstract:
             return with_shardings(strategy.abstract, strategy.shardings)
@@ -145,17 +145,17 @@ class Learner:
         return strategy.shard(params)
 
     def weights(self) -> Params:
-        """The parameters as engines and files have them, on the mesh: those of the model, adapters added. Where there
-        are adapters it is a new copy of the weights that have some."""
+        """Returns the parameters as engines and files have them, on the mesh: adapters are added to copies of their
+        weights."""
         return self.gradients.merged(self.params)
 
     def adopt(self, adapters: Mapping[tuple[str, ...], np.ndarray]) -> None:
-        """Sets the adapters to these, by path, to train them further."""
+        """Replaces the adapters by `adapters`, by path, to train them further."""
         self.params = self.with_trained(self.gradients.strategy.shard_trained(unflatten_dict(dict(adapters))))
 
     def trained(self, params: Params) -> Params:
-        """Returns the trained weights among the learner's parameters, or an earlier state of them: the adapters, or,
-        where there are none, all weights. All else is as it was when training began."""
+        """Returns the trained weights of `params`, an earlier or the present state of the learner's parameters: the
+        adapters, or all weights if there are no adapters. All other weights are as they were when training began."""
         return self.gradients.strategy.trained(params)
 
     def with_trained(self, trained: Params) -> Params:
@@ -169,8 +169,8 @@ class Learner:
         return self._init(trained)
 
     def lowered(self, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
-        """The programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name, not
-        compiled yet: `accumulate`, `update`, `logprobs`."""
+        """Returns the programs of a step whose microbatches are shaped like `batch` (which may be abstract), by name,
+        not compiled yet: `accumulate`, `update`, `logprobs`."""
         programs = self.gradients.lowered(self.params, batch)
         grads, tally = programs["accumulate"].out_info
         grads = with_shardings(grads, self.trained(self.gradients.strategy.shardings))
@@ -181,12 +181,11 @@ class Learner:
         """Makes one optimizer step over the sum of the microbatches' losses. Blocks until it is done. `last` says that
         it is the last one of its training step, which then counts as a version.
 
-        Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics
-        over trained tokens; for tokens that an engine generated, `importance_metrics`; for those that it generated
-        with these very weights, mean and maximum absolute difference of its log-probs and the trainer's before the
-        update. Gradients not finite change nothing and are reported by `skipped_nonfinite` = 1. `seconds/idle`, where
-        work is predicted: how long a device waited for the last one at the end, on average; 0 if no microbatch has an
-        owner.
+        Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics over
+        trained tokens; for tokens that an engine generated, `importance_metrics`; for those generated with the present
+        weights, the mean and maximum absolute difference between the engine's log-probs and the trainer's before the
+        update. Gradients that are not finite change nothing and set `skipped_nonfinite` to 1. `seconds/idle`, if work
+        is predicted: how long a device waited for the last device, on average; 0 if no microbatch has an owner.
 
         Raises what `Gradients.accumulate` does, before anything has changed.
         """
@@ -198,8 +197,8 @@ class Learner:
         return metrics
 
     def update(self, grads: Params, tally: Tally, *, last: bool = True) -> dict[str, float]:
-        """Makes the optimizer step with the gradients of a whole step, which are donated. Metrics and `last` are those
-        of `step`."""
+        """Makes the optimizer step with a step's gradients, which are donated. Metrics and `last` are those of
+        `step`."""
         return _metrics(tally, self._updated(grads, tally, last=last))
 
     def _updated(self, grads: Params, tally: Tally, *, last: bool) -> np.ndarray:
@@ -214,27 +213,27 @@ class Learner:
         return self.gradients.accumulate(self.params, microbatches)
 
     def logprobs(self, inputs: PackedTokens, params: Params | None = None) -> Scores:
-        """Computes `Gradients.logprobs` under the learner's parameters, or under others of the same layout (a frozen
-        reference)."""
+        """Computes `Gradients.logprobs` under the learner's parameters, or under other parameters of the same layout (a
+        frozen reference)."""
         return self.gradients.logprobs(self.params if params is None else params, inputs)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of training depends on, as a pytree of arrays for a checkpoint. Of frozen weights,
-        which a resumed run reads or draws again, it has only a fingerprint by which they are recognised."""
+        """Returns all arrays that the rest of training depends on, as a pytree for a checkpoint. A resumed run reads or
+        samples frozen weights again, so the state has only their fingerprint."""
         everywhere = NamedSharding(self.mesh, P())
-        # Not `device_put`: of several processes, that would wait for the others to see that they put the same.
+        # Not `device_put`, in which processes wait for each other and compare their values.
         version = jax.make_array_from_callback((), everywhere, lambda _: np.int32(self.version))
         state = {"params": self.trained(self.params), "opt_state": self.opt_state, "version": version}
         return state if self._base is None else state | {"base": self._base}
 
     def forget(self) -> None:
-        """Becomes an abstract learner, but for frozen weights, to make room for the arrays of `load_state`."""
+        """Frees all arrays but frozen weights, to make room for those of `load_state`. The learner is abstract then."""
         self.params, self.opt_state = self.with_trained(like(self.trained(self.params))), like(self.opt_state)
         self._abstract = True
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned, here or on another mesh. `state` is emptied, and its moments are copied one
-        by one: they will be donated, which nothing else may look at. Raises ConfigError where the learner has other
+        """Takes over what `state` returned, here or on another mesh. `state` is emptied. Its moments are copied one by
+        one, because they will be donated and nothing else may hold them. Raises ConfigError if the learner has other
         frozen weights."""
         if self._base is not None and (np.asarray(state.pop("base")) != np.asarray(self._base)).any():
             raise ConfigError(
@@ -260,25 +259,25 @@ class Learner:
             shardings,
             transform_non_params=lambda _: replicated,
         )
-        # `jit(init)` alone would put all of it on the first device.
+        # `jit(init)` alone would put all moments on the first device.
         self._init = jax.jit(self._optimizer.init, out_shardings=self._opt_shardings)
 
         def apply(params: Params, grads: Params, opt_state: Any, tally: Tally) -> tuple[Params, Any, Array]:
             grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, params)
             grad_norm = optax.tree_utils.tree_norm(grads)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(tally.sums["loss"])
-            with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+            with jax.numpy_dtype_promotion("standard"):  # optax relies on standard promotion
                 lr = jnp.asarray(self._schedule(opt_state[-1].count), jnp.float32)
                 updates, state = self._optimizer.update(grads, opt_state, params, finite=finite)
             updated = optax.apply_updates(params, updates)
             params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, params)
-            # Counts are scalars. Moments were chosen where they were made (`_adam`).
+            # Counts are scalars. For moments, `_adam` has chosen between old and new.
             opt_state = jax.tree.map(lambda x, old: x if x.ndim else jnp.where(finite, x, old), state, opt_state)
             skipped = jnp.where(finite, 0.0, 1.0)
             return params, opt_state, jnp.stack([lr, grad_norm, skipped, *jax.tree.leaves(tally)])
 
-        # The new parameters take the place of the gradients; the old ones may still be in use elsewhere. JAX gives each
-        # result the place of the first donated argument of its shape, so arguments stand in the order of results.
+        # The new parameters take the memory of the gradients: engines may still use the old parameters. JAX gives each
+        # result the memory of the first donated argument of its shape, so arguments stand in the order of results.
         self._apply = jax.jit(apply, donate_argnums=(1, 2), out_shardings=(shardings, self._opt_shardings, replicated))
 
 
@@ -300,10 +299,10 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
 
 
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a training step out of those of its optimizer steps: sums of tokens, seconds and skipped steps;
-    the last learning rate; the largest of maxima; of all other metrics the mean, weighted by trained tokens, over the
-    optimizer steps that have it. `updates` is the number of optimizer steps. The metrics of a single optimizer step
-    stay unchanged."""
+    """Returns the metrics of a training step from those of its optimizer steps: sums of tokens, seconds and skipped
+    steps; the last learning rate; the largest of maxima; for each other metric, the mean over the optimizer steps that
+    have it, weighted by trained tokens. `updates` is the number of optimizer steps. The metrics of a single optimizer
+    step stay unchanged."""
     if len(updates) == 1:
         return dict(updates[0])
     merged = {"updates": float(len(updates))}
@@ -339,10 +338,10 @@ def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> optax.GradientTransformationExtraArgs:
-    """AdamW after clipping by the global norm; 0 clips nothing. Weight decay is decoupled, and of those weights that
-    `decayed` says True of.
+    """Returns AdamW after clipping by the global norm (0: no clipping). Weight decay is decoupled, and applies to
+    weights that are True in `decayed`.
 
-    Where its `update` is told `finite=False`, moments stay as they are. The last part of its state counts the steps."""
+    With `finite=False`, its `update` leaves the moments as they are. The last part of its state counts the steps."""
     return optax.chain(
         _clip(optim.max_grad_norm or math.inf),
         _adam(optim),
@@ -352,7 +351,7 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> 
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` by a product for each gradient, which XLA computes on the way; it keeps quotients."""
+    """`optax.clip_by_global_norm` with products instead of quotients: XLA fuses products, but stores quotients."""
 
     def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         norm = optax.tree_utils.tree_norm(grads)
@@ -363,8 +362,8 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 
 def decayed(model: Decoder) -> Params:
-    """Says of each weight that is trained whether weight decay counts for it: of matrices, embeddings among them, and
-    neither of norms nor of biases (those of queries have two axes, and all have one more in a stack of layers)."""
+    """Returns for each trained weight whether it decays: matrices and embeddings do; norms and biases do not (biases of
+    queries have two axes, and all have one more in a stack of layers)."""
 
     def matrix(path: tuple, variable: nnx.Variable) -> bool | None:
         spec: WeightSpec = variable.get_metadata("spec")
@@ -375,7 +374,7 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights` with a mask, which has a state of another structure in earlier checkpoints."""
+    """`optax.add_decayed_weights` with a mask, without a masked state: earlier checkpoints have none."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
@@ -384,10 +383,10 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` whose moments are kept in `moments_dtype`, and written in the place of the old ones.
+    """`optax.scale_by_adam` with moments in `moments_dtype`, written in the place of the old ones.
 
-    Updates are computed from the moments as they are kept. All of these are finished first, or else XLA would compute
-    them twice, for the update and to be kept, and hold old and new ones of all weights at once.
+    Updates are computed from the rounded moments. All moments are finished first, or else XLA would compute them twice,
+    for the update and for the state, and hold old and new moments of all weights at once.
     """
     dtype, trees = optim.moments_dtype.value, optax.tree_utils
 
@@ -426,13 +425,13 @@ def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
 
 
 def lora_of(config: Config) -> models.Lora | None:
-    """The adapters that are trained, if any."""
+    """Returns the settings of the trained adapters, if there are any."""
     settings = config.lora
     return models.Lora(settings.rank, settings.alpha, settings.targets) if settings.rank else None
 
 
 def fingerprint(params: Params, mesh: Mesh) -> Array:
-    """Four bytes of each weight, `[W]` uint32, on every device: another value if one bit of the weight is another."""
+    """Returns four bytes a weight, `[W]` uint32, on every device: they change if one bit of the weight changes."""
     return jax.jit(_fingerprints, out_shardings=NamedSharding(mesh, P()))(params)
 
 
@@ -441,8 +440,8 @@ def _fingerprints(params: Params) -> Array:
 
 
 def _of(weight: Array) -> Array:
-    """The sum of a weight's numbers, read as integers, each times an odd factor that depends on its place: sums of
-    integers depend on no order, and an odd factor loses no bit."""
+    """Returns the sum of a weight's numbers, read as integers, each times an odd factor that depends on its position:
+    sums of integers depend on no order, and an odd factor loses no bit."""
     factors = jnp.ones(weight.shape, jnp.uint32)
     for axis in range(weight.ndim):
         places = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

@@ -1,6 +1,5 @@
-"""Everything that a loss reads beside the tokens, and what is made of it before an optimizer step: log-probs of other
-weights, each from a forward pass over whole minibatches; facts of whole responses; slopes of losses that couple
-responses."""
+"""The numbers that a loss reads beside the tokens, computed before an optimizer step: log-probs under other weights,
+from forward passes over complete minibatches; means over responses; slopes of losses that couple responses."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ..batch.fill import span_cells
 from ..config import AlgorithmConfig, Config, ImportanceConfig, ImportanceLevel, KlEstimator
 from .gradients import Gradients
 
-Arrays: TypeAlias = Mapping[str, np.ndarray]  # of one dimension
+Arrays: TypeAlias = Mapping[str, np.ndarray]  # one-dimensional arrays, by name
 # (responses, one number a response by name) -> one number a response by name
 OfResponses: TypeAlias = Callable[[Sequence[Key], Arrays], Arrays]
 # (responses, the tokens of each, one number a token by name) -> one number a token by name
@@ -30,13 +29,14 @@ OfTokens: TypeAlias = Callable[[Sequence[Key], np.ndarray, Arrays], Arrays]
 
 
 def logprobs_of(composition: Composition, gradients: Gradients, weights: Params) -> list[np.ndarray]:
-    """The log-probs of these weights, `[B, T]` of each microbatch of this process."""
+    """Returns the log-probs under these weights, `[B, T]` for each microbatch of this process."""
     found = gradients.scores(weights, composition.everywhere)[: len(composition.microbatches)]
     return [own_rows(scores[0]) for scores in found if scores is not None]
 
 
 def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBatch:
-    """The batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are right."""
+    """Returns the batch with all fields that `PolicyTrainer` fills in, for compiling a program; only their shapes are
+    right."""
     further = {
         "proximal_logprobs_BT": config.algorithm.updates > 1,
         "policy_log_ratios_BT": algorithm.response_ratios,
@@ -48,13 +48,13 @@ def shaped(batch: TrainBatch, config: Config, algorithm: RLAlgorithm) -> TrainBa
 
 
 def token_kl(composition: Composition, logprobs_BT: Sequence[np.ndarray], estimator: KlEstimator) -> np.ndarray:
-    """KL(policy || reference) of each token in nats, response after response."""
+    """Returns KL(policy || reference) of each token in nats, response after response."""
     reference = composition.of_responses([b.reference_logprobs_BT for b in composition.batches], np.float64)
     return kl_estimate(reference - composition.of_responses(logprobs_BT, np.float64), estimator)
 
 
 def only_taught(groups: Sequence[Group]) -> list[Group]:
-    """The groups without their responses of advantage 0; a group where no other response is left stays whole."""
+    """Returns the groups without their responses of advantage 0; a group that would have no token left is unchanged."""
 
     def taught(group: Group) -> Group:
         samples = tuple(sample for sample in group.samples if sample.advantage != 0.0)
@@ -71,11 +71,11 @@ def coupled(
     settings: AlgorithmConfig,
     team: Team,
 ) -> tuple[Composition, Mapping[str, float]]:
-    """The composition whose advantages are minus the slopes of the algorithm's loss, and the metrics of `couple`.
+    """Returns the composition with minus the slopes of the algorithm's loss as advantages, and the metrics of `couple`.
 
-    `logprobs_BT` are the policy's, with which the next optimizer step begins; `groups` are those of all processes, with
-    their advantages, in process 0, which calls `couple` and has its metrics. Slopes are divided by the tokens' loss
-    weights, which cancels these out of the loss. Collective."""
+    `logprobs_BT` are those of the policy before the next optimizer step. In process 0, which calls `couple` and has its
+    metrics, `groups` are those of all processes, with their advantages. Slopes are divided by the tokens' loss weights,
+    so that these cancel in the loss. Collective."""
     metrics: dict[str, float] = {}
 
     def couple(keys: Sequence[Key], sums: Arrays) -> Arrays:
@@ -92,9 +92,9 @@ def coupled(
 
 
 def with_logprobs(composition: Composition, field: str, logprobs_BT: PerToken) -> Composition:
-    """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, of tokens that are trained
-    on, as a field of `TrainBatch`: the reference model's, or those of the policy before the first of several optimizer
-    steps (`proximal_logprobs_BT`)."""
+    """Returns the composition with these log-probs, one array `[B, T]` for each microbatch, as a field of `TrainBatch`;
+    0 at tokens that are not trained on. They are the reference model's, or, as `proximal_logprobs_BT`, those of the
+    policy before the first of several optimizer steps."""
     pairs = zip(composition.batches, logprobs_BT, strict=True)
     trained = [np.where(b.loss_weights_BT != 0, np.asarray(a, np.float32), np.float32(0)) for b, a in pairs]
     return composition.replaced({field: trained})
@@ -121,12 +121,12 @@ def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decouple
 def with_importance(
     composition: Composition, logprobs_BT: PerToken, importance: ImportanceConfig, team: Team
 ) -> Composition:
-    """Returns the composition with what its importance weights need of whole responses, or of all: see
-    `ImportanceConfig.whole`.
+    """Returns the composition with the numbers of complete responses, or of all tokens, that importance weights need:
+    see `ImportanceConfig.whole`.
 
-    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. Responses get the means of their
-    tokens' log-ratios; to normalise, advantages are divided by the tokens' mean weight, since every objective of
-    policies is proportional to them. Collective.
+    `logprobs_BT` are those of the weights to be trained, `[B, T]` for each microbatch. With the level `sequence`,
+    responses get the means of their tokens' log-ratios. To normalise, advantages are divided by the mean weight of all
+    tokens, because every policy objective is proportional to advantages. Collective.
     """
     batches, lengths = composition.batches, composition.lengths
     behaviour = composition.of_responses([batch.behaviour_logprobs_BT for batch in batches], np.float64)
@@ -144,7 +144,7 @@ def with_importance(
 
 
 def _means(values: np.ndarray, composition: Composition, team: Team) -> np.ndarray:
-    """Returns the mean of each response's values, of which there is one a token."""
+    """Returns the mean of each response's values; `values` has one value a token."""
 
     def mean(_: Sequence[Key], sums: Arrays) -> Arrays:
         return {"mean": sums["values"] / sums["tokens"]}
@@ -163,16 +163,16 @@ def _mean(values: np.ndarray, team: Team) -> np.float64:
     return np.float64(team.decided((float(values.sum()), len(values)), mean))
 
 
-# --- numbers that depend on responses of which several processes have parts ----------------------------
+# --- numbers of responses that several processes have parts of -----------------------------------------
 
 
 def by_response(
     team: Team, compositions: Sequence[Composition], sums: Sequence[Arrays], decide: OfResponses
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, one number a response. Process 0 decides them, of the responses of all processes.
+    """Returns, for each composition, one number a response. Process 0 decides the numbers, from all processes.
 
-    `sums` has, for each composition, numbers of its responses, in which each token here has its part; `decide` gets
-    their sums over all tokens. Responses of which no token is here get 0."""
+    `sums` has, for each composition, sums over the tokens that a response has in this process; `decide` gets the sums
+    over all processes. Responses without a token in this process get 0."""
 
     def of_tokens(keys: Sequence[Key], counts: np.ndarray, parts: Arrays) -> Arrays:
         which = np.repeat(np.arange(len(keys)), counts)
@@ -193,8 +193,8 @@ def by_response(
 def by_token(
     team: Team, compositions: Sequence[Composition], values: Sequence[Arrays], decide: OfTokens
 ) -> list[dict[str, np.ndarray]]:
-    """Returns, for each composition, one number a token, response after response. Process 0 decides them, of `values`
-    in the same form: those of all tokens of the responses of all processes."""
+    """Returns, for each composition, one number a token, response after response. Process 0 decides the numbers from
+    `values` in the same form, which it gets for all tokens of all processes."""
     return _decided(team, compositions, [composition.lengths for composition in compositions], values, decide)
 
 
@@ -205,7 +205,7 @@ def _decided(
     values: Sequence[Arrays],
     decide: OfTokens,
 ) -> list[dict[str, np.ndarray]]:
-    """`counts` has the numbers of each response in the `values` of a composition."""
+    """`counts` has how many entries of a composition's `values` each response has."""
     every = np.concatenate(counts)
     keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}
@@ -215,8 +215,8 @@ def _decided(
 
 
 def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
-    """Joins what the processes have of each response, calls `decide`, and deals out its result. A process with a higher
-    number has later tokens of a response."""
+    """Joins the parts of each response from all processes, calls `decide`, and splits its result into the same parts. A
+    process with a higher number has later tokens of a response."""
     number: dict[Key, int] = {}  # of each response
     keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
     which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
@@ -234,7 +234,7 @@ def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[
 
 
 def _cut(arrays: Arrays, sizes: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Cuts arrays, one after the other, into parts of these sizes."""
+    """Cuts each array into consecutive parts of these sizes."""
     ends = np.cumsum(sizes)
     return [
         {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)

@@ -1,17 +1,18 @@
 """Training as the runtime calls it: a training step over scored groups, or gradients of some of them.
 
 A training step is one optimizer step, or several (`algorithm.minibatches`, `algorithm.epochs`; PPO, arXiv:1707.06347,
-algorithm 1), each over a minibatch with loss weights of its own. The policy before the first of them is the step's
-proximal policy, whose log-probs are computed once. Engines get the weights after the last, so a training step counts as
-one version, whatever it is made of.
+algorithm 1), each over a minibatch with loss weights of its own. The policy before the first optimizer step is the
+training step's proximal policy, whose log-probs are computed once. Engines get the weights after the last optimizer
+step, so a training step counts as one version.
 
-A step's gradients may be computed in portions, at different times and on different devices, and are in the end as if
+A step's gradients may be computed in portions, at different times and on different devices, and their sum is as if
 computed at once. The loss weights of a portion are normalised over the portion, so its gradient is that of a mean over
-it. In the step's mean a portion counts as much as its share of the step's normaliser: tokens, or responses (Flexes,
-section 4.4, "Preserving On-Policy Semantics"). Nothing is updated in between: all portions are of the same weights.
+the portion. In the step's mean a portion counts as much as its share of the step's normaliser: tokens, or responses
+(Flexes, section 4.4, "Preserving On-Policy Semantics"). No weight changes in between: all portions use the same
+weights.
 
 Every process of a run has a trainer, and makes the same steps. Process 0 has the groups: it calculates advantages,
-plans, and hands every process its share; from there on, all of them do the same.
+plans, and hands every process its share; after that, all processes do the same.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Place:
-    """Devices that gradients are computed on, with the weights that lie there."""
+    """The devices of a computation of gradients, with the weights on these devices."""
 
     gradients: Gradients
     composer: Composer
@@ -69,20 +70,21 @@ class _Place:
 
 @dataclasses.dataclass
 class Portion:
-    """Some groups of a step with their advantages, and their gradients where they have been computed. Processes other
-    than 0 have no groups. The `size` matters where gradients of several portions are added up."""
+    """Some groups of a step with their advantages, and their gradients, once computed. Processes other than 0 have no
+    groups. `size`, the portion's part of the step's normaliser, matters if gradients of several portions are added
+    up."""
 
     groups: Sequence[Group] = ()
     prepared: Mapping[int, PreparedPrompt] = dataclasses.field(default_factory=dict)
-    size: int = 0  # of the step's normaliser
-    compositions: Sequence[Composition] = ()  # those that were computed last
+    size: int = 0  # its part of the step's normaliser
+    compositions: Sequence[Composition] = ()  # the compositions that were computed last
     outcome: Outcome | None = None
 
 
 class PolicyTrainer:
     """Makes training steps over scored groups: advantages, packing, log-probs that the loss needs, optimizer steps.
 
-    Gradients of some groups may be computed before, on the devices of `engines` that were lent."""
+    Gradients of some groups may be computed before the step is complete, on the devices of lent `engines`."""
 
     def __init__(
         self,
@@ -94,16 +96,16 @@ class PolicyTrainer:
         replay: ReplayBuffer | None = None,
         team: Team | None = None,
     ) -> None:
-        """`composer` is for the devices of the learner's mesh; `engines` are known by their `devices` alone, those of
-        this process that they compute on; `weights` returns the weights for engines, where these are not the learner's
-        parameters; `replay` has groups that steps train on again; `team` are the processes that make the same steps.
-        Raises ConfigError for an algorithm that can't have what `config` asks for."""
+        """`composer` is for the devices of the learner's mesh; only the `devices` of `engines` are used, which are
+        devices of this process; `weights` returns the weights for engines, if they are not the learner's parameters;
+        `replay` has groups that steps train on again; `team` are the processes that make the same steps. Raises
+        ConfigError for settings under which the algorithm can't be computed."""
         self._config, self._models, self._learner, self._composer = config, models, models.learner, composer
         self._engines, self._weights, self._replay, self._team = engines, weights, replay, team or Team()
         self._algorithm = models.algorithm
         check_algorithm(config, self._algorithm)
         idle = self._algorithm.idle_without_advantage(config.algorithm)
-        # The KL term is an advantage, too, and critics learn from all.
+        # KL in the reward changes advantages, and critics learn from all responses.
         self._skip_idle = idle and not config.algorithm.kl_in_reward and not self._algorithm.critic
         settings = config.algorithm
         self._needs_scores = (
@@ -114,7 +116,7 @@ class PolicyTrainer:
         )
         self._critic = models.critic if self._algorithm.critic else None
         self._judged: dict[str, float] = {}  # metrics of the step under way
-        self._early: dict[Gradients, Portion] = {}  # of the step under way, by where they were computed
+        self._early: dict[Gradients, Portion] = {}  # portions of the step under way, by the object that computed them
         self._lent: dict[tuple[Any, ...], _Place] = {}  # by devices
 
     @property
@@ -132,21 +134,20 @@ class PolicyTrainer:
         engines: Sequence[int] = (),
     ) -> None:
         """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
-        on the learner's). What teaches nothing is left to `train`."""
+        on the learner's). Groups that teach nothing count for the normaliser only."""
         latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
         self._keep(latest, self._composed(parts, place, latest.size, update=False), place)
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
-        """The groups are those of `accumulate`, too; not those that are replayed, which neither `TrainedStep.groups`
-        has. Metrics are those of the learner, `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`.
-        `stream/groups`: how many groups of the step `accumulate` had, if any; metrics of packing and plans are then of
-        what was left."""
+        """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Metrics are those of the learner,
+        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups`: how many groups of the step
+        `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
-        again: dict[int, PreparedPrompt] = {}  # the prompts of these
+        again: dict[int, PreparedPrompt] = {}  # the prompts of replayed groups
         if self._replay is not None:
             count = len(groups) + len(early.groups)
             replayed, again = self._replay.choose(count, learner.version)
@@ -172,9 +173,9 @@ class PolicyTrainer:
         return TrainedStep(tuple(fresh), metrics)
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
-        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`: with these
-        shares of the minibatches that it composed, one of each. `size` is the part that groups not in earlier portions
-        have in the step's normaliser."""
+        """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`; `shares` are
+        this process's shares of the minibatches. `size` is the part of groups outside of earlier portions in the step's
+        normaliser."""
         place, rest = self._place(), Portion(size=size)
         compositions = self._team.laid_out(self._composer, shares)
         if update:
@@ -185,14 +186,14 @@ class PolicyTrainer:
     # --- what every process does ----------------------------------------------------------------
 
     def _keep(self, latest: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """Computes the gradients of a portion, whose compositions are none or one, and keeps them for the step."""
+        """Computes the gradients of a portion, which has at most one composition, and keeps them for the step."""
         self._compute(latest, compositions, place)
         here = self._early.pop(place.gradients, Portion())
-        self._early[place.gradients] = joined(place.gradients, [here, latest])  # the last one now
+        self._early[place.gradients] = joined(place.gradients, [here, latest])  # the newest portion is the last entry
         jax.block_until_ready(self._early[place.gradients].outcome)
 
     def _joined_early(self, place: _Place) -> Portion:
-        """Everything of the step under way that was computed before its end."""
+        """Returns all portions of the step under way, joined, and forgets them."""
         early, self._early = list(self._early.values()), {}
         return joined(place.gradients, early)
 
@@ -204,8 +205,8 @@ class PolicyTrainer:
         compositions: Sequence[Composition],
         place: _Place,
     ) -> tuple[Portion, dict[str, float]]:
-        """Makes the optimizer steps of a training step; returns all of it, and metrics. The compositions are those of
-        the `parts`: all minibatches, or what there is to compute of the `rest` where some was computed early."""
+        """Makes the optimizer steps of a training step; returns all its portions, joined, and metrics. The compositions
+        are those of the `parts`: all minibatches, or, if gradients were computed early, at most one of the `rest`."""
         if early.outcome is None:
             metrics = self._update(parts, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -221,7 +222,7 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """All optimizer steps of a training step. Every minibatch is scored before the first of them."""
+        """Makes all optimizer steps of a training step. Every minibatch is scored before the first optimizer step."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
@@ -252,7 +253,7 @@ class PolicyTrainer:
         return of_policy
 
     def _compute(self, portion: Portion, compositions: Sequence[Composition], place: _Place) -> None:
-        """The gradients of a portion, if there is anything to compute."""
+        """Computes the gradients of a portion, if it has a composition."""
         for composition in self._scored([portion] * len(compositions), compositions, place):
             portion.compositions = [composition]
             portion.outcome = place.gradients.accumulate(place.params, composition.everywhere)
@@ -260,7 +261,7 @@ class PolicyTrainer:
     def _composed(
         self, parts: Sequence[Portion], place: _Place, size: int = 0, update: bool = True
     ) -> list[Composition]:
-        """The microbatches of each part for the devices of `place`; all processes get theirs."""
+        """Returns the microbatches of each part for the devices of `place`; the other processes get their shares."""
         chosen = only_taught if self._algorithm.coupled else list
         some = [(chosen(part.groups), part.prepared) for part in parts]
         told: Any = {"size": size, "update": update, "skip_idle": self._skip_idle, "version": place.version}
@@ -269,10 +270,9 @@ class PolicyTrainer:
     def _scored(
         self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place
     ) -> list[Composition]:
-        """The compositions with all that the loss reads: log-probs of the reference, if there is one; those of the
-        weights to train, for importance weights and ratios of whole responses, and where these weights will have
-        changed before the last optimizer step. Where advantages depend on log-probs or on the critic, the groups of the
-        parts get new ones."""
+        """Returns the compositions with all that the loss reads: log-probs of the reference, if there is one, and of
+        the weights to train, if importance weights, ratios of complete responses or several optimizer steps need them.
+        If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
         for composition in filter(lambda composition: composition.coming, compositions):  # in nearly no step
@@ -284,7 +284,7 @@ class PolicyTrainer:
         if reference is not None:
             scored = [with_logprobs(c, "reference_logprobs_BT", logprobs_of(c, gradients, reference)) for c in scored]
         proximal = [logprobs_of(composition, gradients, place.params) for composition in scored] if needed else []
-        kl: list[np.ndarray] = []  # in nats, of each token, where it is taken off rewards
+        kl: list[np.ndarray] = []  # in nats, of each token, if rewards lose it
         if settings.kl_in_reward:
             kl = [token_kl(c, now, settings.kl_estimator) for c, now in zip(scored, proximal, strict=True)]
         if self._critic is not None:
@@ -321,7 +321,7 @@ class PolicyTrainer:
         return judged
 
     def _rewarded(self, portions: Sequence[Portion], keys: Sequence[Key], sums: Arrays) -> Arrays:
-        """The advantages of these responses of the portions, whose `kl` is taken off their rewards."""
+        """Returns the advantages of these responses of the portions, after their rewards have lost their `kl`."""
         settings, kl = self._config.algorithm, dict(zip(keys, sums["kl"].tolist(), strict=True))
         groups = [group for part in portions for group in part.groups]
         paid = [less_kl(group, kl, settings.kl_coefficient) for group in groups]
@@ -342,13 +342,13 @@ class PolicyTrainer:
         return portion
 
     def _renew_reference(self) -> None:
-        """Makes the current policy the reference, where the configuration says so for this version."""
+        """Makes the current policy the reference, if the configuration says so for this version."""
         if self._config.algorithm.reference_every and self._models.renew_reference():
             for place in self._lent.values():
                 place.reference = place.gradients.on_mesh(self._learner.params)
 
     def _place(self, engines: Sequence[int] = ()) -> _Place:
-        """The devices of these engines, with the newest weights; without engines, the learner's devices."""
+        """Returns the devices of these engines, with the newest weights; without engines, the learner's devices."""
         learner = self._learner
         devices = tuple(dict.fromkeys(device for number in engines for device in self._engines[number].devices))
         if not devices or set(devices) == set(learner.mesh.devices.flat):
@@ -386,7 +386,7 @@ def check_algorithm(config: Config, algorithm: RLAlgorithm) -> None:
 
 
 def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
-    """The group with rewards from which `coefficient` times their response's KL is taken; empty responses have none."""
+    """Returns the group with rewards less `coefficient` times the KL of their response; an empty response has no KL."""
 
     def paid(sample: Sample) -> Sample:
         cost = coefficient * kl.get((sample.response.draw, sample.response.sample), 0.0)
@@ -396,13 +396,13 @@ def less_kl(group: Group, kl: Mapping[Key, float], coefficient: float) -> Group:
 
 
 def advantaged(group: Group, advantages: Mapping[Key, float]) -> Group:
-    """The group with these advantages, given by (draw, sample)."""
+    """Returns the group with these advantages, given by (draw, sample)."""
     return group.with_advantages([advantages[s.response.draw, s.response.sample] for s in group.samples])
 
 
 def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
     """Deals whole groups, in the order of their draws, to `count` minibatches in turn, so that each is a mixture of the
-    step. Those without a token are left out: they have nothing to learn from."""
+    step. Minibatches without a token are left out."""
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     dealt = [ordered[first::count] for first in range(count)]
     return [part for part in dealt if any(s.response.num_tokens for group in part for s in group.samples)]
@@ -433,15 +433,15 @@ def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
-    """Scales everything that the loss weights weight; counts and sums over tokens stay."""
+    """Scales the gradients and the loss; counts and sums over tokens stay."""
     grads, tally = outcome
     sums = tally.sums | {"loss": tally.sums["loss"] * share}
     return jax.tree.map(lambda grad: grad * jnp.asarray(share, grad.dtype), grads), Tally(sums, tally.maxima)
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean rewards and sampled accuracies, over all and a source; response lengths in tokens; groups that teach
-    nothing."""
+    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the share
+    of groups that teach nothing."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
     lengths = [sample.response.num_tokens for _, sample in samples]
     metrics = {

@@ -1,12 +1,13 @@
-"""Replay: groups that were trained on are kept, and some come back in later steps, at the importance weights of then.
+"""Replay keeps groups that were trained on; later steps train on some of them again, with the importance weights of
+those steps.
 
-Flux has replay as the third source of data that another policy generated (component 3, "Unified Importance
-Correction"): a replayed token is a stale one. It keeps the log-probs and versions of when it was generated, so that
-ratio, `algorithm.importance` and decay treat it as any other that is so many versions behind. Rewards are kept, too,
-and advantages made of them anew, together with the step's: relative to the group they are the same again, and those
-that depend on a whole step, or on the policy (KL in the reward), are those of the step that uses them.
+Replay is Flux's third source of data from another policy (component 3, "Unified Importance Correction"): a replayed
+token is a stale token. It keeps the log-probs and versions of its generation, so that ratio, `algorithm.importance` and
+decay treat it as any token that is so many versions behind. Rewards are kept, too. Advantages are computed anew with
+those of the step: advantages relative to the group stay the same; those that depend on the step or on the policy (KL in
+the reward) change.
 
-The coordinator's books know nothing of it: there, a prompt is trained on once.
+The coordinator's ledger knows nothing of replay: there, a prompt is trained on once.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ GROUPS = 256  # the most groups that are remembered; the oldest are forgotten fi
 class _KeptGroup:
     group: Group  # with the advantages of its own step
     prepared: PreparedPrompt
-    born: int  # the oldest version that a token of it is of
-    times: int = 0  # that it was replayed
+    born: int  # the oldest version among its tokens
+    times: int = 0  # times that it was replayed
 
 
 class ReplayBuffer:
-    """The groups that may be replayed, with their prompts. What it does follows from its state alone."""
+    """The groups that may be replayed, with their prompts. Its choices follow from its state alone."""
 
     def __init__(self, config: ReplayConfig, most: int = GROUPS) -> None:
         self._config, self._most = config, most
@@ -44,7 +45,7 @@ class ReplayBuffer:
     def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
         """Returns the groups to replay in a step that trains weights of this version on `fresh` fresh groups, in the
         order of their draws, and their prompts by draw. Each of them counts as replayed once more; groups that are too
-        old are let go."""
+        old are removed."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
         chosen = sorted(self._kept.values(), key=lambda kept: (-kept.born, -kept.group.prompt.draw))[:wanted]
@@ -54,8 +55,8 @@ class ReplayBuffer:
         return [kept.group for kept in chosen], {kept.group.prompt.draw: kept.prepared for kept in chosen}
 
     def keep(self, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt], version: int) -> None:
-        """Keeps groups that were trained on, for the weights that are now of this version. Groups without an advantage
-        would teach nothing again and are not kept; where there is no room, the oldest groups go."""
+        """Keeps groups that were trained on, when the weights are of this version. Groups whose advantages are all 0
+        would teach nothing again and are not kept; if there is no room, the oldest groups go."""
         for group in groups:
             versions = [v for sample in group.samples for v in sample.response.versions]
             if versions and any(sample.advantage != 0.0 for sample in group.samples):
@@ -69,10 +70,9 @@ class ReplayBuffer:
         """Returns the metrics of fresh and replayed groups in a step that trains weights of this version.
 
         `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions
-        that the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. Where groups are
-        replayed, `staleness/lag_mean` and `staleness/lag_max` are here again, of the fresh groups alone: how far
-        generation lies behind. Fresh groups whose advantages are all 0 are left out of these, unless all fresh groups
-        are such.
+        that the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. If groups are replayed,
+        `staleness/lag_mean` and `staleness/lag_max` are measured again over the fresh groups alone: how far generation
+        lies behind. Fresh groups whose advantages are all 0 are left out, unless all are.
         """
         metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
         if not replayed:
@@ -98,19 +98,19 @@ class ReplayBuffer:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Responses, rewards and draws as JSON values; prompts are prepared again by their draws."""
+        """Returns responses, rewards and draws as JSON values; prompts are prepared again by their draws."""
         return {"groups": [_to_json(self._kept[draw]) for draw in sorted(self._kept)]}
 
     def load_state_dict(self, state: SavedState, prepared: Mapping[int, PreparedPrompt]) -> None:
-        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt it lacks,
-        because it can't be prepared any more, are let go."""
+        """Takes over a state. `prepared` has the prompts of `draws_of(state)`, by draw; groups whose prompt can't be
+        prepared any more are removed."""
         there = [saved for saved in state.get("groups", []) if saved["draw"] in prepared]
         kept = [_from_json(saved, prepared[saved["draw"]]) for saved in there]
         self._kept = {kept_group.group.prompt.draw: kept_group for kept_group in kept}
 
 
 def draws_of(state: SavedState) -> list[int]:
-    """The draws of the prompts in a buffer's state; none where nothing was replayed before."""
+    """Returns the draws of the prompts in a buffer's state; none if the state is of a run without replay."""
     return [saved["draw"] for saved in state.get("groups", [])]
 
 

@@ -1,4 +1,4 @@
-"""The models that a run trains or trains by, the same in every process: policy, reference and critic."""
+"""The models of a run, the same in every process: policy, reference and critic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class RunModels:
-    """The learner of the policy, the frozen reference where there is a KL term, and the critic of an algorithm that has
-    one. Their arrays decide the rest of a run."""
+    """The learner of the policy, the frozen reference if there is a KL term, and the critic if the algorithm has one.
+    Their arrays decide the rest of a run."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RunModels:
         never_sampled: tuple[int, ...] = (),
         reference: Params | None = None,
     ) -> None:
-        """`never_sampled`: see `Learner`. `begin` and `load` set the `reference`. Raises ValueError where the algorithm
+        """`never_sampled`: see `Learner`. `begin` and `load` set the `reference`. Raises ValueError if the algorithm
         has a critic, and `critic` is None."""
         if algorithm.critic and critic is None:
             raise ValueError(f"{config.algorithm.label} needs a critic")
@@ -52,15 +52,14 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy its own reference, where the configuration says so for its version; says whether it did."""
+        """Makes the policy its own reference, if the configuration says so for its version; returns True if it did."""
         renewed = self._config.algorithm.renews_reference(self.learner.version)
         if renewed:
             self.reference = self.learner.params
         return renewed
 
     def arrays(self) -> dict[str, Any]:
-        """Returns everything of a checkpoint that is an array. Weights that the reference shares with the policy are
-        left out."""
+        """Returns all arrays of a checkpoint. Weights that the reference shares with the policy are left out."""
         return self._arrays(self.reference)
 
     def abstract(self) -> PyTree:
@@ -77,7 +76,8 @@ class RunModels:
         return arrays
 
     def forget(self) -> None:
-        """Makes room for the arrays of `load`: no device holds both (but for those that an engine serves)."""
+        """Frees the present arrays, so that no device holds them beside those of `load`, unless an engine serves
+        them."""
         self.reference = None
         self.learner.forget()
         if self.critic is not None:
@@ -95,7 +95,7 @@ class RunModels:
             self.reference = self.learner.with_trained(self.reference)
 
     def close(self) -> None:
-        """Ends compilations that nobody waits for."""
+        """Cancels the compilations that have not begun."""
         self.learner.gradients.close()
         if self.critic is not None:
             self.critic.gradients.close()

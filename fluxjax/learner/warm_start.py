@@ -27,9 +27,9 @@ async def warm_start(
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
     """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
 
-    The data order is its own: RL starts with a fresh epoch. The optimizer and its schedule are its own as well;
-    `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their
-    batch and reported to `count_skip` with the reason. `proxy`: see `Preparer`.
+    The warm start has its own data order: RL starts with a fresh epoch. It also has its own optimizer and schedule;
+    `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their batch and reported to
+    `count_skip` with the reason. `proxy`: see `Preparer`.
     """
     settings = config.warm_start
     begin_warm_start(config, learner)
@@ -64,7 +64,7 @@ def given_step(learner: Learner, composition: Composition) -> dict[str, float]:
 
 
 def begin_warm_start(config: Config, learner: Learner) -> None:
-    """The learner's phase of given answers, with an optimizer and a schedule of its own."""
+    """Begins the learner's phase of given answers, with an optimizer and a schedule of its own."""
     settings = config.warm_start
     warmup = min(10, settings.steps // 2)
     learner.reset(
@@ -78,14 +78,15 @@ def begin_warm_start(config: Config, learner: Learner) -> None:
 def warm_start_source(
     config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
 ) -> Preparer:
-    """The prompts of the warm start, in an order of their own; `proxy` knows their media."""
+    """Returns the prompts of the warm start, in an order of their own; `proxy`: see `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     loader = PromptLoader(sources, weights, seed=config.seed + 1_000_003)
     return Preparer(processor, loader, config, ahead=config.warm_start.batch_size, proxy=proxy)
 
 
 def answer_ids(processor: Processor, answer: str) -> list[int]:
-    """The tokens of an answer as the policy should give it, with the end token; empty if the vocabulary can't."""
+    """Returns the tokens of an answer that the policy should give, with the end token; empty if the vocabulary lacks
+    them."""
     try:
         return [*processor.encode(answer), processor.eos_ids[0]]
     except PromptError:

@@ -1,5 +1,5 @@
-"""Builds the model and the processor that the configuration names, those of a checkpoint folder or tiny ones, and
-writes them as such folders."""
+"""Builds the model and the processor of a run, from a checkpoint folder or from the sizes of a tiny model, and writes
+them as checkpoint folders."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ AnyPixels: TypeAlias = "NoPixels | Pixels"
 class Learning:
     """The objects that train, on the devices of all processes of the run."""
 
-    model: Decoder  # abstract: its weights are the learner's, and go with the first step
+    model: Decoder  # abstract: the learner has its weights
     learner: Learner
     composer: Composer
 
@@ -82,8 +82,8 @@ def build_learning(
     materializer: Materializer | None = None,
 ) -> Learning:
     """Returns the learner, with the weights that `config` names, and the composer of its batches. `token_loss` replaces
-    that of the configured algorithm; `links` are those to other processes; `materializer` fetches pixels that are
-    elsewhere. Raises `ConfigError`."""
+    the loss of the configured algorithm; `links` connect to the other processes; `materializer` fetches pixels that a
+    media store holds. Raises `ConfigError`."""
     mesh = run_mesh(config)
     model = build_weights(config, sizes, mesh)
     learner = Learner(
@@ -107,7 +107,7 @@ def build_learning(
 
 
 def run_mesh(config: Config) -> Mesh:
-    """Returns the devices that train. Raises `ConfigError` if there are not as many."""
+    """Returns the mesh of the devices that train. Raises `ConfigError` if there are too few devices."""
     try:
         return make_mesh(config.sharding.devices)
     except MeshError as error:
@@ -121,9 +121,9 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
 
 
 def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) -> Decoder:
-    """Returns the model, with float32 master weights. They are read or drawn one by one and go straight to where
-    training on `mesh` wants them (None: to one device). To leave room for a large model, this process gives freed
-    memory back to the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
+    """Returns the model, with float32 master weights. Weights are read or sampled one by one and go straight to their
+    devices of `mesh` (None: to one device). To leave room for a large model, this process gives freed memory back to
+    the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
     if 4 * parameter_count(models.abstract(sizes)) >= LARGE_MODEL:
         give_back_large_blocks()
     places = None if mesh is None else functools.partial(shardings, mesh=mesh)
@@ -199,7 +199,7 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
-    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get those of the run
+    """Returns a folder that rollout servers can start from. Its weights do not matter: servers get the run's weights
     before they generate."""
     if config.model.path:
         return pathlib.Path(config.model.path)
@@ -209,9 +209,9 @@ def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, pro
 
 
 def sampling_params(config: Config, processor: Processor) -> SamplingParams:
-    """Returns the settings with which responses are sampled: those of `config.rollout`, up to an end token, never a
-    media token. Top-p and top-k are off: log-probs, those of the trainer, too, are of the whole distribution, so that a
-    token out of a part of it would be trained on with another probability than it was drawn with."""
+    """Returns the sampling settings of `config.rollout`: responses end at an end token or at the limit, and have no
+    media token. Top-p and top-k are off, because log-probs of engine and trainer are under the full distribution: a
+    token sampled from a part of it would have another probability."""
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
@@ -257,7 +257,7 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
 def training_prompts(
     config: Config, sources: Mapping[str, Source], processor: Processor, proxy: ProxyMedia | None = None
 ) -> Preparer:
-    """Returns the prompts of RL, in the order of their draws; `proxy` is that of `Preparer`."""
+    """Returns the prompts of RL, in the order of their draws; `proxy`: see `Preparer`."""
     weights = {name: config.data.sources[name].weight for name in sources}
     return Preparer(processor, PromptLoader(sources, weights, config.seed), config, proxy=proxy)
 
@@ -265,8 +265,8 @@ def training_prompts(
 class NoPixels:
     """Takes the place of `Pixels`, whose methods it has, in runs of text: nothing is stored or fetched."""
 
-    proxy: ProxyMedia | None = None  # what prompts are prepared by
-    fetch: Fetch | None = None  # the pixels of tickets; None where prompts have theirs
+    proxy: ProxyMedia | None = None  # stands for media while prompts are prepared
+    fetch: Fetch | None = None  # returns the pixels of tickets; None: prompts hold their pixels
     materializer: Materializer | None = None
 
     def place_of(self, ticket: str) -> str:
@@ -297,7 +297,7 @@ def open_pixels(
     token: str,
     note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
 ) -> AnyPixels:
-    """Returns the pixels of this process. The parameters, and what is raised, are those of `Pixels`."""
+    """Returns the pixels of this process. Parameters and errors are those of `Pixels`."""
     if not processor.vision:
         return NoPixels()
     from .pixels import Pixels

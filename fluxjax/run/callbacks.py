@@ -1,5 +1,5 @@
-"""Hooks into a run, for custom logging, early stopping and the like; the reporter, which tells them what happens; the
-first and last lines of a run, and its pictures."""
+"""Callbacks of a run, for custom logging or early stopping; the reporter, which calls them; the first and last lines of
+a run, and its pictures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Callback:
 
 
 class SettledHeap(Callback):
-    """Settles the heap after steps 1, 2, 4, 8, ... of a process: new programs come ever more rarely."""
+    """Calls `settle_heap` after steps 1, 2, 4, 8, ... of a process: new programs are compiled ever more rarely."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -99,8 +99,8 @@ class SettledHeap(Callback):
 
 
 _ALARMS_SHOWN = 3
-_DUMPED = 8  # responses of a dump
-# Mean absolute differences of log-probs of engine and trainer that raise an alarm: they add up in different orders.
+_DUMPED = 8  # responses in a dump
+# Mean absolute differences between engine and trainer log-probs that raise an alarm; sums in other orders cause less.
 GAP_ALARMS = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.05}
 
 
@@ -110,8 +110,8 @@ class Reporter(Observer):
     def __init__(self, run: ReportedRun) -> None:
         self._run, self._summary, self._display = run, run.summary, run.display
         self._since = working_time()  # when the last step, evaluation or checkpoint ended
-        self._served = time.perf_counter(), _tokens(run.pool.servers())  # at the last step
-        self._told = run.gang.bytes_told  # at the last step
+        self._served = time.perf_counter(), _tokens(run.pool.servers())  # time and tokens at the last step
+        self._told = run.gang.bytes_told  # bytes told until the last step
 
     def on_step(self, report: StepReport) -> None:
         run, summary, step = self._run, self._summary, report.step
@@ -149,8 +149,8 @@ class Reporter(Observer):
         return {
             "servers/up": float(sum(server.up for server in servers)),
             "servers/restarts": float(sum(server.restarts for server in servers)),
-            # Not the sum of what servers say: between two steps, they may have been idle for a while.
-            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # tokens leave with a server
+            # Not the sum of the rates that servers report: a server may have been idle for a part of the step.
+            "servers/tokens_per_second": max(tokens - before, 0) / max(now - then, 1e-9),  # smaller if a server left
         }
 
     def _host_metrics(self, hosts: Sequence[HostStatus]) -> dict[str, float]:
@@ -243,6 +243,6 @@ def write_pictures(
     medium when. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
-    if stages := pictures.of_steps(timeline.spans()):  # a run that was complete before keeps its picture
+    if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its picture
         pictures.timeline([*pool.lanes(stages), *pixels.lanes(stages)], run_dir / "timeline.png")
         pixels.draw(run_dir / "media.png")

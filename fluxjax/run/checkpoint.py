@@ -1,8 +1,8 @@
 """Checkpoints with Orbax: asynchronous, atomic, the newest few kept, restored onto any mesh.
 
-A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON
-part (coordinator, data position, weight version, what the summary has counted so far). All its files have checksums,
-written before it gets its final name and compared before it is restored; no older one is removed before.
+A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
+(coordinator, data position, weight version, what the summary has counted so far). Checksums of all its files are
+written before it gets its final name, and compared before it is restored. Older checkpoints stay until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 log = logging.getLogger(__name__)
 SUMS = "checksums.json"
 NO_SUMS = f"{SUMS} is missing"
-_THREADS = 8  # that read files: xxHash lets go of the interpreter
+_THREADS = 8  # threads that read files: xxHash releases the interpreter's lock
 
 
 class ResumeError(RuntimeError):
@@ -37,18 +37,19 @@ class ResumeError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder/<step>/`. An unfinished one is never listed: Orbax renames at the end."""
+    """The checkpoints of one run, in `folder/<step>/`. Unfinished checkpoints are not listed: Orbax renames them
+    last."""
 
     def __init__(self, folder: pathlib.Path, keep: int, *, read_only: bool = False, largest: int = 0) -> None:
-        """`read_only` leaves alone what a run that is still going on may be writing. `largest` is the size of the
-        largest array, in bytes: about as much is encoded or decoded at a time, or else a second copy of the state would
-        be in the host's memory. Raises `ResumeError` if the folder cannot be created."""
+        """`read_only` changes no file, because a run may still be writing. `largest` is the size of the largest array,
+        in bytes: about as many bytes are encoded or decoded at a time, so that host memory never holds a second copy of
+        the state. Raises `ResumeError` if the folder cannot be created."""
         self.folder = folder.absolute()
         self._at_once = math.ceil(max(1.1 * largest, _LEAST_AT_ONCE) / 1e9)  # Orbax counts in GB
         self._keep = keep
         self._read_only = read_only
         self.failed: list[str] = []  # reasons, one for each checkpoint that could not be written
-        self._damage: dict[int, str] = {}  # of the checkpoints that were looked at, by step
+        self._damage: dict[int, str] = {}  # the damage (or "") of each checkpoint that was read, by step
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -74,9 +75,9 @@ class Checkpoints:
         return metadata is not None and part in metadata.tree
 
     def undamaged(self) -> int | None:
-        """Returns the newest step whose checkpoint is as it was written, once a write under way is complete; None:
-        there is none. Logs every newer one, with the file that is damaged. Takes one of an earlier release, without
-        checksums, where none has any. Raises `ResumeError` if all are damaged."""
+        """Waits for a write under way; returns the newest step whose checkpoint is undamaged, or None if there are no
+        checkpoints. Logs each newer checkpoint with its damaged file. If none has the right checksums, returns the
+        newest that has no checksums, as in an earlier release. Raises `ResumeError` if all are damaged."""
         self.wait()
         steps = self._there()
         for step in steps:
@@ -90,8 +91,8 @@ class Checkpoints:
         raise ResumeError(f"every checkpoint in {self.folder} is damaged; restore the files, or remove it all")
 
     def chosen(self, asked: int | None = None) -> int:
-        """Returns the step to restore: the one that is asked for, or that of `undamaged`. Raises `ResumeError` if its
-        checkpoint is damaged, or if there is none."""
+        """Returns the step to restore: `asked`, or else that of `undamaged`. Raises `ResumeError` if its checkpoint is
+        damaged, or if there are no checkpoints."""
         step = self.undamaged() if asked is None else asked
         if step is None:
             raise ResumeError(f"there is no checkpoint in {self.folder}")
@@ -101,12 +102,12 @@ class Checkpoints:
         return step
 
     def _there(self) -> list[int]:
-        """Returns the steps that have a folder, the newest first, also of those that Orbax does not count."""
+        """Returns the steps that have a folder, the newest first, including folders that Orbax does not count."""
         names = (path.name for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _look(self, step: int) -> str:
-        """Returns what is wrong with a checkpoint, or nothing; at the first look, logs it."""
+        """Returns the damage of a checkpoint, or ""; the first call logs it."""
         if step not in self._damage:
             self._damage[step] = reason = damage(self.folder / str(step))
             if reason:
@@ -114,8 +115,8 @@ class Checkpoints:
         return self._damage[step]
 
     def may_save(self, step: int, arrays: PyTree) -> bool:
-        """Waits for the write under way. Returns whether there is no checkpoint of this step yet, and room for one;
-        where there is none, that is logged and counted."""
+        """Waits for the write under way. Returns True if this step has no checkpoint yet and the disk has room for one;
+        logs and counts a full disk."""
         self.wait()
         if step in self._manager.all_steps():
             return False
@@ -126,11 +127,11 @@ class Checkpoints:
         return True
 
     def write(self, step: int, arrays: PyTree, state: dict[str, Any]) -> None:
-        """Starts writing, once `may_save` said so; returns when the arrays are copied, so that they may be donated.
-        Collective, where there are several processes; the `state` is that of process 0.
+        """Starts writing, after `may_save` returned True; returns when the arrays are copied and may be donated.
+        Collective if there are several processes; the `state` is that of process 0.
 
-        A checkpoint that cannot be written (a full disk) is logged and counted in `failed`, and the run goes on:
-        earlier checkpoints are untouched, the next one tries again."""
+        If the checkpoint can't be written (a full disk), the failure is logged and counted in `failed`, and the run
+        goes on to its next checkpoint; a run of several processes ends with `ResumeError`."""
         args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), state=ocp.args.JsonSave(state))
         try:
             self._damage.pop(step, None)
@@ -161,11 +162,11 @@ class Checkpoints:
     ) -> tuple[int, PyTree, dict[str, Any]]:
         """Reads the checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
 
-        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings wanted now. `make_room` is called
-        once it is known that the arrays fit, before any is read. Raises `ResumeError` if there is none, or if its
+        `abstract` is a pytree of `ShapeDtypeStruct` with the shardings of this run. `make_room` is called after the
+        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no checkpoint, or if its
         arrays do not fit the model of the configuration.
         """
-        self.wait()  # what is being written can be described only once it is complete
+        self.wait()  # Orbax can't describe a checkpoint that it is still writing
         step = self.chosen() if step is None else step
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract), state=ocp.args.JsonRestore())
         try:
@@ -180,7 +181,7 @@ class Checkpoints:
         return step, restored["arrays"], restored["state"]
 
     def _check_fits(self, step: int, abstract: PyTree) -> None:
-        """Raises ValueError naming the first array whose shape is not the wanted one, or that is on one side only."""
+        """Raises ValueError naming the first array that has not the shape in `abstract`, or that only one side has."""
         metadata = self._manager.item_metadata(step)["arrays"]
         if metadata is None:
             raise ValueError("its arrays cannot be found")
@@ -208,8 +209,8 @@ class Checkpoints:
         )
 
     def _begin_afresh(self, error: Exception) -> None:
-        """A manager that has failed once keeps reporting it; a new one also removes the partial folder."""
-        if jax.process_count() > 1:  # the others are in the midst of it, and would wait for this one
+        """Replaces the manager: it would go on reporting its failure, and a new manager removes the partial folder."""
+        if jax.process_count() > 1:  # the other processes are still writing, and would wait for this one
             raise ResumeError(f"a checkpoint can't be written to {self.folder}: {error}") from error
         self._note_failure(error)
         self._manager = self._open()
@@ -240,7 +241,7 @@ class SummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def write_sums(folder: pathlib.Path) -> None:
-    """Writes the xxh3-128 of every file below `folder`, and brings the files to the disk. Raises OSError if a file
+    """Writes the xxh3-128 of every file below `folder`, and flushes the files to the disk. Raises OSError if a file
     can't be read."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -251,8 +252,8 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name of a file below `folder` that is not as `write_sums` saw it, and what is wrong with it; nothing
-    if all are as they were. Files that came later do not count."""
+    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if none
+    does. Files that were written later do not count."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -280,8 +281,8 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for what Orbax logs of a write that failed: hundreds of lines of tracebacks from each of its
-    threads and from asyncio, in which the one line of `_note_failure` would be lost."""
+    """Returns False for records of a write that failed within Orbax: hundreds of lines of tracebacks, from its threads
+    and from asyncio, would hide the line of `_note_failure`."""
     trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
         if f"{os.sep}orbax{os.sep}" in trace.tb_frame.f_code.co_filename:

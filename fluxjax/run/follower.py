@@ -1,5 +1,5 @@
-"""A process that trains along: it hears from process 0 what comes (`hosts.orders`), and trains as process 0 does, on
-its own rows and media."""
+"""A training process other than process 0: it carries out the orders of process 0 (`hosts.orders`) on its own rows and
+media."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .build import describe_model, training_prompts
 from .parts import assemble, serve_engines, settled
 
 log = logging.getLogger(__name__)
-_REMEMBERED = 4  # steps whose prompts are laid out before it is known whether they are trained on here
+_REMEMBERED = 4  # steps whose announced prompts are kept laid out, because this process may train on them
 
 
 class Follower:
@@ -72,7 +72,7 @@ class Follower:
         self._parts.close()
 
     def obey(self, order: Order) -> None:
-        """Carries out one order of process 0. Raises what the parts that carry it out raise."""
+        """Carries out one order of process 0. Raises the errors of the parts that do."""
         match order:
             case Begin():
                 self._begin(order.phase)
@@ -131,9 +131,9 @@ class Follower:
 def follow(gang: Team, algorithm: object) -> None:
     """Takes part in the training of the run that process 0 begins, until process 0 says that the run is over.
 
-    `algorithm` is this process's own `algorithm.name`, which, as an object, is not in the run's folder. Logs to
-    `RUN/processes/process-N.log`; serves metrics of its own where `report.prometheus` says so. Raises ConfigError
-    if this host does not see the run's folder, or the port is taken.
+    `algorithm` is this process's `algorithm.name`: if that is an object, the run's folder does not have it. Logs to
+    `RUN/processes/process-N.log`; serves its own metrics if `report.prometheus` is set. Raises ConfigError if this host
+    does not see the run's folder, or the port is taken.
     """
     assert isinstance(gang, Gang)
     orders = gang.orders()
@@ -161,7 +161,7 @@ def follow(gang: Team, algorithm: object) -> None:
 
 
 def prometheus_port(config: Config, gang: Team) -> int:
-    """Returns the Prometheus port of this process: that of `report.prometheus`, or one of the next ones where several
-    processes share a host; 0: none."""
+    """Returns the Prometheus port of this process: that of `report.prometheus` plus the process's rank on its host; 0:
+    none."""
     port = config.report.prometheus_address[1]
     return port + gang.rank_here if port else 0

@@ -43,7 +43,8 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
-    """Returns this process with the others that the settings or the environment name. Raises what `join` raises."""
+    """Returns this process with the other processes that the settings or the environment name. Raises what `join`
+    raises."""
     if settings.processes == 1 or not (settings.processes or any(environment.get(n, "1") != "1" for n in _COUNTS)):
         return Team()
     from ..hosts.start import join
@@ -53,13 +54,13 @@ def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
 
 def main(config: Config) -> int:
     """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
-    can mend. Of several processes, each ends when one does; the status is `LOST` where another process is the
-    reason. A second Ctrl-C or SIGTERM, or one before `fit`, ends all at once, with the status of shells for it."""
+    can mend. If one of several processes ends, all do; the status is `LOST` if another process is the reason. A second
+    Ctrl-C or SIGTERM, or one before `fit`, ends all processes at once, with status 128 + the signal's number."""
     use_compile_cache()
     links: Links | None = None
 
     def end_at_once(number: int) -> None:
-        os.write(1, b"\x1b[?25h\n" * os.isatty(1))  # the cursor, which the display hides
+        os.write(1, b"\x1b[?25h\n" * os.isatty(1))  # shows the cursor, which the display hides
         leave(LinkError(f"stopped at once by {signal.Signals(number).name}."), links, 128 + number)
 
     stops: list = []
@@ -69,7 +70,7 @@ def main(config: Config) -> int:
         links = gang.links
         take_signals()
         if gang.process:
-            stops.append(lambda: None)  # clusters signal process 0, too, which ends this one
+            stops.append(lambda: None)  # clusters also signal process 0, whose end ends this process
             from .follower import follow
 
             follow(gang, config.algorithm.name)
@@ -82,7 +83,7 @@ def main(config: Config) -> int:
             leave(error, links, LOST if isinstance(links.explain(error), LinkError | OdcError) else USER)
         print(f"error: {error}", file=sys.stderr)
         return LOST if isinstance(error, LinkError) else USER
-    except BaseException as error:  # SystemExit, too: the others would wait for ever
+    except BaseException as error:  # also for SystemExit, or the other processes would wait for ever
         if links is None:
             raise
         traceback.print_exc()

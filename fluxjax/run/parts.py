@@ -1,4 +1,5 @@
-"""The parts of a run, each made of its settled configuration: those of every process, the engines, held-out prompts."""
+"""The parts of a run, made from its settled configuration: the parts of every process, the engines, the held-out
+prompts."""
 
 from __future__ import annotations
 
@@ -42,21 +43,21 @@ if TYPE_CHECKING:
     from ..runtime.fleet_pool import EngineServers, FleetPool
     from ..sizing.check import DeviceRoom
 
-JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes by itself
+JAX_FRACTION = 0.75  # the share of a GPU's memory that JAX takes by default
 _Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 def settled(
     config: Config, sizes: AnyConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration with what `auto` and 0 come to on the devices here: the rematerialisation, by
-    the memory part of the pre-flight, which tells `note` how it goes (None: it is left out), and the number of engines.
-    Raises `ConfigError` for devices that there are not, and for a run that does not fit into them."""
+    """Returns a copy of the configuration with `auto` and 0 settled for the devices of this process: the
+    rematerialisation, by the pre-flight's memory check (`note` gets its progress; None: no check), and the number of
+    engines. Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
     config = copy.deepcopy(config)
     if note is not None:
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
     config.rollout.engines = engine_count(config, jax.local_devices(), gang.processes)
-    config.validate_scheduling()  # now that their number is known
+    config.validate_scheduling()  # now that the number of engines is settled
     return config
 
 
@@ -66,9 +67,9 @@ class Parts:
 
     config: Config  # settled
     processor: Processor
-    vision: VisionConfig | None  # of a model that sees
+    vision: VisionConfig | None  # None: a text model
     pixels: AnyPixels
-    model: Decoder  # abstract: its weights are the learner's, and go with the first step
+    model: Decoder  # abstract: the learner has its weights
     composer: Composer
     models: RunModels
     checkpoints: Checkpoints
@@ -96,8 +97,9 @@ def assemble(
     read_only: bool = False,
 ) -> Parts:
     """Builds the parts of one process from the settled configuration; all processes of a run call it at the same time.
-    `token` and `fetched` are those of `Pixels`. `read_only` changes nothing in the run's folder: who only looks at a
-    run does not know its algorithm, but must read what it saved. Raises `ConfigError`, and what `Pixels` raises."""
+    `token` and `fetched` are those of `Pixels`. `read_only` changes nothing in the run's folder; whether there is a
+    critic is then read from the checkpoint, because the run's own algorithm is not known. Raises `ConfigError`, and
+    what `Pixels` raises."""
     pixels = open_pixels(config, processor, gang, run_dir, token, fetched)
     learning = build_learning(
         config,
@@ -124,11 +126,11 @@ def assemble(
 def settled_remat(
     config: Config, model: AnyConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """The rematerialisation to train with: as configured, or for `auto` the first that fits.
+    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory.
 
-    On GPUs, and where `sharding.device_memory_gib` says what to fit into, the run's largest programs are compiled; with
-    a compilation cache the run then finds them there. Raises ConfigError, in the pre-flight's words, for a run
-    that needs more memory, and for activations offloaded where there is no such memory.
+    If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
+    compiled; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's words, for a run that
+    needs more memory, and for `offload` on devices without host memory.
     """
     settings, room = config.sharding, _room(config)
     if settings.remat is Remat.OFFLOAD and not _has_host_memory():
@@ -190,8 +192,8 @@ def make_pool(
     read_only: bool = False,
 ) -> EnginePool | FleetPool:
     """Returns the engines that process 0 uses: those of its own process, those of all processes, or rollout servers.
-    `checkpoint` makes a folder that servers can start from, and `token` is for the engines of the other processes.
-    Who only looks at a run (`read_only`) leaves its servers alone. Raises what the pools raise."""
+    `checkpoint` makes a folder that servers can start from, and `token` is for the engines of the other processes. With
+    `read_only` they are always embedded engines of this process. Raises the errors of the pools."""
     config, model, fetch = parts.config, parts.model, parts.pixels.fetch
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
@@ -206,7 +208,7 @@ def make_pool(
 
 
 def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
-    """Starts the engines of this process, one of several, as servers that process 0 uses for all of them."""
+    """Starts the engines of this process, one of several, as servers that process 0 uses."""
     from ..runtime.fleet_pool import EngineServers
 
     links = gang.links
@@ -228,8 +230,8 @@ def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:
 
 @dataclasses.dataclass
 class HeldOut:
-    """The held-out prompts of every source, decoded once and kept: they are asked again and again. Answers of an engine
-    are greedy, and scored by each source's reward."""
+    """The held-out prompts of every source, decoded once for all evaluations. An engine answers them greedily, and each
+    source's reward scores the answers."""
 
     prompts: Mapping[str, Sequence[PreparedPrompt]]
     score: _Score
@@ -239,10 +241,10 @@ class HeldOut:
 
     async def accuracy(self, engine: Engine, limit: int | None = None, *, blind: bool = False) -> dict[str, float]:
         """Returns each source's share of exactly right greedy answers, over its first `limit` prompts. Raises
-        EvaluationGivenUp if the run is to stop before all are given.
+        EvaluationGivenUp if the run is to stop before all answers are scored.
 
-        `blind` blanks every pixel (to the mean colour, which is zero after normalisation): what can be answered
-        without looking.
+        `blind` blanks every pixel (to the mean colour, which is zero after normalisation), to measure what can be
+        answered without looking.
         """
         asked = [(source, p) for source, prompts in self.prompts.items() for p in prompts[:limit]]
         await engine.pause()  # one deterministic batch, as in training
@@ -273,12 +275,12 @@ class HeldOut:
     async def _answer(self, engine: Engine, index: int, prepared: PreparedPrompt, blind: bool) -> str:
         inputs = prepared.inputs.laid_out()
         if blind and inputs.vision is not None:
-            patches = inputs.vision.patches_PX  # which may be elsewhere
+            patches = inputs.vision.patches_PX  # an array or a shadow: both have a shape
             blank = dataclasses.replace(inputs.vision, patches_PX=np.zeros(patches.shape, patches.dtype))
             inputs = dataclasses.replace(inputs, vision=blank)
         sampling = dataclasses.replace(self.sampling, temperature=0.0)
         tokens: list[int] = []
-        # Nothing is drawn; the seed is the order in which a server takes up what came over a network.
+        # Greedy answers need no random numbers: servers use the seed to order requests that come over a network.
         async for chunk in engine.generate(GenerateRequest(f"held-out-{index:06d}", inputs, sampling, seed=index)):
             tokens.extend(chunk.token_ids)
         return self.decode(tokens)

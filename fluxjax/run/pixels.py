@@ -23,7 +23,7 @@ from ..report.pictures import look_lanes, media_picture
 from ..runtime.flight_store import FlightStore
 from ..runtime.preprocessors import Preprocessors
 
-AHEAD = 2  # microbatches whose pixels are fetched before it is their turn
+AHEAD = 2  # microbatches whose pixels are fetched ahead
 
 
 class Pixels:
@@ -42,11 +42,11 @@ class Pixels:
         token: str,
         note: Callable[[float, float, int], None] = lambda start, end, bytes: None,
     ) -> None:
-        """`token` is that of the run; `note` is told the start, the end and the bytes of each fetch. Raises DataError
-        if the preprocessors can't be started."""
+        """`token` is that of the run; `note` gets the start, the end and the bytes of each fetch. Raises DataError if
+        the preprocessors can't be started."""
         self._note, self._metrics = note, DataMetrics()
         self._began: float | None = None  # when the run began to ask for prompts
-        self._first_batch: float | None = None  # seconds later its pixels were there, until somebody was told
+        self._first_batch: float | None = None  # seconds from then to the first pixels, until `metrics` returns them
         self._open = contextlib.ExitStack()
         data = config.data
         self.store: FlightStore | LocalStore
@@ -61,7 +61,7 @@ class Pixels:
             near = NearPixels(self.store, int(data.near_gib * GIB))
             self._open.callback(near.close)
             self.fetch = near.fetch
-        # Process 0 draws for all, and engines of all of them take prompts in turn.
+        # Process 0 draws prompts for all processes, and their engines take prompts in turn.
         self.proxy = ProxyMedia(self.store, MediaIndex(), near, among=gang.processes)
         materializer = Materializer(self.fetch, AHEAD, self._fetched)
         self.materializer = self._open.enter_context(contextlib.closing(materializer))
@@ -90,7 +90,7 @@ class Pixels:
         return store
 
     def place_of(self, ticket: str) -> str:
-        """Returns the preprocessor that holds the medium of the ticket; empty if none is known."""
+        """Returns the preprocessor that holds the medium of the ticket; empty if it is not known."""
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else UNKNOWN_PLACE
 
     def hear(self, media: Iterable[tuple[str, str]]) -> None:
@@ -100,14 +100,14 @@ class Pixels:
                 if place != UNKNOWN_PLACE:
                     self.store.hint(ticket, place)
 
-    # --- what users see of it, in process 0 ------------------------------------------------------
+    # --- what users see of pixels, in process 0 --------------------------------------------------
 
     def begin(self) -> None:
         """Notes that the run begins to ask for prompts."""
         self._began = time.perf_counter()
 
     def begin_steps(self) -> None:
-        """Begins to count for the steps: what was fetched before them, such as by a warm start, belongs to no step."""
+        """Begins the counts of the steps: pixels fetched earlier, such as for a warm start, belong to no step."""
         first, self._first_batch = self._first_batch, None
         self.metrics()
         self._first_batch = first
@@ -115,8 +115,8 @@ class Pixels:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics `data/...` of `metrics.jsonl` since the last call.
 
-        Counts of preprocessors are summed over all processes, and a few seconds old. Counts of what is fetched, waited
-        for, or decoded without preprocessors are of this process alone.
+        Counts of preprocessors are summed over all processes, and a few seconds old. Counts of fetches, of waiting, and
+        of decoding without preprocessors are of this process alone.
         """
         known = self.store.known if isinstance(self.store, FlightStore) else time.perf_counter()
         metrics = self._metrics.since_last(self.materializer.totals, self.store.stats(), known, self.preprocessors())
@@ -136,7 +136,7 @@ class Pixels:
         return look_lanes(self.store.history(), spans, now, time.perf_counter() - now)
 
     def draw(self, file: pathlib.Path) -> None:
-        """Draws which preprocessor held which medium when; draws nothing if there are no preprocessors."""
+        """Draws which preprocessor held which medium when; without preprocessors, draws nothing."""
         if isinstance(self.store, FlightStore) and (history := self.store.history()):
             media_picture(history, time.monotonic(), file)
 
@@ -153,17 +153,17 @@ class DataMetrics:
     """Computes a step's metrics of pixels: bytes and seconds of fetches, decoding, caches, preprocessors."""
 
     def __init__(self) -> None:
-        self._known = time.perf_counter()  # when the stats were those of the last step
-        self._rate = 0.0  # of frames
+        self._known = time.perf_counter()  # when the newest stats were read
+        self._rate = 0.0  # frames decoded a second
         self._moved, self._stats = Materialized(), StoreStats()  # at the last step
-        self._bytes: dict[str, int] = {}  # by preprocessor
+        self._bytes: dict[str, int] = {}  # bytes that each preprocessor has sent, by name
 
     def since_last(
         self, moved: Materialized, stats: StoreStats, known: float, preprocessors: Sequence[PreprocessorStatus]
     ) -> dict[str, float]:
         """Returns the metrics since the last step, by their names in `metrics.jsonl`. `moved` and `stats` are totals
-        since the run was started; `known` is when `stats` were as given, by `time.perf_counter`: the rate of frames
-        stays until newer stats are known."""
+        since the run was started; `known` is when `stats` were read, by `time.perf_counter`: the rate of frames stays
+        until newer stats are read."""
         moved_before, stats_before, self._moved, self._stats = self._moved, self._stats, moved, stats
         size, fetching = moved.bytes - moved_before.bytes, moved.fetching - moved_before.fetching
         frames = stats.decoded_frames - stats_before.decoded_frames
@@ -179,7 +179,7 @@ class DataMetrics:
             "data/queue": float(stats.queue_depth),
             "data/memory_mb": stats.memory_bytes / 1e6,
         }
-        if hits + misses:  # else there is no share
+        if hits + misses:  # else the share is undefined
             metrics["data/cache_hits"] = hits / (hits + misses)
         return metrics | self._by_preprocessor(preprocessors)
 

@@ -1,4 +1,4 @@
-"""The state of a run: everything that decides the rest of it, how it is saved, and how it is restored."""
+"""The state of a run, which decides how the run goes on: how it is saved, and how it is restored."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class RunState:
         from `began` on, on `time.monotonic`."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
         self.prompts, self._rewards, self.summary = prompts, rewards, summary
-        self.prepared: dict[int, PreparedPrompt] = {}  # prompts in the books of a resumed run, by draw
+        self.prepared: dict[int, PreparedPrompt] = {}  # prompts that a resumed coordinator still needs, by draw
         self.loaded: int | None = None  # the step from which the run goes on
-        self.started = False  # whether the warm start is behind
+        self.started = False  # whether the warm start is over
         self._since = began  # when the summary's total was last counted
         self.begin()
 
@@ -58,8 +58,8 @@ class RunState:
     # --- restoring -------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Loads the state from which the run goes on, if it resumes one: that of the newest checkpoint. Loads it again
-        even if it is loaded already, for the steps, intervals and prompts that `fit` was given."""
+        """Loads the state that the run goes on from, if it resumes: that of `load`, or of the newest checkpoint. A
+        loaded state is loaded again, because `fit` may have changed steps, intervals and prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
         if step is not None:
             self.load(step)
@@ -99,7 +99,7 @@ class RunState:
     # --- saving ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns all of the run's state that is no array; see `runtime.ports.Checkpointer`."""
+        """Returns the state of coordinator, prompts and rewards; see `runtime.ports.Checkpointer`."""
         return {
             "coordinator": self.coordinator.state_dict(),
             "source": self.prompts.state_dict(),

@@ -57,7 +57,7 @@ class FluxTrainer:
         trainer = FluxTrainer(config)
         result = trainer.fit()
 
-    Everything it builds is open to inspection: `config` (with what `auto` came to), `model`, `processor`, `learner`
+    Everything it builds is open to inspection: `config` (with `auto` settled), `model`, `processor`, `learner`
     (parameters on the mesh), `engine`, `coordinator`, `timeline`, `summary`. Raises `ConfigError` for settings that
     cannot work and `DataError` for data that cannot be read.
     """
@@ -74,13 +74,12 @@ class FluxTrainer:
         read_only: bool = False,
         gang: Team | None = None,
     ) -> None:
-        """Builds everything, starts nothing. `algorithm` (the same as `config.algorithm.name`), `policy` and `rewards`
-        replace those that `config` names (`examples/`): `policy` is called whenever a run begins or is resumed, and
-        returns a new object each time; `rewards` has functions or objects by source, or, where a source has several,
-        dictionaries of such by name. The run folder has the algorithm's name at most: resume it with the same script.
-        `read_only` changes nothing in an existing run folder: to look at a run that may still be going on
-        (`load_checkpoint`, `evaluate`). `gang`: the other processes that train along, if there are any; `main` finds
-        them."""
+        """Builds everything, starts nothing. `algorithm` (as `config.algorithm.name`), `policy` and `rewards` replace
+        those that `config` names (`examples/`). `policy` is called whenever a run begins or is resumed, and returns a
+        new object each time. `rewards` has a function or an object for each source, or a dictionary of several by name.
+        The run folder saves at most the algorithm's name: resume with the same script. `read_only` changes nothing in
+        an existing run folder, so that `load_checkpoint` and `evaluate` may be used while the run goes on. `gang`: the
+        processes that train together, if there are several; `main` finds them."""
         began = time.monotonic()
         # --- config -----------------------------------------------------------------------------
         config = copy.deepcopy(config)
@@ -89,7 +88,7 @@ class FluxTrainer:
         expand_home(config)
         config.validate()
         self.gang = gang = gang or Team()
-        # Who only looks at a run computes no loss, and may not have what it was trained with.
+        # A read-only trainer computes no loss, and may lack the run's own algorithm.
         self.algorithm = ALGORITHMS["grpo"] if read_only else find_algorithm(config.algorithm)
         if not read_only:
             check_algorithm(config, self.algorithm)
@@ -116,7 +115,7 @@ class FluxTrainer:
             with self.display, summary.stage("build"):
                 # --- mesh, model and learner ----------------------------------------------------
                 sizes, self.processor = describe_model(config, self.sources)
-                token = secrets.token_hex(16)  # of the engines of all processes
+                token = secrets.token_hex(16)  # gives access to the engines of all processes
                 gang.tell(Start(str(run_dir.absolute()), token, run_folder.to_json(config)))
                 note = None if read_only else self.display.note
                 self.config = config = settled(config, sizes, self.processor, gang, note)
@@ -129,8 +128,8 @@ class FluxTrainer:
                 # --- engines --------------------------------------------------------------------
                 checkpoint = lambda: server_checkpoint(config, run_dir, self.model, self.processor)  # noqa: E731
                 self.pool = make_pool(parts, gang, token, checkpoint, run_dir / "servers", read_only)
-                self.engines = self.pool.engines  # one list that changes with their degree
-                self.engine: Engine = self.engines[0]  # the one that evaluates
+                self.engines = self.pool.engines  # one list, which `set_parallelism` changes in place
+                self.engine: Engine = self.engines[0]  # the engine that evaluates
                 self.sampling = sampling_params(config, self.processor)
 
                 # --- rewards --------------------------------------------------------------------
@@ -173,13 +172,14 @@ class FluxTrainer:
         return models.merge(models.split(self.parts.model)[0], self.weights())
 
     def weights(self) -> dict[str, Any]:
-        """The model's parameters as they are now: on the learner's mesh, or, of several processes, brought together."""
+        """The model's current parameters: on the learner's mesh, or, with several processes, gathered in host
+        memory."""
         self.gang.stepped(self.learner.idle)
         return self.gang.whole(self.learner.weights, self.learner.mesh)
 
     @property
     def held_out(self) -> HeldOut:
-        """The held-out prompts, looked at once and kept."""
+        """The held-out prompts, prepared at the first use and kept."""
         if self._held_out is None:
             count = self.config.evaluation.samples
             prompts = held_out_prompts(self.eval_sources, count, self.state.prompts, self.summary.count_skip)
@@ -197,8 +197,9 @@ class FluxTrainer:
         checkpoint_interval: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainingResult:
-        """Runs to the end, or on from the newest checkpoint of the run folder. What is not given, the configuration
-        says. The `source` of own `prompts` must be one that the configuration names: it has their reward."""
+        """Runs to the end, from the start or from the newest checkpoint of the run folder. The configuration has the
+        defaults of all arguments. The `source` of each of `prompts` must be one that the configuration names: its
+        reward scores them."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
         for config in (self.config, self._asked):  # copies of the caller's
             config.steps = config.steps if num_steps is None else num_steps
@@ -233,8 +234,9 @@ class FluxTrainer:
         return run_async(measure())
 
     def stop(self) -> None:
-        """Ends `fit` at the next step boundary, or within a step for which dynamic sampling would draw on, with a
-        checkpoint; a warm start is completed first, an evaluation given up. From any thread or signal handler."""
+        """Ends `fit` at the next step boundary with a checkpoint, or within a step if dynamic sampling would draw more
+        prompts for it. Completes a warm start first; gives up an evaluation. May be called from any thread or signal
+        handler."""
         self._stopping = self.display.stopping = True
         if self._runtime is not None:
             self._runtime.request_stop(_STOPPED)
@@ -251,11 +253,11 @@ class FluxTrainer:
             raise ResumeError(f"not saved in {checkpoints.folder}: {checkpoints.failed[-1]}")
 
     def load_checkpoint(self, step: int | None = None) -> int:
-        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on
-        from there. Returns its step; raises `ResumeError` if there is none or it fits another model.
+        """Restores a checkpoint of this run folder, the newest by default, onto this trainer's mesh; `fit` goes on from
+        there. Returns its step; raises `ResumeError` if there is no checkpoint, or it fits another model.
 
-        The learner's arrays go before those of the checkpoint come, so that no device holds both (but for those that
-        an engine serves)."""
+        The learner's arrays are freed before the checkpoint's arrays are read, so that no device holds both, unless an
+        engine serves them."""
         return self.state.load(step)
 
     def close(self) -> None:
@@ -283,7 +285,7 @@ class FluxTrainer:
 
     async def _fit(self) -> TrainingResult:
         config, state, checkpoints = self.config, self.state, self.parts.checkpoints
-        state.resume()  # what is refused, is refused here: nothing is written before
+        state.resume()  # raises its errors before anything is written
         resumed, summary = state.loaded, state.summary
         changes = [] if resumed is None else run_folder.changes(self._asked, self.run_dir)
         run_folder.write(self._asked, self.run_dir)
@@ -307,7 +309,7 @@ class FluxTrainer:
             self.pixels.begin()
             if resumed is None:
                 await self._warm_start()
-            await self.pool.set_parallelism(config.parallelism.degree)  # where the coordinator begins
+            await self.pool.set_parallelism(config.parallelism.degree)  # the coordinator's first degree
             await self._serve(self.weights())
             finish = await self._reinforce()
             summary.steps, summary.complete = finish.step, finish.complete
@@ -355,7 +357,7 @@ class FluxTrainer:
                     self.display.step(step, metrics, {})
         self.gang.tell(Begin("rl"))
         self.models.begin()
-        if config.sharding.compile_ahead:  # RL's programs are others: none is there yet to serve in another's place
+        if config.sharding.compile_ahead:  # RL has other programs: no shape is compiled for them yet
             composer.shapes.begin_anew()
         self.state.started = True
         if total:  # a run that is killed before its first periodic checkpoint need not repeat the warm start

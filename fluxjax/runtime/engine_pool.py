@@ -1,8 +1,8 @@
-"""The embedded engines of a run, on a fixed set of devices: how many there are follows from how many devices each has.
+"""The embedded engines of a run, on a fixed set of devices: the devices of each engine decide the number of engines.
 
-The devices are the first `rollout.engines` x `parallelism.degree` of this process, dealt to engines in their order;
-where `rollout.engines` is 0, all accelerators of the process that make whole engines. At another degree there are as
-many engines as that leaves whole; devices that make no whole engine are idle meanwhile.
+The devices are the first `rollout.engines` x `parallelism.degree` of this process, dealt to engines in their order; if
+`rollout.engines` is 0, they are all accelerators of the process that make complete engines. At another degree, these
+devices make as many complete engines as they can; the remaining devices are idle.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> 
 class EnginePool:
     """The embedded engines. `engines` is one list that changes; its first engine is always the same.
 
-    Engines of one device take turns on the devices that there are; engines of several devices need devices of their
-    own. `model` may be abstract, and `fetch` be None, as for `JaxEngine`. Raises `ConfigError` if there are too few
-    devices, if half of the engines are lent to training and their devices could not hold what is trained on, and for a
-    profile of another model.
+    Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
+    Raises `ConfigError` if there are too few devices, if the devices of engines that are lent to training could not
+    hold its rows, and for a profile of another model.
     """
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:
@@ -61,7 +60,7 @@ class EnginePool:
                 f"are {len(devices)}"
             )
         if parallelism.degree > 1 and isinstance(config.policy, AdaptiveAsyncConfig):
-            # Programs of several devices that run at the same time may start in another order on each: a deadlock.
+            # Two programs on the same several devices may start in different orders on them: a deadlock.
             raise ConfigError(
                 f"parallelism.degree is {parallelism.degree}, but adaptive_async trains on the devices of its engines "
                 "while they generate, where only engines of one device can; set it to 1"
@@ -88,18 +87,18 @@ class EnginePool:
         )
 
     def start(self, tell: Callable[[str], None]) -> None:
-        """There is nothing to start."""
+        """Does nothing: embedded engines run already."""
 
     def close(self) -> None:
         for engine in self.engines:
             run_async(engine.close())
 
     def servers(self) -> Sequence[ServerStatus]:
-        """There are no servers."""
+        """Returns no status: there are no servers."""
         return ()
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Engines have their lanes already."""
+        """Returns `spans`, which have the lanes of engines already."""
         return spans
 
     async def set_parallelism(self, degree: int) -> Sequence[JaxEngine]:
@@ -122,12 +121,12 @@ class EnginePool:
 
 
 def engines_a_device(devices: Sequence[Any]) -> int:
-    """Returns the most engines of one device each that share one of these."""
+    """Returns the most one-device engines that share one of these devices."""
     return -(-len(devices) // len(set(devices)))
 
 
 def deal(devices: Sequence[Any], degree: int) -> list[tuple[Any, ...]]:
-    """Returns the devices of each engine, `degree` of them; devices that make no whole engine are left out."""
+    """Returns the devices of each engine, `degree` of them; devices that make no complete engine are left out."""
     return [tuple(devices[start : start + degree]) for start in range(0, len(devices) - degree + 1, degree)]
 
 
@@ -141,8 +140,8 @@ def degrees(config: Config, devices: int) -> list[int]:
 
 
 def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
-    """Checks that the devices of half of the engines, which are lent to training, can hold what is trained on, at every
-    degree that may come. Raises `ConfigError`."""
+    """Raises `ConfigError` if the devices of half of the engines, which are lent to training, can't hold its rows at a
+    degree that may be set."""
     vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
     for degree in degrees(config, len(devices)):
         half = len(deal(devices, degree)) // 2

@@ -1,9 +1,8 @@
 """The media store of a process whose media are decoded by preprocessors, on this host or others.
 
-FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. A medium is looked at by the place
-that holds it, or else by the one with the least to do, and its slices come from there. Any place can answer any
-question: one that does not hold the medium decodes it, and holds it then. What a lost place was asked is asked of
-others.
+This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. The place that holds a
+medium looks at it, or else the least busy place, and its slices come from there. Any place can answer any question: if
+it does not hold the medium, it decodes it first. Questions to a lost place are asked of other places.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from ..data.flight_wire import MOST_BATCH, MOST_RANGES
 from ..data.tickets import MediaRef, Ticket, normalised
 from .places import Places, PlaceSeat, started
 
-_LOOKS = 8  # at a time, of each place
-_MOST_FETCHED = 256 << 20  # bytes of a question
+_LOOKS = 8  # looks that each place is asked for at a time
+_MOST_FETCHED = 256 << 20  # bytes that a question asks for
 _ATTEMPTS = 4  # times that places may fail to look at a medium
 _LOSSES = 8  # times that the places of a question may be lost
 
@@ -33,7 +32,7 @@ _LOSSES = 8  # times that the places of a question may be lost
 class _Part(NamedTuple):
     """A range of a medium's rows, small enough for one question."""
 
-    number: int  # of all parts of a fetch
+    number: int  # among all parts of a fetch
     rows: Rows
     ref: MediaRef
 
@@ -69,7 +68,7 @@ class FlightStore(Places):
         MediaError, StaleTicket for a file that has changed; raises DataError if no place can give them."""
         longest = max(1, MOST_BATCH // self.settings.patch_bytes)
         parts: list[_Part] = []
-        numbers: list[range] = []  # of the parts of each of these rows
+        numbers: list[range] = []  # the numbers of each row's parts
         for piece in rows:
             ref = Ticket.parse(piece.ticket).ref
             starts = range(piece.start, piece.stop, longest)
@@ -109,7 +108,7 @@ class FlightStore(Places):
     # Without the lock:
 
     def _looked(self, ref: MediaRef, seat: PlaceSeat, link: FlightPlace) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and others if that place fails or is lost."""
+        """Asks a place to look at a medium, and other places if that place fails or is lost."""
         failed: list[PlaceSeat] = []
         losses = 0
         try:
@@ -155,7 +154,7 @@ class FlightStore(Places):
         return arrived
 
     def _given(self, question: _Question, losses: int) -> dict[int, np.ndarray]:
-        """Returns what a place gives to a question; parts of a lost place are asked of others."""
+        """Returns what a place gives to a question; if the place is lost, other places are asked for the parts."""
         seat, link, parts = question
         try:
             with self.asking(seat, link, len(parts)):

@@ -1,4 +1,5 @@
-"""Connections with preprocessors, called places: kept, chosen for a medium, lost, and asked for their statistics."""
+"""Keeps connections with preprocessors, called places: chooses places for media, loses them, asks them for
+statistics."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from ..data.media_cache import Recent
 from ..data.tickets import MediaRef, Ticket
 
 _HELD = 1 << 16  # media whose holders are known
-_HISTORY = 1 << 14  # transitions
+_HISTORY = 1 << 14  # transitions that are remembered
 _GREETING = 10.0  # seconds that a place may take to answer the first question: it starts workers
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
-_STATS_SECONDS = 2.0  # that a place may take to say its statistics
+_STATS_SECONDS = 2.0  # seconds that a place may take to send its statistics
 _LEVELS = {"memory_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
 Answer = TypeVar("Answer")
 
@@ -48,7 +49,7 @@ class PlaceCounts:
         self._newest = newest
 
     def silent(self) -> None:
-        """Sets the levels to 0: the place is not there now. It may come back as it was, or anew."""
+        """Sets the levels to 0: the place does not answer. It may come back with its counts, or anew."""
         self._newest -= Counter({level: self._newest[level] for level in _LEVELS})
 
     @property
@@ -62,10 +63,10 @@ class PlaceSeat:
     def __init__(self, name: str, address: str, lock: Any) -> None:
         self.name, self.address = name, address
         self.changed = threading.Condition(lock)
-        self.link: FlightPlace | None = None  # while it is there
-        self.reason = "it was not reached yet"  # why it is not there
-        self.refused = ""  # why it never will be
-        self.busy = self.asked = 0  # media and ranges that it is asked for now, and was in all
+        self.link: FlightPlace | None = None  # None: not connected
+        self.reason = "it was not reached yet"  # why there is no connection
+        self.refused = ""  # why the place refuses this client, if it does
+        self.busy = self.asked = 0  # media and ranges that it is asked for now, and in all
         self.heard = 0.0  # time of its last answer
         self.counts: Counter[str] = Counter()  # looks, fetches, bytes, lost
         self.said = PlaceCounts()
@@ -88,7 +89,7 @@ class PlaceSeat:
 
 
 class Places:
-    """The places at these addresses, HOST:PORT, by name (where there are no names, the address is the name).
+    """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
     A place that answers nothing for `lease_seconds` is lost, and used again when it answers again. `silent` is called
     with its name. DataError is raised if no place answers for `patience` seconds, and at once if a place refuses this
@@ -111,13 +112,13 @@ class Places:
         self._silent = silent
         self.lock = threading.RLock()
         self.seats: dict[str, PlaceSeat] = {}
-        self.known = time.perf_counter()  # when a place was asked for its statistics, last
-        self._settled = threading.Condition(self.lock)  # there is a place, or none that will do
-        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # under way
-        self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # a lost connection shows that nothing is held
+        self.known = time.perf_counter()  # when a place was last asked for its statistics
+        self._settled = threading.Condition(self.lock)  # notified when a place answers or refuses, and at the end
+        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # looks under way, by medium
+        self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
-        self._alone_since = time.monotonic()  # there was no place since then, if there is none
-        self._failure = ""  # for which nothing goes on
+        self._alone_since = time.monotonic()  # when the last connection was lost
+        self._failure = ""  # why all work has ended, if it has
         self._closed = False
         named = addresses if isinstance(addresses, Mapping) else {address: address for address in addresses}
         for place, address in named.items():
@@ -130,7 +131,8 @@ class Places:
                 self._holders.put(Ticket.parse(ticket).ref, (seat, seat.link))
 
     def holder(self, ticket: str) -> str:
-        """Returns the place that holds the medium of this ticket, for a `hint` elsewhere; empty if none is known."""
+        """Returns the place that holds this ticket's medium, for a `hint` in another process; empty if it is not
+        known."""
         with self.lock:
             seat = self._holder(Ticket.parse(ticket).ref)
             return "" if seat is None else seat.name
@@ -184,7 +186,7 @@ class Places:
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> bool:
         """Gives up the connection `link`, with which a caller had trouble. Returns False, and does nothing, if the
-        place has another one by now."""
+        place has another connection by now."""
         if seat.link is not link:
             return False
         link.close()
@@ -216,8 +218,8 @@ class Places:
         return seat if seat is not None and seat.link is link else None
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
-        """Returns the place that is to be asked for a medium, and counts the question. Waits until there is a place.
-        Places in `avoid` are asked where there are no others."""
+        """Returns the place to ask for a medium, with its connection, and counts the question. Waits until a place is
+        connected. Places in `avoid` are chosen only if no other is connected."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
@@ -229,7 +231,7 @@ class Places:
         if seat not in there:
             seat = min(there, key=lambda seat: (seat.busy, seat.asked))
         assert seat is not None and seat.link is not None
-        self._holders.put(ref, (seat, seat.link))  # it will
+        self._holders.put(ref, (seat, seat.link))  # it will hold the medium
         seat.busy, seat.asked = seat.busy + 1, seat.asked + 1
         return seat, seat.link
 
@@ -246,12 +248,12 @@ class Places:
 
     @contextlib.contextmanager
     def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[None]:
-        """Keeps the books while a place is asked for `count` media or ranges. Trouble with the place loses it."""
+        """Wraps a question for `count` media or ranges: notes when the place answers, or loses it if it fails."""
         begin = time.monotonic()
         try:
             yield
         except PlaceSilent:
-            with self.lock:  # one that answers others is at work, and asked again
+            with self.lock:  # a place that answered another question since then is busy, not lost
                 lapsed = seat.heard < begin and self.lose(seat, link, f"it did not answer for {self._lease:g} s")
             if lapsed:
                 self._silent(seat.name)
@@ -324,12 +326,12 @@ class Places:
         try:
             said = link.stats(_STATS_SECONDS)
             return StoreStats(**{field.name: said.get(field.name, 0) for field in dataclasses.fields(StoreStats)})
-        except (PlaceLost, DataError, TypeError):  # it is asked again soon; whoever needs it finds out what is wrong
+        except (PlaceLost, DataError, TypeError):  # the next question to the place shows what is wrong
             return None
 
 
 def started(work: Callable[[], Answer], name: str) -> concurrent.futures.Future[Answer]:
-    """Starts a thread for the work, which does not keep a process from ending as those of a pool do."""
+    """Starts a daemon thread for the work: unlike threads of a pool, it lets the process end."""
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
     def run() -> None:

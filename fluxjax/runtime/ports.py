@@ -1,4 +1,4 @@
-"""The runtime's collaborators: one small protocol for each, and what observers are told."""
+"""The runtime's collaborators, a small protocol for each, and the base class of observers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from ..base.types import Group, PreparedPrompt, Prompt, State, TrainedStep
 
 
 class EvaluationGivenUp(Exception):
-    """The run is to stop; whoever resumes it makes the evaluation."""
+    """The run is to stop before its evaluation is complete; the resumed run evaluates again."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Trainer(Protocol):
         engines: Sequence[int] = (),
     ) -> None:
         """Computes gradients of some groups of the step that `train` will end, on the devices of these engines, which
-        do not use them; on the trainer's devices, if none are given. Changes no weights."""
+        sleep meanwhile; without engines, on the trainer's devices. Changes no weights."""
         ...
 
     def weights(self) -> Mapping[str, Any]:
@@ -44,7 +44,7 @@ class Trainer(Protocol):
 @runtime_checkable
 class Checkpointer(Protocol):
     def state(self) -> State:
-        """Returns the state of coordinator, prompts and rewards, all of this moment: a step has just ended."""
+        """Returns the state of coordinator, prompts and rewards, all as the last step left them."""
         ...
 
     def save(self, step: int, state: State) -> None:

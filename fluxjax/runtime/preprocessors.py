@@ -1,4 +1,4 @@
-"""The preprocessors that a run starts on this host: their start, their end, another start when one has died."""
+"""Starts the preprocessors of a run on this host, starts them again when they die, and ends them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class _Preprocessor(LocalProcess):
         super().__init__(log)
         self.name, self._words, self._variables = name, words, variables
         self._listen = f"[{host}]" if ":" in host else host
-        self.address = ""  # once it has said so
-        self.since = 0.0  # when it was started, or had its address
+        self.address = ""  # empty until the process announces it
+        self.since = 0.0  # when it was started, or announced its address
         self.deaths = 0  # in a row
-        self.due: float | None = 0.0  # when it is to be started, if it is
-        self._read = 0  # bytes of the log, up to which there is no address
+        self.due: float | None = 0.0  # when to start it; None: it runs
+        self._read = 0  # bytes of the log that have been searched
 
     def start(self, now: float) -> None:
-        """Starts the process, on its last port if it had one. Raises OSError."""
-        # Other processes know it at the port that it had; at any, where that one could not be had.
+        """Starts the process, on its last port if it has announced one since its last start. Raises OSError."""
+        # Other processes know its last port. A start that failed announced no port: the next one takes any free port.
         port = self.address.rpartition(":")[2] or "0"
         self.address, self.since, self.due = "", now, None
         self._read = self.log.stat().st_size if self.log.exists() else 0
@@ -59,12 +59,11 @@ class _Preprocessor(LocalProcess):
 
 class Preprocessors:
     """`count` processes of `python -m fluxjax.preprocess`, with the settings `data` of a run, each with its log
-    `preprocessor-K.log` in `folder`. `addresses` has their addresses by the names of their places; `token` gives access
-    to them.
+    `preprocessor-K.log` in `folder`. `addresses` has their addresses by name; `token` gives access to them.
 
-    Blocks until all listen, on `host`. Raises DataError, with the end of the log, if one ends before, or does not
-    listen after `start_seconds`. One that dies later is started again; one that dies more than `restarts` times in a
-    row, each time within `steady_seconds`, ends the run: the `fail` of `places` is called.
+    Blocks until all listen on `host`. Raises DataError, with the end of a log, if a process ends before that or does
+    not listen after `start_seconds`. A process that dies later is started again. If one dies more than `restarts` times
+    in a row, each time within `steady_seconds`, `Places.fail` is called, which ends the run.
     """
 
     def __init__(
@@ -94,12 +93,12 @@ class Preprocessors:
             )
             for number in range(count)
         ]
-        self._changed = threading.Condition()  # the lock of what follows
+        self._changed = threading.Condition()  # guards the three fields below, and addresses
         self._places: Places | None = None
         self._failure = ""
         self._complete = False  # all have listened
         self._closing = threading.Event()
-        # They end with the thread that starts them.
+        # The system ends them with the thread that starts them.
         self._thread = threading.Thread(target=self._run, name="preprocessors", daemon=True)
         self._thread.start()
         with self._changed:
@@ -115,12 +114,12 @@ class Preprocessors:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids of those that run, by place."""
+        """The ids of the running processes, by name."""
         running = ((process.name, process.running) for process in self._all)
         return {name: process.pid for name, process in running if process is not None}
 
     def tell(self, places: Places) -> None:
-        """Tells these places of the current addresses, and from now on of new addresses and of failure."""
+        """Tells `places` the current addresses, and from now on new addresses and failures."""
         with self._changed:
             self._places = places
             for process in self._all:
@@ -175,7 +174,7 @@ class Preprocessors:
                 self._bury(process, f"{process.name} does not listen after {self._start_seconds:g} s", now)
 
     def _bury(self, process: _Preprocessor, reason: str, now: float) -> None:
-        process.kill()  # and what it has started
+        process.kill()  # and the processes that it has started
         steady = process.address and now - process.since >= self._steady
         process.deaths = 1 if steady else process.deaths + 1
         if process.deaths > self._restarts:

@@ -1,8 +1,8 @@
 """Carries out what the coordinator says, with asyncio: engines generate, the scorer scores, the trainer trains.
 
-The only place where the pure state machine meets the clock, threads and failures. One loop takes an event, asks the
-coordinator, and starts a task for each instruction; a task ends by posting the next event. Whatever raises ends the
-run at once with its own error: every other task is cancelled and awaited first, a thread at work is waited for.
+The pure state machine meets the clock, threads and failures only here. One loop takes an event, asks the coordinator,
+and starts a task for each instruction; a task ends by posting the next event. An exception in a task ends the run at
+once with that error: before that, every other task is cancelled and awaited, and a thread at work is waited for.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ class Runtime:
     coordinator: Coordinator
     _: dataclasses.KW_ONLY
     engines: Sequence[Engine]
-    # (count) -> the next prompts, in draw order, and those that could not be prepared, with the reason: both together
-    # fewer than `count` only at the end of the data.
+    # (count) -> the next prompts, in draw order, and the prompts that could not be prepared, with reasons: `count` in
+    # all, and fewer only at the end of the data.
     draw: Callable[[int], Awaitable[tuple[Sequence[PreparedPrompt], Sequence[tuple[Prompt, str]]]]]
-    score: Callable[[Prompt, Response], Awaitable[Reward]]  # a reward that crashes or hangs is its own business
+    score: Callable[[Prompt, Response], Awaitable[Reward]]  # handles rewards that crash or hang
     trainer: Trainer
-    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop before it is known
+    # (full) -> the accuracy of each source; raises `EvaluationGivenUp` if the run is to stop first
     evaluate: Callable[[bool], Awaitable[Mapping[str, float]]]
     checkpointer: Checkpointer
     sampling: SamplingParams
@@ -46,15 +46,15 @@ class Runtime:
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     prepared: dataclasses.InitVar[Mapping[int, PreparedPrompt] | None] = None
     tick: float = 0.0  # the coordinator hears the time with every event, and every so many seconds; 0: never
-    # (degree) -> the engines from now on: of `degree` devices each, as many as the devices make, all awake. They serve
-    # the oldest weights that any engine did before. Nothing runs on any engine meanwhile. None: they never change.
+    # (degree) -> the new engines, awake, of `degree` devices each, as many as the devices make. They serve the oldest
+    # weights that any engine served before. No request runs meanwhile. None: the engines never change.
     set_parallelism: Callable[[int], Awaitable[Sequence[Engine]]] | None = None
     colocated: bool = False  # engines sleep while the trainer's own devices compute, until they get new weights
 
     def __post_init__(self, prepared: Mapping[int, PreparedPrompt] | None) -> None:
         """`prepared` are the prompts, by draw, that a resumed coordinator has in its books."""
         self.engines = tuple(self.engines)
-        self._preempted = 0  # on all engines, at the end of the last step
+        self._preempted = 0  # preemptions on all engines, at the end of the last step
         self._prepared = dict(prepared or {})  # by draw, while the prompt is in flight
         self._events: asyncio.Queue[messages.Event] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,15 +62,16 @@ class Runtime:
         self._running: set[asyncio.Task[None]] = set()
         self._submitting = asyncio.Lock()
         self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by request id, while they are open
-        self._asleep: set[int] = set()  # engines that are lent
+        self._asleep: set[int] = set()  # engines that sleep: lent, or colocated and without new weights
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
-        self._compiled = time.perf_counter()  # when the last compilation ended that the timeline has
+        self._compiled = time.perf_counter()  # the end of the last compilation in the timeline
         self._reports: list[StepReport] = []  # of steps trained, not yet published
-        self._weights: dict[int, Mapping[str, Any]] = {}  # by version: what the coordinator knows of, and what is newer
+        self._weights: dict[int, Mapping[str, Any]] = {}  # by version: the coordinator's and newer ones
 
     async def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished; once. Raises what a collaborator raised, or `CoordinatorError`."""
+        """Runs until the coordinator is finished; may be called once. Raises what a collaborator raised, or
+        `CoordinatorError`."""
         self._loop = asyncio.get_running_loop()
         self._post(messages.Started(self.engines[0].stats().version))
         try:
@@ -99,9 +100,9 @@ class Runtime:
     # --- the loop -------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Every instruction is carried out in a task of its own. Tasks begin in the order of their instructions, and
-        before the next event is heard: up to its first wait, a task finds everything as it was when the coordinator
-        spoke."""
+        """Carries out every instruction in a task of its own. Tasks begin in the order of their instructions, and
+        before the next event is handled: up to its first wait, a task sees the state in which the coordinator gave the
+        instruction."""
         while self.coordinator.finished is None:
             event = await self._events.get()
             for heard in [self._time(), event] if self.tick else [event]:
@@ -157,7 +158,8 @@ class Runtime:
 
     @_carry_out.of(messages.Generate)
     async def _generate(self, order: messages.Generate) -> None:
-        """Engines stand still until every request is queued, so that nothing but this order decides what they do."""
+        """Pauses the engines until every request is queued, so that only the order of requests decides what they
+        compute."""
         prepared, step = [self._prepared[request.prompt.draw] for request in order.requests], self._step
         engines = [self.engines[number] for number in sorted({request.engine for request in order.requests})]
         async with self._submitting:
@@ -188,7 +190,7 @@ class Runtime:
             prompt=prepared.inputs.laid_out(),
             sampling=sampling,
             n=order.n,
-            seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # all draws of a run differ; fits an int32
+            seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # differs for all draws of a run; fits an int32
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
         )
 
@@ -215,7 +217,7 @@ class Runtime:
     @_carry_out.of(messages.Abort, messages.Park)
     async def _abort(self, order: messages.Abort | messages.Park) -> None:
         rid = order.rid if isinstance(order, messages.Abort) else order.request
-        async with self._submitting:  # it may not even be queued yet
+        async with self._submitting:  # the request may not be queued yet
             engine, _ = self._streams.get(rid.partition("/")[0], (None, None))
         if engine is not None:
             with contextlib.suppress(EngineError):  # an engine that is gone has nothing to abort
@@ -238,12 +240,12 @@ class Runtime:
         self._post(messages.Lent(order.engines))
 
     async def _rest(self, numbers: Sequence[int]) -> None:
-        """Puts engines to sleep as soon as what runs there has ended."""
+        """Puts engines to sleep as soon as their requests have ended."""
         engines = [self.engines[number] for number in numbers if number not in self._asleep]
 
         async def ended() -> None:
-            while True:  # what is generated again after a failure comes while others are waited for
-                async with self._submitting:  # what was to run there is queued, and parked after that
+            while True:  # a request may be repeated after a failure during this wait
+                async with self._submitting:  # all requests for these engines are in `_streams` then
                     streams = [task for engine, task in self._streams.values() if engine in engines]
                 if not streams:
                     return
@@ -255,7 +257,7 @@ class Runtime:
                 try:
                     return await engine.sleep()
                 except EngineError:
-                    if not self.colocated:  # its memory stays in use; its devices are idle all the same
+                    if not self.colocated:  # the engine keeps its memory; its devices are idle all the same
                         return
                     if engine not in [busy for busy, _ in self._streams.values()]:
                         raise
@@ -264,7 +266,7 @@ class Runtime:
         self._asleep.update(numbers)
 
     async def _make_room(self) -> None:
-        """Makes room for what the trainer computes on its own devices."""
+        """Puts colocated engines to sleep, so that the trainer has the memory of its devices."""
         if self.colocated:
             with self.timeline.span("sync", "engines", self._step):
                 await self._rest(range(len(self.engines)))
@@ -296,11 +298,11 @@ class Runtime:
         self._post(messages.Trained(version, metrics))
 
     def _taken(self, groups: Sequence[Group]) -> Mapping[int, PreparedPrompt]:
-        """Takes the prompts of these groups out of those in flight, by draw."""
+        """Takes the prompts of these groups out of the prompts in flight, by draw."""
         return {group.prompt.draw: self._prepared.pop(group.prompt.draw) for group in groups}
 
     def _forget_before(self, version: int) -> None:
-        """Lets go of weights that will not be asked for again: each version takes as much memory as the model."""
+        """Forgets weights that are older than `version`: each version takes as much memory as the model."""
         self._weights = {v: weights for v, weights in self._weights.items() if v >= version}
 
     def _newest_weights(self) -> tuple[int, Mapping[str, Any]]:
@@ -337,7 +339,7 @@ class Runtime:
             )
             await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
-        await self._tell_steps()  # before anything of the next boundary happens: it belongs to the step
+        await self._tell_steps()  # before the next instruction: observers still belong to this step
         self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:
@@ -359,7 +361,7 @@ class Runtime:
                 result = await self.evaluate(order.full)
         except EvaluationGivenUp:
             return self._post(messages.Evaluated(order.step, given_up=True))
-        self._compiled = time.perf_counter()  # what was compiled for it is no part of a step
+        self._compiled = time.perf_counter()  # compilations for an evaluation belong to no step
         self._tell(lambda observer: observer.on_evaluation(order.step, order.full, result))
         await asyncio.sleep(0)  # as after `on_step`
         self._post(messages.Evaluated(order.step))
@@ -374,14 +376,14 @@ class Runtime:
 
     @_carry_out.of(messages.Finish)
     async def _finish(self, order: messages.Finish) -> None:
-        """Ends what nobody waits for: the clock, and what engines are told to abort."""
+        """Cancels the tasks that still run: the clock, and requests that engines are told to abort."""
         for task in self._running - {asyncio.current_task()}:
             task.cancel()
 
     # --- ways to work ---------------------------------------------------------------------------
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs in the trainer's thread. When cancelled, waits for it: nothing of a run goes on after the run."""
+        """Runs `work` in the trainer's thread. When cancelled, waits for its end: no work outlives the run."""
         job = self._thread.submit(work, *args)
         future = asyncio.wrap_future(job)
         try:
@@ -393,8 +395,8 @@ class Runtime:
 
 
 def _join(order: messages.Request, chunks: Sequence[TokenChunk], begun: Response | None) -> Response:
-    """Joins the earlier part of a response and the part that came now. Its bytes are written here, while other
-    responses run."""
+    """Joins the earlier part of a response and its new chunks. The response is packed here, while other responses are
+    generated."""
     parts = chunks if begun is None else [begun, *chunks]
     last = chunks[-1]
     assert last.finish is not None

@@ -1,5 +1,5 @@
-"""Watches the rollout servers of a run: tells users what becomes of them, and when each generated or was down. Lets
-servers join and leave the running job, by a file in the run's folder that names them, one a line."""
+"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and draws when each was
+busy or down. Servers join and leave the running job by a file in the run's folder, with a line for each server."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class _SeenServer:
 
     since: float  # when it was lost, or first seen
     up: bool = False
-    was_up: bool = False  # at any time
+    was_up: bool = False  # whether it was ever up
     restarts: int = 0
-    told: str = ""  # the reason of this loss, as it was told last
+    told: str = ""  # the reason of this loss, as users were told last
 
 
 class ServerWatch:
-    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members` has
-    servers join and leave before each look, and returns what it can't do. Times are on the clock of the timeline."""
+    """Looks at servers in a thread of its own, from `start` to `stop`, whatever the run is busy with. `members`, called
+    before each look, has servers join and leave, and returns a line for each failure. Times are on the clock of the
+    timeline."""
 
     def __init__(
         self, servers: Callable[[], Sequence[ServerStatus]], members: Callable[[], Sequence[str]] = tuple
@@ -48,12 +49,12 @@ class ServerWatch:
         self._servers, self._members = servers, members
         self._known: dict[str, _SeenServer] = {}
         self._down: collections.deque[Span] = collections.deque(maxlen=1024)
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards the two above
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, tell: Callable[[str], None]) -> None:
-        """Begins to tell; `tell` is called from the thread. It may be called again: the first `tell` stays."""
+        """Starts the thread, which calls `tell` with each line. Later calls do nothing: the first `tell` stays."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(tell,), name="server watch", daemon=True)
             self._thread.start()
@@ -102,7 +103,7 @@ class ServerWatch:
         return lines
 
     def down(self, now: float) -> list[Span]:
-        """Returns when servers were down up to now: spans `start`, of one that was never up before, and `restart`."""
+        """Returns the spans in which servers were down: `start` before a server was first up, `restart` after that."""
         with self._lock:
             still = [_down(name, known, now) for name, known in self._known.items() if not known.up]
             return [*self._down, *still]
@@ -113,7 +114,8 @@ def _down(name: str, known: _SeenServer, now: float) -> Span:
 
 
 def first_line(reason: str) -> str:
-    """Returns the first line of a reason; where that introduces the end of a log, with the log's last line."""
+    """Returns the first line of a reason; if it ends with a colon, as before a log, with the last line of the
+    reason."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["no reason is known"]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]}..."
@@ -122,8 +124,8 @@ def first_line(reason: str) -> str:
 def server_lanes(
     spans: Sequence[Span], busy: Mapping[str, Sequence[tuple[float, float]]], down: Sequence[Span]
 ) -> list[Span]:
-    """Returns the spans with a lane for each server in place of those of engines: a request may move from server to
-    server, which engines do not know. `busy` says when a server ran samples: during a rollout, they are of its step.
+    """Returns the spans with a lane for each server instead of each engine: a request may move between servers unseen
+    by its engine. `busy` has the times when each server ran samples; those within a rollout belong to its step.
     """
     if not spans:
         return []
@@ -147,8 +149,8 @@ def server_lanes(
 
 
 class ServerFile:
-    """Writes the servers of `agents` (with the addresses of their agents, or nothing) to `file`, and has others join
-    and leave as it changes. `agents` is kept up to date. `reachable` raises ConfigError for an address that weights
+    """Writes the servers of `agents` (with the addresses of their agents, or "") to `file`, and has servers join and
+    leave as the file changes. `agents` is kept up to date. `reachable` raises ConfigError for an address that weights
     can't reach."""
 
     def __init__(
@@ -167,8 +169,8 @@ class ServerFile:
         self.file.write_text(self._done)
 
     def look(self) -> list[str]:
-        """Does what the file says, once two looks saw the same. Returns a line for what can't be done. A file
-        that is gone changes nothing, and nobody leaves while there is a line that can't be read."""
+        """Carries out the file's changes once two looks have read the same text. Returns a line for each failure. A
+        missing file changes nothing, and no server leaves while a line can't be read."""
         try:
             text = self.file.read_text()
         except (OSError, UnicodeDecodeError):
