@@ -54,7 +54,8 @@ def _heard(number: int, frame: types.FrameType | None) -> None:
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second signal has its usual effect.
 
-    It does nothing where `hear_signals` hears them, and in other threads than the main one, to which Python hands none.
+    Does nothing after `hear_signals`, which handles signals itself, and outside the main thread: Python hands signals
+    to no other thread.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield
@@ -74,8 +75,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread, whose end an interrupt waits for
-    (`stop_on_signals` brings it nearer)."""
+    """Runs `asyncio.run(work)`; within a running loop (a notebook), in a new thread. An interrupt waits until that
+    thread ends; `stop_on_signals` shortens the wait."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

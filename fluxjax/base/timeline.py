@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 
 K = TypeVar("K")
-_EVENTS = "/jax/core/compile/"  # tracing, lowering, and the compiler
+_EVENTS = "/jax/core/compile/"  # covers tracing, lowering and the compiler
 _activities: list[str | Callable[[], str]] = []
 
 
@@ -131,7 +131,7 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Makes `words` the activity of its body; any thread may call `words`, whenever it asks."""
+    """Makes `words` the activity of its body. If `words` is a function, any thread may call it at any time."""
     _activities.append(words)
     try:
         yield
