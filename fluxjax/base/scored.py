@@ -24,7 +24,7 @@ from .medium import Media
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by the bytes of a token
 _RUN = np.dtype("<i4")  # the type of both numbers of a run
-_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # `Response` field: `ResponseNumbers` field
+_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # to `ResponseNumbers`
 
 State = dict[str, Any]  # JSON-serialisable
 SavedState = Mapping[str, Any]  # the state as read from JSON

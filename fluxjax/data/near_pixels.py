@@ -43,7 +43,7 @@ class NearPixels:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
         self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not yet fetched
-        self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # the most recently used last
+        self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # newest use last
         self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket
         self.used = self._promised = 0  # bytes of all patches of `_kept`, and of promised patches
         self._closed = False

@@ -115,7 +115,7 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
-    """Writes `NAME.jsonl` for each name of `sizes`, with that many records from `make(NAME, index)`. Returns all records.
+    """Writes `NAME.jsonl` for each name of `sizes`, with so many records from `make(NAME, index)`; returns all records.
 
     Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
     each quarter.
