@@ -45,9 +45,9 @@ class DPO(RLAlgorithm):
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
         """Returns the loss's derivatives by response, and its metrics: `loss`, as in the head of this file;
-        `dpo/pairs`, the number of pairs. If there are pairs, it adds `dpo/accuracy`, the share of pairs whose chosen response has
-        the higher implicit reward `beta d` (section 5.1), and means over pairs: `dpo/chosen` and `dpo/rejected`, the
-        implicit rewards, and `dpo/margin`, their difference."""
+        `dpo/pairs`, the number of pairs. If there are pairs, it adds `dpo/accuracy`, the share of pairs whose chosen
+        response has the higher implicit reward `beta d` (section 5.1), and means over pairs: `dpo/chosen` and
+        `dpo/rejected`, the implicit rewards, and `dpo/margin`, their difference."""
         pairs = [pair for group in groups if (pair := _pair(group)) is not None]
         metrics = {"loss": 0.0, "dpo/pairs": float(len(pairs))}
         if not pairs:

@@ -311,7 +311,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Takes the indentation of a fence off the lines within it (CommonMark 0.31, 4.5), as far as the first line has it."""
+    """Takes a fence's indentation off its lines (CommonMark 0.31, 4.5), as far as the first line has it."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

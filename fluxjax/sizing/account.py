@@ -39,7 +39,7 @@ class Account:
         def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
             return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
 
-        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next one is already placed
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next is placed early
         phases = {
             "accumulate": during("accumulate", gradients | batches),
             "update": during("update", gradients),
