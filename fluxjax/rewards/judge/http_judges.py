@@ -172,7 +172,7 @@ class JudgeServer:
     counts: MutableMapping[str, float]
 
     def __post_init__(self) -> None:
-        self._name = urlsplit(self.url)._replace(query="").geturl()  # for messages, without the query, which may have a key
+        self._name = urlsplit(self.url)._replace(query="").geturl()  # in messages: a query may have a key
         self._not_before = 0.0  # the end of a Retry-After, by time.monotonic
 
     async def ask(self, question: Question) -> Answer:
