@@ -1,4 +1,4 @@
-"""Scoring of responses: the rewards of each source, behind guards against rewards that raise, hang or return nonsense.
+"""Scores responses by the rewards of each source, and guards a run against rewards that raise, hang or return nonsense.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Scorer:
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
-            prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # records without an answer are skipped
+            prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # records without answers are skipped
             rewards = (held_out and self._held_out.get(name)) or self._training[name]
             for reward in rewards.rewards.values():
                 found = [f"{prompt.answer[:80]!r} {why}" for prompt in prompts if (why := reward.unreadable(prompt))]
@@ -360,7 +360,7 @@ class Scorer:
             return None, ProcessCaller(found, *bounds_of(callee.kind))
         reward = found.build()
         bounds, slots = bounds_of(Callee.of(reward).kind)
-        if callable(call_within := getattr(reward, "call_within", None)):  # the reward ends calls itself, with its own reason
+        if callable(call_within := getattr(reward, "call_within", None)):  # it ends a call itself, with its own reason
             call_within(bounds.seconds)
         if (take_counts := getattr(reward, "take_counts", None)) is not None:
             self._counting.append(take_counts)

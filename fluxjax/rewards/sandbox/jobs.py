@@ -162,7 +162,7 @@ class Process:
         if self._process.returncode is None:
             self._reason = self._reason or reason
             _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # no new processes while they are counted
-            # For a moment bubblewrap's child is already in another process group, but not yet bound to die with its parent.
+                # For a moment bubblewrap's child is in another process group, but not yet bound to die with its parent.
             for member in reversed(descendants(self._process.pid)[1:]):
                 _signal(os.kill, member, signal.SIGKILL)
             _signal(os.killpg, self._process.pid, signal.SIGKILL)
