@@ -106,7 +106,7 @@ class Ledger:
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
         # ended responses without a `Score` instruction yet, by rid, in order of arrival
         self.unscored: dict[str, Response] = {}
-        self.surplus: dict[str, None] = {}  # in order, rids of responses that still run although their group is complete
+        self.surplus: dict[str, None] = {}  # in order, rids that still run although their group is complete
         self.last_draw = -1
         self.drawn = 0  # prompts; always equals trained + skipped + live
         self.trained = 0  # prompts

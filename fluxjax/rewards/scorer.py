@@ -1,4 +1,4 @@
-"""Scores responses by the rewards of each source, and guards a run against rewards that raise, hang or return nonsense.
+"""Scores responses by the rewards of each source, and guards a run against rewards that raise, hang or answer nonsense.
 """
 
 from __future__ import annotations
