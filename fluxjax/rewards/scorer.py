@@ -1,5 +1,4 @@
-"""Scores responses by the rewards of each source, and guards a run against rewards that raise, hang or answer nonsense.
-"""
+"""Scores responses by the rewards of each source; a reward that raises, hangs or answers nonsense can't end the run."""
 
 from __future__ import annotations
 

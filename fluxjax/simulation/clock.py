@@ -1,5 +1,4 @@
-"""Virtual time: a queue of actions, each with its time; at equal times, the action that was added first is done first.
-"""
+"""Virtual time: a queue of actions, each with its time; of actions at equal times, the first added is done first."""
 
 import heapq
 import math

@@ -74,8 +74,7 @@ class FaultPlan:
         self.rates, self.seed = rates, seed
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
-        """Yields (time of a crash, seconds until the engine is up again), endlessly; nothing if there are no crashes.
-        """
+        """Yields (time of a crash, seconds until the engine is up again), endlessly; nothing without crashes."""
         return self._spells(self.rates.crash_every, self.rates.down, _CRASH, _DOWN, engine)
 
     def slow_spells(self, engine: int) -> Iterator[tuple[float, float]]:

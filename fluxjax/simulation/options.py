@@ -44,14 +44,14 @@ class SimulationConfig:
     memory_fraction: float = within(0.6, "[0, 1]")  # of a GPU's memory for rollout, weights included
     median: float = positive(550.0)  # tokens of a response
     spread: float = not_negative(1.05)  # standard deviation of the logarithm of a response's length
-    shared: float = within(0.5, "[0, 1]")  # share of the variance of that logarithm that all responses of a prompt share
+    shared: float = within(0.5, "[0, 1]")  # share of that logarithm's variance that is the prompt's
     tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; equally many prompts of each
     prompts: int = positive(10_240)  # in the data set
     epochs: int = not_negative(0)  # times that the data set is drawn; 0: no bound
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
     rules: int = positive(1)  # math rewards that are computed at once
     sandboxes: int = positive(512)  # code rewards that are computed at once
-    judges: int = positive(8)  # judges, on GPUs of their own; scheduled: one on each GPU of the engines
+    judges: int = positive(8)  # judges, on GPUs of their own; scheduled: one on each of `gpus`
     reward_limit: float = positive(30.0)  # seconds until a missing reward counts as 0
     reply_limit: float = positive(300.0)  # seconds until a missing response counts as lost
     recompute: bool = True  # caches of running responses are computed anew for new weights

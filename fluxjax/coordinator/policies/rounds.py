@@ -51,7 +51,7 @@ class Base:
 
     def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
         """Generates a lost group again: samples depend only on the prompt's seed, so this adds no bias."""
-        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # its other responses may still run
+        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still run
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
         accepted = coordinator.ledger.accepted
