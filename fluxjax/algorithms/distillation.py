@@ -19,7 +19,7 @@ from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
 
 class Distillation(RLAlgorithm):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the advantage 1 for every response: the teacher says what its tokens are worth."""
+        """Returns the advantage 1 for every response: the teacher weighs its tokens."""
         return [group.with_advantages([1.0] * len(group.samples)) for group in groups]
 
     def token_loss(

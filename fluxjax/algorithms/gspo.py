@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation (Zheng et al., arXiv:2507.18071): ratio and clipping of whole responses.
+"""Group sequence policy optimisation (Zheng et al., arXiv:2507.18071): ratio and clipping of entire responses.
 
     -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
 

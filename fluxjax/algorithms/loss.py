@@ -38,7 +38,7 @@ from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLe
 
 LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
 
-# The sums that a microbatch adds to those of its step: see `importance_metrics`.
+# The sums that a microbatch adds to its step's sums: see `importance_metrics`.
 _SUMS = tuple(f"importance/{name}" for name in ("weights", "squares", "clipped"))
 _SUMS += tuple(f"staleness/{name}" for name in ("kl", "excess", "excess_squares", "lags"))
 TALLIED = (*_SUMS, "staleness/lag_max")

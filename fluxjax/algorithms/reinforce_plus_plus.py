@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over the whole step.
+"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over all of a step.
 
     A_i = (R_i - mean) / std,     R_i = reward - kl_coefficient * sum_t log(policy / reference)(o_t)
 

@@ -123,7 +123,7 @@ def _written(array: np.ndarray) -> int | None:
 
 
 def _nameless() -> int:
-    """Opens a file in memory, or in the temporary folder where the system has no memory files."""
+    """Opens a file in memory, or in the temporary folder if the system has no memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fluxjax-media")
     with tempfile.TemporaryFile() as file:

@@ -129,7 +129,7 @@ class TrainBatch:
     """
 
     inputs: PackedTokens
-    loss_weights_BT: Float32[AnyArray, "B T"]  # 0 where a token is not trained on
+    loss_weights_BT: Float32[AnyArray, "B T"]  # 0 for tokens that are not trained on
     advantages_BT: Float32[AnyArray, "B T"]
     behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as reported by the engine
     reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 if there is none

@@ -72,7 +72,7 @@ class LocalStore:
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
         self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
         self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
-        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of slices being decoded
+        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of media and slices being decoded
         self._stats = StoreStats()
         self._lock = threading.Lock()  # of the statistics and of `_locks`
 

@@ -156,8 +156,8 @@ def _refused_undecoded(
 class ReadAhead(Generic[Item]):
     """The items `first`, `first + 1`, ...; threads make items up to `ahead` beyond the last item taken.
 
-    A `take` hands over all its items before another item is begun: woken threads would compete with the taker for the
-    interpreter's lock. Grain's own iterator begins another item with each item taken.
+    A `take` hands over all its items before threads begin items beyond them: woken threads would compete with the taker
+    for the interpreter's lock. Grain's own iterator begins another item with each item taken.
 
     `make` is called from `threads` threads. Its error is raised by the `take` that reaches the item, and by all later
     calls. `ready` is called once with each item, in their order, and must not block. One thread takes at a time.

@@ -35,7 +35,7 @@ _NOTABLE = 0.5  # least busy share of a kind's slots at which the kind is shown
 
 
 class Display:
-    """Shows where a run stands while used as a context manager; `note` prints a line that stays."""
+    """Shows the progress of a run while used as a context manager; `note` prints a line that stays."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._servers: Callable[[], Sequence[ServerStatus]] = tuple

@@ -28,8 +28,7 @@ class PrometheusPort:
     (`process_*`). If FLUXJAX_TOKEN is in the environment, clients must send it as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
-        """Raises ConfigError for a taken or impossible port, and if other machines reach the address without a token.
-        """
+        """Raises ConfigError for a taken or invalid port, and if other machines reach the address without a token."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         prometheus_client.ProcessCollector(registry=self._registry)

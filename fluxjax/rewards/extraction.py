@@ -24,8 +24,8 @@ _SENTENCE_END = re.compile(r"[.!?]?(?:\n|$)|[.!?]\s(?=[A-Z])")
 
 
 def explicit_answer(text: str) -> str | None:
-    """Returns the answer that the text marks, `None` if it marks none. `<answer>` tags count before `\\boxed{}`, which
-    may also be inside the tags, and that before "answer is" or "answer:"; the last mark of a kind counts."""
+    """Returns the answer that the text marks, `None` if it marks none. Marks are, the first kind first, `<answer>`
+    tags, `\\boxed{}` (also inside the tags), and "answer is" or "answer:"; the last mark of a kind counts."""
     text = text[-TAIL:]
     inside = tagged(text)
     if inside is not None:

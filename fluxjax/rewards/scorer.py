@@ -342,8 +342,8 @@ class Scorer:
         return self._rewards[-1]
 
     def _called(self, found: FoundReward, is_object: bool) -> tuple[Any, Caller | None]:
-        """Returns a reward and its caller: None for a built-in rule. A reward that can be imported, keeps no state here
-        and is of no kind in `_HERE` is built and called by processes, others by this process."""
+        """Returns a reward and its caller: None for a built-in rule. Processes build and call a user's reward by import
+        path, unless it is asynchronous, keeps state or has a kind of `_HERE`; this process calls all others."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
         from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop

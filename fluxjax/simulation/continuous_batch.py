@@ -133,7 +133,7 @@ class Batch:
         self.decoded += tokens
 
     def ended(self) -> list[SampleProgress]:
-        """Removes and returns the samples that have their last token, by the step of it, then as they were let in."""
+        """Removes and returns the samples that have their last token, in the order in which they were let in."""
         marks, steps, found = self._marks, self.steps, []
         while marks and marks[0][0] <= steps:
             mark, _, sequence = heapq.heappop(marks)

@@ -1,8 +1,8 @@
 """Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls. Then faults by
 such numbers: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
-A plan only answers questions. Its answers are functions of seed and names, so two runs that differ meet the same faults
-at the same crashes, responses and versions.
+A plan only answers questions. Its answers are functions of seed and names, so runs of different policies meet the same
+faults for the same engines, responses and versions.
 """
 
 import dataclasses

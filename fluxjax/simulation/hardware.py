@@ -54,8 +54,8 @@ def parameters(model: ModelSizes) -> float:
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The seconds of one model's stages on one cluster. `utilisation` is training's; every GPU is `scale` times as fast
-    (compute and memory alike). Training divides one GPU's time by their number: it loses nothing to scale. A decode
-    step adds all-reduces and a fixed overhead."""
+    (compute and memory alike). Training's time is one GPU's, divided by the number of GPUs: it loses nothing to
+    scale. A decode step adds all-reduces and a fixed overhead."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION

@@ -172,7 +172,7 @@ class SimulatedEngine:
 
     @property
     def decoded(self) -> int:
-        """The tokens generated so far, those of aborted samples included."""
+        """The number of tokens generated so far, including the tokens of aborted samples."""
         return self.batch.decoded + self._elapsed() * len(self.batch.running)
 
     @property

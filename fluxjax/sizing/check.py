@@ -153,7 +153,7 @@ def check(
     """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
-    along a straight line; if `layers` is 0 or more than half of the model's, programs of all layers are compiled. With
+    along a straight line; if `layers` is 0 or at least half of the model's, programs of all layers are compiled. With
     `sharding.remat` auto, the first of `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled
     no further. `RunShapes.of` describes `never_sampled`.
     Raises ConfigError for settings that can't work.

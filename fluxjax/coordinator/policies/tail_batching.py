@@ -128,7 +128,7 @@ class TailBatching(Rounds):
         return coordinator.ledger.count(*stages) - held
 
     def _held_unscored(self, coordinator: Coordinator) -> int:
-        """Returns the number of held prompts without a scored group: the round ends after all groups are scored."""
+        """Returns the number of held prompts without a scored group: the round waits until they have one."""
         entries = coordinator.ledger.entries
         return sum(draw in entries and entries[draw].stage is not PromptStage.SCORED for draw in self.held)
 

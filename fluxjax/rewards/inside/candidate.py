@@ -18,7 +18,7 @@ from . import plain
 
 def run_program(path: str) -> None:
     """Runs the file as a main program, on this process's input and output."""
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site`, which is off, would define them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site`, which may be off, defines them
     with open(path) as file:
         source = file.read()
     module = sys.modules["__main__"]

@@ -162,7 +162,7 @@ class Process:
         if self._process.returncode is None:
             self._reason = self._reason or reason
             _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # no new processes while they are counted
-                # For a moment bubblewrap's child is in another process group, but not yet bound to die with its parent.
+            # For a moment bubblewrap's child is in another process group, but not yet bound to die with its parent.
             for member in reversed(descendants(self._process.pid)[1:]):
                 _signal(os.kill, member, signal.SIGKILL)
             _signal(os.killpg, self._process.pid, signal.SIGKILL)
@@ -316,7 +316,7 @@ class ProcessSandbox(abc.ABC):
 class BareSubprocess(ProcessSandbox):
     """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
 
-    Wall time and output are bounded; with the command prlimit also memory, CPU time and file size; never processes.
+    Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size; never processes.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
