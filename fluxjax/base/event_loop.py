@@ -47,7 +47,7 @@ def take_signals() -> None:
 
 
 def _heard(number: int, frame: types.FrameType | None) -> None:
-    """Does nothing: the thread of `hear_signals` hears of the signal."""
+    """Does nothing: the thread of `hear_signals` reads the signal's number."""
 
 
 @contextlib.contextmanager

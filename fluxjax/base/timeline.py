@@ -98,7 +98,7 @@ class Compilations:
     def __init__(self) -> None:
         self.under_way = 0
         self.spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=10_000)  # disjoint, ascending
-        # the start of the compilations under way; the seconds of earlier ones
+        # the start of the compilations under way; the seconds of earlier compilations
         self._lock, self._since, self._ended = threading.Lock(), 0.0, 0.0
         jax.monitoring.register_scalar_listener(lambda event, *_, **__: self._count(event, 1))
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: self._count(event, -1))

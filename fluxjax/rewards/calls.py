@@ -207,7 +207,7 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
 
 
 def _no_end(error: BaseException) -> RuntimeError:
-    """Returns an error in the place of one that would end a thread or an event loop."""
+    """Returns a RuntimeError to raise instead of `error`, which would end a thread or an event loop."""
     return RuntimeError(f"raised {type(error).__name__}")
 
 

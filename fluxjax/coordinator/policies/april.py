@@ -1,4 +1,4 @@
-"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs; unfinished ones continue later.
+"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, continued over rounds.
 
 A round ends with the first complete groups. The tokens of the other groups stay in the books with their log-probs and
 versions; these groups continue in the next round under the new weights. So a response may have several versions; the
