@@ -1,8 +1,7 @@
 """On-policy distillation from another model, by the reverse KL divergence (Agarwal et al., arXiv:2306.13649).
 
 The policy generates, and each of its tokens is scored by a teacher: the reference (`algorithm.reference`, a checkpoint
-of the same sizes). Minimising KL(policy || teacher) of each token by
-policy gradients has the advantage
+of the same sizes). Minimising KL(policy || teacher) of each token by policy gradients has the advantage
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
@@ -20,14 +19,14 @@ from .rl_algorithm import LossAndMetrics, RLAlgorithm, TokenValues
 
 class Distillation(RLAlgorithm):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the advantage 1 for every response: the teacher says what its tokens are worth."""
+        """Returns the advantage 1 for every response: the teacher weighs its tokens."""
         return [group.with_advantages([1.0] * len(group.samples)) for group in groups]
 
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """The loss in the head of this file. Metrics: `ratio`, `clip_fraction`, and `teacher_kl`, the estimate k1 of
-        KL(policy || teacher) in nats."""
+        """Returns the loss in the head of this file. Metrics: `ratio`, `clip_fraction`, `teacher_kl`, which is the
+        estimate k1 of KL(policy || teacher) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         behind_BT = masked(batch.reference_logprobs_BT - proximal(logprobs_BT, batch), trained_BT)
         advantages_BT = cfg.kl_coefficient * batch.advantages_BT * behind_BT

@@ -3,13 +3,13 @@
     -log sigmoid(beta (d(chosen) - d(rejected))),     d(o) = log policy(o) / reference(o), a sum over tokens
 
 (equation 7), averaged over pairs. `kl_coefficient` is beta: the weight of the KL divergence in the objective that the
-paper starts from (equation 3). A group's response with the highest reward is chosen and the one with the lowest reward
-is rejected (the first of several equal ones); a group of equal rewards has no pair. The pairs are responses of the
-policy as it is now, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
+paper starts from (equation 3). A group's response with the highest reward is chosen, its response with the lowest
+reward is rejected (the first of several equals); a group of equal rewards has no pair. The responses are sampled from
+the current policy, as in online DPO (Guo et al., OAIF, arXiv:2402.04792), with the reward in the judge's role.
 
 The gradient is `-beta sigmoid(-z) (grad log policy(chosen) - grad log policy(rejected))`, z = beta times the difference
 (equation 8). A forward pass before each optimizer step computes z. Then a token's loss needs only the token's own
-batch, wherever the other response of the pair lies. The loss does not correct for the policy that generated the
+microbatch; the pair's other response may lie in another. The loss does not correct for the policy that generated the
 responses, nor for their age.
 """
 
@@ -29,7 +29,7 @@ class DPO(RLAlgorithm):
     coupled = True
 
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the advantages: 1 for the chosen response of a group, -1 for the rejected one, 0 for all others."""
+        """Returns the advantages: 1 for a group's chosen response, -1 for its rejected response, 0 for all others."""
 
         def preferred(group: Group) -> np.ndarray:
             rewards_G, signs_G = np.array(without_rounding(rewards_of(group).tolist())), np.zeros(len(group.samples))
@@ -44,9 +44,9 @@ class DPO(RLAlgorithm):
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the loss's derivatives by response, and its metrics: `loss`, that of the head of this file;
-        `dpo/pairs`, the number of pairs; and, if there are pairs, `dpo/accuracy`, the share of pairs whose chosen
-        response has the higher implicit reward `beta d` (section 5.1); and means over pairs: `dpo/chosen` and
+        """Returns the loss's derivatives by response, and its metrics: `loss`, as in the head of this file;
+        `dpo/pairs`, the number of pairs. If there are pairs, it adds `dpo/accuracy`, the share of pairs whose chosen
+        response has the higher implicit reward `beta d` (section 5.1), and means over pairs: `dpo/chosen` and
         `dpo/rejected`, the implicit rewards, and `dpo/margin`, their difference."""
         pairs = [pair for group in groups if (pair := _pair(group)) is not None]
         metrics = {"loss": 0.0, "dpo/pairs": float(len(pairs))}
@@ -79,11 +79,11 @@ class DPO(RLAlgorithm):
         return -batch.advantages_BT * change_BT, {"reference_kl": kl_estimate(behind_BT, cfg.kl_estimator)}
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Returns True: a response that is in no pair has no gradient."""
+        """Returns True: a response without a pair has no gradient."""
         return True
 
 
 def _pair(group: Group) -> tuple[Key, Key] | None:
-    """The chosen and the rejected response of a group with advantages."""
+    """Returns the chosen and the rejected response of a group with advantages; None if it has no pair."""
     keys = {s.advantage: (s.response.draw, s.response.sample) for s in group.samples}
     return (keys[1.0], keys[-1.0]) if 1.0 in keys and -1.0 in keys else None

@@ -1,20 +1,20 @@
 """Group relative policy optimisation (DeepSeekMath, arXiv:2402.03300, equation 3), the base of its successors.
 
-The loss of token t of response i, with A_i the group's relative advantage (no critic):
+The loss of token t of response i, with A_i the advantage relative to its group (no critic):
 
     -w min(r A_i, clip(r, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient * k3(reference, policy)
         - entropy_coefficient * entropy,
     r = policy(o_t) / behaviour(o_t),  w = 1
 
-For A_i < 0, `dual_clip` A_i bounds the minimum, see `dual_clipped`. The behaviour log-probs are the engine's, reported
-as it sampled the token, so r also corrects for differences between engine and trainer; `cfg.importance` chooses another
+For A_i < 0, `dual_clip` A_i bounds the minimum, see `dual_clipped`. The engine reports the behaviour log-prob of each
+token that it samples, so r also corrects for differences between engine and trainer; `cfg.importance` chooses another
 correction, w and r: see `loss`. The KL term may have another estimator, or be in the reward: see `regularised`.
 
-Two of its successors are GRPO with other settings, which the configuration takes over with their names:
+Two of its successors are GRPO with other settings; the configuration sets them when it is given their names:
 
 - DAPO (Yu et al., arXiv:2503.14476, equation 8): a wider upper bound (`clip_high` 0.28) lets unlikely tokens become
-  more likely; the mean is over all tokens of a step, so a long answer counts by its tokens. The rest of the paper is
-  elsewhere: dynamic sampling is `rollout.dynamic_sampling`, overlong reward shaping is a reward.
+  more likely; the mean is over all tokens of a step, so a long answer counts by its tokens. The paper's dynamic
+  sampling is `rollout.dynamic_sampling`, its overlong reward shaping is a reward.
 - Dr.GRPO, "GRPO done right" (Liu et al., arXiv:2503.20783, section 3.2), without two biases: advantages are not divided
   by std(R), which favours prompts that are easy or hard; a token counts 1 / (responses * max_new_tokens), and not
   1 / |o_i|, which favours long answers among wrong ones.
@@ -64,15 +64,15 @@ def advantages(groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
 
 
 def zero_variance_groups(groups: Sequence[Group]) -> int:
-    """Counts the groups whose rewards are all equal, which therefore teach nothing."""
+    """Counts the groups whose rewards are all equal: they teach nothing."""
     return sum(not has_variance(group) for group in groups)
 
 
 def token_loss(
     logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
 ) -> LossAndMetrics:
-    """Returns the loss in the head of this file, and its metrics: `ratio`, r; `clip_fraction`, 1 where the bound cuts
-    the gradient off; `dual_clip_fraction`, 1 where the dual clip does; and the metrics of `regularised`."""
+    """Returns the loss in the head of this file, and its metrics: `ratio`, r; `clip_fraction`, 1 if the bound cuts
+    the gradient off; `dual_clip_fraction`, 1 if the dual clip cuts it off; and the metrics of `regularised`."""
     loss_BT, metrics = clipped_loss(logprobs_BT, batch.advantages_BT, batch, cfg)
     return regularised(loss_BT, metrics, logprobs_BT, entropies_BT, batch, cfg)
 
@@ -104,6 +104,6 @@ class GRPO(RLAlgorithm):
         return token_loss(logprobs_BT, entropies_BT, batch, cfg)
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Says whether the loss is the surrogate alone: it is proportional to the advantage; KL and entropy terms are
-        not."""
+        """Says whether the loss is the surrogate alone, which is proportional to the advantage: KL and entropy terms
+        are not."""
         return not (cfg.kl_coefficient or cfg.entropy_coefficient)

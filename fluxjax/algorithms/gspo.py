@@ -1,11 +1,11 @@
-"""Group sequence policy optimisation (Zheng et al., arXiv:2507.18071): ratio and clipping of whole responses.
+"""Group sequence policy optimisation (Zheng et al., arXiv:2507.18071): ratio and clipping of entire responses.
 
     -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),     s_i = (policy(o_i) / behaviour(o_i))**(1 / |o_i|)
 
 (equations 5 and 7), averaged over responses. The gradient of s_i is `s_i mean_t grad log policy(o_t)` (equation 10).
-Each token can compute its part of it alone, as the gradient of `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
-equation 14). So a token's loss needs only the token's own batch, wherever the rest of the response lies; a forward pass
-before each optimizer step computes s_i. Advantages are GRPO's. The bounds are narrow (3e-4 and 4e-4, section 5.1),
+Each token can compute its part of that gradient alone, from `sg(s_i) policy(o_t) / sg(policy(o_t))` (GSPO-token,
+equation 14). So a token's loss needs only its own microbatch; the response's other tokens may lie in others. A forward
+pass before each optimizer step computes s_i. Advantages are GRPO's. Bounds are narrow (3e-4 and 4e-4, section 5.1),
 because a mean of logs over a response varies little.
 """
 
@@ -25,7 +25,7 @@ class GSPO(GRPO):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """The loss in the head of this file, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
+        """Returns this file's loss, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
         assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)

@@ -1,28 +1,27 @@
-"""The terms that policy losses are made of, and the weights that turn token losses into a step's mean.
+"""The terms of policy losses, and the weights that turn token losses into a step's mean.
 
-One of them is a correction for every difference between the policy that generated a token and the one that is trained.
-Stale weights, responses whose segments come from several versions, replay and an engine that rounds differently have
-one form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux,
-component 3)
+One term corrects for every difference between the policy that generated a token and the policy in training. Stale
+weights, responses whose segments come from several versions, replay and an engine that rounds differently have one
+form: tokens that a behaviour policy sampled, each with a weight version. So each token has a weight (Flux, component 3)
 
     w = C(proximal / behaviour) * decay**lag
 
 The proximal policy is the trainer's at the start of the training step. With one optimizer step, it equals the policy,
 as a constant; with several, its log-probs are computed once, before the first (`TrainBatch.proximal_logprobs_BT`).
-`lag` counts the versions (training steps) since the token's; a fresher segment weighs more. C (`ImportanceConfig.kind`)
+`lag` counts the versions (training steps) since the token's version; newer segments weigh more. C (`cfg.kind`)
 is the identity, or `min(., high)` (truncated importance sampling, Yao et al., "Your efficient RL framework secretly
 brings you off-policy RL training", 2025), or 0 outside [low, high] (IcePop, Ling team, 2025). At the level of sequences
 the geometric mean over the response stands for each of its tokens' ratios (GSPO, arXiv:2507.18071, equation 7).
 
-With `decoupled` a clipped objective bounds how far the policy moves from the proximal one, and w corrects for the
-rest (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
+With `decoupled`, a clipped objective bounds how far the policy moves from the proximal policy, and w corrects for all
+other differences (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2):
 
     w * min(r A, clip(r) A),    r = policy / proximal
 
-In the first optimizer step r is 1 and nothing is clipped: the gradient is that of w A log(policy), however stale a
+In the first optimizer step r is 1 and no token is clipped: the gradient is that of w A log(policy), however stale a
 token is. So with one optimizer step in each training step, `decoupled` never clips.
-Without `decoupled`, r = policy / behaviour, which already contains the factor proximal / behaviour; the factor `w /
-(proximal / behaviour)` remains: exactly 1 without C and decay.
+Without `decoupled`, r = policy / behaviour already contains the factor proximal / behaviour. The remaining factor
+`w / (proximal / behaviour)` is exactly 1 without C and decay.
 """
 
 import math
@@ -39,7 +38,7 @@ from ..config import AlgorithmConfig, Importance, ImportanceConfig, ImportanceLe
 
 LIMIT = 20.0  # nats; larger log-ratios count as this limit, so that their squares' sum over a step is finite in float32
 
-# The sums that a microbatch adds to those of its step: see `importance_metrics`.
+# The sums that a microbatch adds to its step's sums: see `importance_metrics`.
 _SUMS = tuple(f"importance/{name}" for name in ("weights", "squares", "clipped"))
 _SUMS += tuple(f"staleness/{name}" for name in ("kl", "excess", "excess_squares", "lags"))
 TALLIED = (*_SUMS, "staleness/lag_max")
@@ -48,7 +47,7 @@ TALLIED = (*_SUMS, "staleness/lag_max")
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
     """Returns the loss weight of each token of response `i` of a step, so that the step's loss is a weighted sum.
 
-    `lengths` (int, one entry for each response of the *entire* step) are tokens. With N responses of lengths |o_i|:
+    `lengths` are the numbers of tokens of all responses of the *entire* step. With N responses of lengths |o_i|:
 
     - token mean: `1 / sum_j |o_j|` (DAPO, arXiv:2503.14476, equation 8);
     - sequence mean: `1 / (N |o_i|)` (GRPO, DeepSeekMath, arXiv:2402.03300, equation 3), N without empty responses;
@@ -84,10 +83,10 @@ def masked(values_BT: Float[Array, "B T"], trained_BT: Bool[Array, "B T"]) -> Fl
 def clipped_surrogate(
     ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """PPO's pessimistic objective `min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347, equation 7).
+    """Returns PPO's pessimistic objective `min(r A, clip(r, 1 - low, 1 + high) A)` (arXiv:1707.06347, equation 7).
 
-    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns 1.0 where the bound cuts
-    the gradient off, else 0.0.
+    Different bounds are DAPO's clip-higher (arXiv:2503.14476, equation 8). Also returns, for each token, 1.0 if the
+    bound cuts the gradient off, else 0.0.
     """
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     objective_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
@@ -102,14 +101,14 @@ def dual_clipped(
     """Returns `max(objective, c A)` where A < 0 (Ye et al., arXiv:1912.09729, equation 5). PPO's minimum has no lower
     bound: one stale token with a negative advantage and a large ratio could outweigh a step.
 
-    Also returns 1.0 where `c` (`bound`, above 1) cuts the gradient off, else 0.0.
+    Also returns, for each token, 1.0 if `c` (`bound`, above 1) cuts the gradient off, else 0.0.
     """
     beyond_BT = (advantages_BT < 0.0) & (ratio_BT > bound)
     return jnp.where(beyond_BT, bound * advantages_BT, objective_BT), beyond_BT.astype(ratio_BT.dtype)
 
 
 def kl_estimate(log_ratio: Any, estimator: KlEstimator) -> Any:
-    """Estimates, in numpy or JAX arrays, KL(p || q) for tokens drawn from p, with `d = log q - log p` (Schulman,
+    """Estimates, in numpy or JAX arrays, KL(p || q) for tokens sampled from p, with `d = log q - log p` (Schulman,
     "Approximating KL Divergence", 2020).
 
     k1 = -d: unbiased, of either sign; as a loss it has no gradient on average, so it is for rewards. k2 = d**2 / 2:
@@ -132,8 +131,8 @@ def regularised(
     cfg: AlgorithmConfig,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
     """Returns `loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` for tokens that are
-    trained on, else 0. The loss has no KL term if the reward has it. The further metric `reference_kl` is the estimated
-    KL in nats."""
+    trained on, else 0. The loss has no KL term if the reward has it. It adds the metric `reference_kl`, the estimated
+    KL in nats, if there is a KL coefficient."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(loss_BT, trained_BT)
     if cfg.entropy_coefficient > 0.0:
@@ -190,8 +189,8 @@ def proximal(logprobs_BT: Float[Array, "B T"], batch: TrainBatch) -> Float[Array
 def correction(
     logprobs_BT: Float[Array, "B T"], batch: TrainBatch, cfg: ImportanceConfig
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns two factors of a clipped objective: the differentiable log(policy / the policy it clips around), and the
-    constant weight; 0 where a token is not trained on. `logprobs_BT` are the policy's.
+    """Returns two factors of a clipped objective: the differentiable log(policy / clipping's centre), and the constant
+    weight; both are 0 for a token that is not trained on. `logprobs_BT` are the policy's.
 
     `fluxjax.learner.loss_inputs.with_importance` must have filled in `batch.response_log_ratios_BT` for the level of
     sequences.
@@ -224,14 +223,14 @@ def importance_tally(
 
 
 def importance_metrics(tallied: Mapping[str, float], generated: float) -> dict[str, float]:
-    """Returns the metrics of a step over its `generated` tokens, at least one, from what `importance_tally` returned.
+    """Returns the metrics of a step over its `generated` tokens, at least one, from the results of `importance_tally`.
 
     `importance/ess`: normalised effective sample size `(sum w)**2 / (n sum w**2)`, 1 if all weights are equal, 0 if all
     tokens are masked. `importance/mean`: the mean of w, before any normalisation. `importance/clipped`: the share of
     tokens whose ratio was truncated or masked. `staleness/kl`: the k3 estimate of KL(behaviour || policy) in nats.
     `staleness/variance`: the variance of the tokens' uncorrected ratios policy / behaviour. `staleness/lag_mean` and
-    `lag_max`: versions between the weights that generated a token and those at the start of its training step. "Policy"
-    is the proximal one here.
+    `lag_max`: versions between the weights that generated a token and the weights at the start of its training step.
+    "Policy" is the proximal policy here.
     """
     weight, squares, clipped, kl, excess, excess_squares, lag = (tallied[name] / generated for name in _SUMS)
     return {

@@ -1,9 +1,9 @@
 """Proximal policy optimisation with a critic (Schulman et al., arXiv:1707.06347; advantages: arXiv:1506.02438).
 
-The policy's loss is GRPO's clipped one (equation 7 of the paper), with an advantage for each token: generalised
+The policy's loss is GRPO's clipped loss (equation 7 of the paper), with an advantage for each token: generalised
 advantage estimation (GAE, equations 11 to 16) from the values of a critic, whitened over the step. A response is an
-episode and its tokens are the actions: r_t is the reward of token t, 0 but for the last one, and V_t the critic's value
-of the state in which t was chosen. Nothing comes after the last token, so its next value is 0.
+episode and its tokens are the actions: r_t is the reward of token t, 0 but for the last token, and V_t the critic's
+value of the state in which t was chosen. No token follows the last token, so its next value is 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lambda A_{t+1}
 
@@ -12,9 +12,9 @@ The critic has its own weights and optimizer, and trains on the same minibatches
     L_V = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
 with returns R = A + V_old of the advantages before whitening, V_old the values before the step's first optimizer step,
-and c = `value_clip`. The paper's equation 9 has the plain square; the clipped square is that of its authors'
-code (OpenAI baselines, ppo2) and of verl. The values belong to the policy that generated the tokens. So the importance
-correction, which concerns the trained policy, does not weigh the critic's loss.
+and c = `value_clip`. The paper's equation 9 has the plain square; its authors' code (OpenAI baselines, ppo2) and verl
+have the clipped square. The values belong to the policy that generated the tokens. So the importance correction, which
+concerns the trained policy, does not weigh the critic's loss.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from .loss import masked
 from .rl_algorithm import LossAndMetrics, TokenValues
 
 VALUE_CLIP = 0.5  # as in verl
-VARIANCE_EPSILON = 1e-8  # under the root, where advantages are normalised over all tokens of a step
+VARIANCE_EPSILON = 1e-8  # under the root of the standard deviation over all tokens of a step
 
 
 class PPO(GRPO):
@@ -43,7 +43,7 @@ class PPO(GRPO):
 
 def value_loss(values_BT: TokenValues, batch: TrainBatch, value_clip: float = VALUE_CLIP) -> LossAndMetrics:
     """Returns the critic's loss in the head of this file, 0 for tokens that are not trained on. Metrics: `value`, V;
-    `clip_fraction`, 1 where the bound cuts the gradient off."""
+    `clip_fraction`, 1 if the bound cuts the gradient off."""
     assert batch.values_BT is not None and batch.returns_BT is not None, "filled in by fluxjax.learner.critic"
     trained_BT = batch.loss_weights_BT != 0.0
     error_BT = masked(values_BT - batch.returns_BT, trained_BT)
@@ -66,7 +66,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
         raise ValueError(f"{len(rewards)} rewards and {len(values)} values of {lengths.sum()} tokens")
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(values))
-    following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of each response's next token
+    following, value_after = np.zeros(len(lengths)), np.zeros(len(lengths))  # A and V of the next token, by response
     for back in range(1, int(lengths.max(initial=0)) + 1):  # the tokens at the distance `back` from the end
         having = np.flatnonzero(lengths >= back)
         at = ends[having] - back

@@ -1,10 +1,10 @@
-"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over the whole step.
+"""REINFORCE++ (Hu et al., arXiv:2501.03262): no critic and no group; advantages are normalised over all of a step.
 
     A_i = (R_i - mean) / std,     R_i = reward - kl_coefficient * sum_t log(policy / reference)(o_t)
 
 with mean and variance over all tokens of the step; a token has the advantage of its response. The KL term is in the
-reward (section 3; `kl_in_reward`, estimator k1). Here it is the same for all tokens of a response, while the paper's
-token t has the sum over the tokens from t on. The loss is PPO's clipped one, as GRPO's. The variant with a baseline
+reward (section 3; `kl_in_reward`, estimator k1). Here it is the same for all tokens of a response; in the paper,
+token t has the sum over the tokens from t on. The loss is PPO's clipped loss, as in GRPO. The variant with a baseline
 first subtracts each group's mean, and has the KL term in the loss (estimator k2).
 """
 

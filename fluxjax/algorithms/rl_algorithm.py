@@ -1,4 +1,4 @@
-"""The extension point: what the trainer asks of an algorithm; the built-in ones by name, and the search for a run's.
+"""The extension point: an algorithm's methods, the built-in algorithms by name, and the search for a run's algorithm.
 
 `advantages` runs on the host over scored groups, `token_loss` inside `jit` over a packed batch. The batch's loss
 weights contain the normalisation (by tokens, sequences or a constant), so a step's loss is
@@ -32,7 +32,7 @@ class RLAlgorithm:
     """The base of all algorithms. An algorithm must define `advantages` and `token_loss`. The other members say what
     the trainer may leave out or must compute; their defaults are right for any algorithm."""
 
-    # advantages depend on all groups of a step, so that none can be computed before the step is complete
+    # Advantages depend on all groups of a step, so they are computed only when the step is complete.
     whole_step = False
     response_ratios = False  # the loss reads `TrainBatch.policy_log_ratios_BT`: a forward pass before each update
     coupled = False  # the loss joins several responses, and `couple` gives its slopes before each update
@@ -45,7 +45,7 @@ class RLAlgorithm:
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss of each token, and named per-token metrics; both are 0 where the loss weight is 0.
+        """Returns the loss of each token, and named per-token metrics; both are 0 for tokens whose loss weight is 0.
 
         A metric of the step is the mean of its values over the trained tokens (`loss_weights_BT != 0`). The learner
         adds the metrics of all algorithms: entropy, and the gap between the engine's log-probs and the trainer's.
@@ -55,8 +55,8 @@ class RLAlgorithm:
     def couple(
         self, groups: Sequence[Group], log_ratios: Mapping[Key, float], cfg: AlgorithmConfig
     ) -> tuple[Mapping[Key, float], Mapping[str, float]]:
-        """Returns the derivatives of the loss of a `coupled` algorithm's optimizer step with respect to the
-        log-probability of each response; and metrics, among them `loss`, its value.
+        """Returns the derivatives of a `coupled` algorithm's loss, for an optimizer step, with respect to the
+        log-probability of each response; and metrics, among them `loss`, the value of the loss.
 
         `groups` have the advantages that `advantages` gave them. `log_ratios` are `log(policy / reference)` in nats,
         summed over the tokens of a response. They omit responses without a token, and responses with the advantage 0
@@ -91,7 +91,7 @@ def adapted(implementation: Any, field: str) -> RLAlgorithm:
             )
     if isinstance(implementation, RLAlgorithm):
         return implementation
-    algorithm = RLAlgorithm()  # of something that has the two functions, such as a module
+    algorithm = RLAlgorithm()  # for any object with the two functions, such as a module
     vars(algorithm).update(advantages=implementation.advantages, token_loss=implementation.token_loss)
     return algorithm
 
@@ -129,8 +129,8 @@ def find_algorithm(cfg: AlgorithmConfig) -> RLAlgorithm:
 
 
 def own_code(cfg: AlgorithmConfig) -> str:
-    """Returns the digest of the file that defines a user's algorithm; empty for built-in algorithms, and for code that
-    no file has. The digest does not cover modules that the file imports."""
+    """Returns the digest of the file that defines a user's algorithm; empty for built-in algorithms, and for code
+    without a file. The digest does not cover modules that the file imports."""
     if cfg.built_in:
         return ""
     named = importlib.import_module(cfg.name.partition(":")[0]) if isinstance(cfg.name, str) else cfg.name

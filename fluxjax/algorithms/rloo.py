@@ -2,9 +2,9 @@
 
     A_i = R_i - mean of R_j over j != i
 
-which is G / (G - 1) times GRPO's advantage before the division by the standard deviation, and no more biased than no
-baseline. A response is one action: its tokens' log-probs are summed (aggregation by a constant). The loss is GRPO's: at
-a ratio of 1 its gradient is REINFORCE's, and clipping cuts off old tokens.
+This is G / (G - 1) times GRPO's advantage before the division by the standard deviation; the baseline adds no bias. A
+response is one action: its tokens' log-probs are summed (aggregation by a constant). The loss is GRPO's: at a ratio of
+1 its gradient is REINFORCE's, and clipping cuts off the gradient of tokens whose ratio has moved far.
 """
 
 from collections.abc import Sequence

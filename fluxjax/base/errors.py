@@ -4,7 +4,7 @@ USER, LOST = 2, 3  # exit statuses of `fluxjax.train`: the user must mend someth
 
 
 class ConfigError(ValueError):
-    """A setting is wrong. The message names the field, the value and what is allowed."""
+    """A setting is wrong. The message names the field, the value and the allowed values."""
 
 
 class DataError(ValueError):

@@ -47,14 +47,15 @@ def take_signals() -> None:
 
 
 def _heard(number: int, frame: types.FrameType | None) -> None:
-    """Does nothing: the thread of `hear_signals` hears of the signal."""
+    """Does nothing: the thread of `hear_signals` reads the signal's number."""
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first Ctrl-C or SIGTERM within its body; a second signal has its usual effect.
 
-    It does nothing where `hear_signals` hears them, and in other threads than the main one, to which Python hands none.
+    Does nothing after `hear_signals`, which handles signals itself, and outside the main thread: Python hands signals
+    to no other thread.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_NUMBERS[0]) is _heard:
         yield

@@ -21,14 +21,14 @@ import jax
 
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
-_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # bytes; glibc takes no larger threshold than `_LARGE_BLOCK`
+_DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # a number of mappings; bytes, glibc's largest threshold
 LARGE_MODEL = 1 << 30  # bytes of its weights
 
 
 def keep_freed_memory() -> bool:
     """Has the C library keep freed memory. Must be called before there are threads: existing arenas are not changed.
 
-    Returns False, and changes nothing, where the C library is not glibc.
+    Returns False, and changes nothing, if the C library is not glibc.
     """
     # One arena, because threads' arenas cannot hold large blocks; no block mapped apart; no trimming below 2 GB.
     return _set_malloc((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1))
@@ -38,13 +38,13 @@ def give_back_large_blocks() -> bool:
     """Undoes `keep_freed_memory` for blocks of at least 32 MB. For large models: the holes that their arrays leave add
     up to more than a second copy of the weights, and their steps take longer than page faults.
 
-    Returns False, and changes nothing, where the C library is not glibc.
+    Returns False, and changes nothing, if the C library is not glibc.
     """
     return _set_malloc((_MMAP_THRESHOLD, _LARGE_BLOCK), (_MMAP_MAX, _DEFAULT_MMAP_MAX))
 
 
 def _set_malloc(*options: tuple[int, int]) -> bool:
-    """Hands (option, value) to glibc's `mallopt`, in order, up to the first that is refused."""
+    """Hands each (option, value) to glibc's `mallopt`, in order, and stops at the first pair that it refuses."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  other C libraries have a mallopt that does nothing
@@ -91,7 +91,7 @@ def resident_bytes() -> int:
 
 HASHED = ("hash_obj", "compile_options_obj", "strip_device_assignment")
 HASHED_ACCELERATORS = ("hash_obj", "accelerators")
-INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # names of x86, and of ARM
+INSTRUCTIONS = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # fields of /proc/cpuinfo
 
 
 def cache_folder() -> pathlib.Path:
@@ -110,13 +110,13 @@ def use_compile_cache() -> None:
 
 @functools.cache
 def share_between_devices() -> bool:
-    """Lets CPU devices and processes load programs that another one compiled, as JAX does between GPUs. Returns False
-    if this JAX's functions are not the expected ones.
+    """Lets CPU devices and processes load each other's compiled programs, as JAX does between GPUs. Returns False if
+    JAX's functions have other parameters than expected.
 
     Otherwise programs that run on one device (ODC's) are compiled once for each device, because JAX's key of a program
     holds the device's number, except on GPUs; and all but the first process of a run compile everything at each start,
     because the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes that,
-    so its functions are replaced here. A JAX whose functions have other parameters is left as it is.
+    so its functions are replaced here.
     """
     try:
         from jax._src import cache_key

@@ -1,8 +1,7 @@
-"""Messages between a run and a process that works for it: msgpack over a socket, pixels beside them.
+"""Messages between a run and its worker process: msgpack over a socket, pixels beside them.
 
-Few pixels follow their message on the socket. Many pixels are written to nameless memory; its open file descriptor
-travels to the other process, which maps it. Nothing is copied on the way, and nothing stays behind, whichever process
-is killed.
+Few pixels follow their message on the socket. Many pixels are copied once, into nameless memory; its open file
+descriptor travels to the other process, which maps it. No file remains, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class WithArrays(NamedTuple):
 
 
 class Channel:
-    """One end of the channel. Its methods raise EOFError if the other process has ended, TimeoutError if it takes too
-    long."""
+    """One end of the channel. Its methods raise EOFError if the other process has ended, TimeoutError if that process
+    takes too long."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -124,7 +123,7 @@ def _written(array: np.ndarray) -> int | None:
 
 
 def _nameless() -> int:
-    """Opens a file in memory, or in the temporary folder where the system has no memory files."""
+    """Opens a file in memory, or in the temporary folder if the system has no memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fluxjax-media")
     with tempfile.TemporaryFile() as file:

@@ -24,7 +24,7 @@ from .medium import Media
 _HEAD = struct.Struct("<iiiid")
 _TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by the bytes of a token
 _RUN = np.dtype("<i4")  # the type of both numbers of a run
-_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # in `ResponseNumbers`
+_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # to `ResponseNumbers`
 
 State = dict[str, Any]  # JSON-serialisable
 SavedState = Mapping[str, Any]  # the state as read from JSON
@@ -104,7 +104,7 @@ class Response:
         if self.is_packed:
             return version_span_of(self.data)
         versions = self.versions
-        # true of most responses, and several times as fast
+        # most responses have one version, and `count` is several times as fast
         if versions and versions.count(versions[0]) == len(versions):
             return versions[0], versions[0]
         return min(versions, default=-1), max(versions, default=-1)
@@ -193,7 +193,7 @@ def _packed(form: str, values: Sequence[int] | Sequence[float]) -> bytes:
 
 
 class ResponseHead(NamedTuple):
-    """The head of a response's bytes, which can be read alone; `size` counts the bytes of the entire response."""
+    """The head of a response's bytes, readable alone; `size` counts the bytes of the entire response."""
 
     sample: int
     temperature: float | None

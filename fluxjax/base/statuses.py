@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class HostStage:
-    """The time in which a process did one thing: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
+    """The time in which a process did one stage: `plan`, `media`, `layout` or `train`. In the statuses of a `Gang`,
     `start` and `end` are seconds of the reading process's `time.perf_counter`. Between hosts they travel as seconds
-    before the end of the step: clocks differ, and a step ends everywhere at once."""
+    before the end of the step: clocks differ, and a step ends in all processes at once."""
 
     name: str
     start: float
@@ -23,10 +23,10 @@ class HostStage:
 @dataclasses.dataclass(frozen=True)
 class HostStatus:
     """The state of a process after a step. `memory_bytes` are resident; `device_memory_bytes` is the peak in use of its
-    fullest device, 0 where the device does not report it. `step` counts optimizer steps since the processes were
-    started. `wait_seconds`: in which the process stood still before and within the step, for orders or for the other
-    processes to agree. `idle`: seconds of `train` in which its devices waited for other devices, or None (only `odc`
-    measures them)."""
+    fullest device, 0 if the device does not report it. `step` counts optimizer steps since the processes were
+    started. `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the
+    other processes' agreement. `idle` are the seconds of `train` in which its devices waited for other devices, or None
+    (only `odc` measures them)."""
 
     process: int
     host: str
@@ -62,12 +62,12 @@ def slowest(hosts: Sequence[HostStatus]) -> HostStatus:
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessorStatus:
-    """A preprocessor at one moment. The numbers that it reports itself are some seconds old; their totals continue when
-    the preprocessor is started again. `memory_bytes` is 0 while it is down."""
+    """A preprocessor at one moment. The numbers that the preprocessor reports are some seconds old; their totals
+    continue when it is started again. `memory_bytes` is 0 while it is down."""
 
     name: str
     up: bool
-    looks: int  # media that it was asked to look at, and did
+    looks: int  # media that it measured on request
     bytes: int  # bytes of slices that it sent to process 0
     queued: int  # media in its queue for decoding
     lost: int  # times that the run lost it
@@ -82,7 +82,7 @@ class MediumStage(enum.Enum):
     LOOKED_AT = "looked at"
     HELD = "held"
     UNUSABLE = "unusable"
-    LOST = "lost"  # a preprocessor; no medium
+    LOST = "lost"  # the stage of a preprocessor, not of a medium
 
 
 class Transition(NamedTuple):

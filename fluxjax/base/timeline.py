@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 
 K = TypeVar("K")
-_EVENTS = "/jax/core/compile/"  # tracing, lowering, and the compiler
+_EVENTS = "/jax/core/compile/"  # covers tracing, lowering and the compiler
 _activities: list[str | Callable[[], str]] = []
 
 
@@ -98,7 +98,7 @@ class Compilations:
     def __init__(self) -> None:
         self.under_way = 0
         self.spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=10_000)  # disjoint, ascending
-        # the start of the compilations under way; the seconds of earlier ones
+        # the start of the compilations under way; the seconds of earlier compilations
         self._lock, self._since, self._ended = threading.Lock(), 0.0, 0.0
         jax.monitoring.register_scalar_listener(lambda event, *_, **__: self._count(event, 1))
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: self._count(event, -1))
@@ -131,7 +131,7 @@ def working_time() -> float:
 
 @contextlib.contextmanager
 def activity(words: str | Callable[[], str]) -> Iterator[None]:
-    """Makes `words` the activity of its body; any thread may call `words`, whenever it asks."""
+    """Makes `words` the activity of its body. If `words` is a function, any thread may call it at any time."""
     _activities.append(words)
     try:
         yield

@@ -129,7 +129,7 @@ class TrainBatch:
     """
 
     inputs: PackedTokens
-    loss_weights_BT: Float32[AnyArray, "B T"]  # 0 where a token is not trained on
+    loss_weights_BT: Float32[AnyArray, "B T"]  # 0 for tokens that are not trained on
     advantages_BT: Float32[AnyArray, "B T"]
     behaviour_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, as reported by the engine
     reference_logprobs_BT: Float32[AnyArray, "B T"]  # in nats, of the frozen reference model; 0 if there is none
@@ -137,9 +137,9 @@ class TrainBatch:
     response_log_ratios_BT: Float32[AnyArray, "B T"]
     # Versions (training steps) since the weights that generated the token; -1 for prompts, given answers and padding.
     lags_BT: Int32[AnyArray, "B T"]
-    # Log-probs, in nats, of the policy with which the training step begins; None if it has one optimizer step only.
+    # Log-probs, in nats, of the policy as the training step begins; None if that step has only one optimizer step.
     proximal_logprobs_BT: Float32[AnyArray, "B T"] | None = None
-    # The mean over the token's response of log(policy / the policy that clipping is around), in nats; None if not read.
+    # The mean over the token's response of log(policy / clipping's centre), in nats; None if the loss does not read it.
     policy_log_ratios_BT: Float32[AnyArray, "B T"] | None = None
     # A critic's values before the step, and the returns that it learns, in the unit of rewards; None without a critic.
     values_BT: Float32[AnyArray, "B T"] | None = None

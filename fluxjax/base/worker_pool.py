@@ -1,8 +1,8 @@
 """Calls a function in processes that can be killed: the time and the memory of each call are bounded.
 
 A thread that hangs, or takes memory without end, ends the run; a process loses only its one call. Processes are started
-when there is work, by `subprocess`: no process with threads is forked, and the main module is not imported again. Their
-side is `worker_process.py`.
+when there is work, by `subprocess`: no process with threads is forked, and the main module is not imported again. They
+run `worker_process.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALONE = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class WorkerTimeout(Exception):
-    """A call took longer than it may; its process was killed."""
+    """A call took longer than its bound; its process was killed."""
 
 
 class WorkerDied(Exception):
@@ -65,15 +65,14 @@ class WorkerMemory(WorkerDied):
 
 
 class WorkerError(Exception):
-    """The function raised, or returned what can't be sent; the text names the type of its error."""
+    """The function raised, or its result can't be sent; the text names the type of the error."""
 
 
 class _Process:
     """A process that does one job at a time."""
 
     def __init__(self, begin: Mapping[str, Any]) -> None:
-        """Starts the process, sends it `begin`, and waits for its answer. Raises WorkerEnded or OSError if that
-        fails."""
+        """Starts the process, sends it `begin`, and waits for its answer. Raises WorkerEnded or OSError."""
         here, there = socket.socketpair()
         self.channel = Channel(here)
         self.jobs = 0  # jobs given to this process so far
@@ -85,7 +84,7 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[there.fileno()],
-                process_group=0,  # Ctrl-C reaches only the run; and the run can kill the process's children with it
+                process_group=0,  # Ctrl-C reaches only the run; `kill` reaches the process's children
             )
         try:
             self.channel.send(begin)
@@ -145,9 +144,9 @@ class WorkerPool:
         patient: bool = True,
     ) -> None:
         """`seconds` bounds a call without a bound of its own; `memory_gib` is the memory that the function may take
-        beside its imports; `name` is for messages. With `made_with`, each process calls the object at `function_path`
-        with it once, before memory is bounded; that call returns the function. In a `patient` pool, a call first waits
-        for a process as long as a start takes: for few and quick calls another process is not worth its start."""
+        beside its imports; `name` is for messages. If `made_with` is not None, each process calls the object at
+        `function_path` with it once, before memory is bounded; that call returns the function. In a `patient` pool, a
+        call first waits for a process as long as a start takes: a few quick calls are not worth another start."""
         self.function_path, self.workers, self.name = function_path, workers, name
         self.seconds, self.memory_gib, self._made_with = seconds, memory_gib, made_with
         self._patient = patient
@@ -169,9 +168,9 @@ class WorkerPool:
         urgent: bool = False,
         received: Callable[[Any, int, np.ndarray], object] = lambda result, number, array: None,
     ) -> Any:
-        """Returns the function's result, within `seconds` from when a process has the argument. `received` gets the
-        result, and the number and content of each array behind it; each may take as long again. Urgent calls go before
-        others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
+        """Returns the function's result, within `seconds` after a process has the argument. `received` gets the
+        result, and the number and content of each array behind it; each array may take `seconds` more. Urgent calls go
+        before others. Raises WorkerTimeout, WorkerDied, WorkerError, and RuntimeError once the pool is closed."""
         seconds = self.seconds if seconds is None else seconds
         with self._turn(urgent):
             process = self._take()
@@ -181,7 +180,7 @@ class WorkerPool:
                 job = {"number": process.jobs, "argument": argument, "seconds": seconds}
                 process.channel.send(job, seconds=seconds)
                 reply, _ = process.channel.receive(seconds)
-                if reply.get("number") != process.jobs:  # such a process cannot be trusted any more
+                if reply.get("number") != process.jobs:  # the process cannot be trusted any more
                     raise WorkerDied("it answered what it was not asked")
                 if "memory" in reply:
                     raise WorkerMemory(f"needs more than {self.memory_gib:g} GiB of memory")
@@ -225,7 +224,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _turn(self, urgent: bool) -> Iterator[None]:
-        """Waits until one more call may have a process."""
+        """Waits until this call may have a process; counts the call as busy within its body."""
         with self._changed:
             self._count(waiting=1)
             self._urgent += urgent
@@ -246,8 +245,8 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _take(self) -> _Process:
-        """Returns a living process, starting it if need be. Raises RuntimeError once the pool is closed, and
-        WorkerAbsent."""
+        """Returns a living process, which it starts if none is idle. Raises WorkerAbsent, and RuntimeError once the
+        pool is closed."""
         while (process := self._idle_one()) is not None:
             if process.lives:
                 return process
@@ -271,7 +270,7 @@ class WorkerPool:
         raise RuntimeError(self._closed_text)
 
     def _idle_one(self) -> _Process | None:
-        """Returns an idle process; None if another process is to be started. Waits for the former in a patient pool."""
+        """Returns an idle process, or None if a process is to be started. A patient pool waits for an idle process."""
         with self._changed:
             while self._patient:
                 self._changed.wait_for(lambda: self._idle or self._closed or not self._starting)

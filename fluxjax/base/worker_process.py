@@ -26,7 +26,7 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds after which the system ends a job that the run did not end, because the run has ended itself
+GRACE = 10.0  # seconds past a job's bound; then the system ends the job, because the run, which should have, has ended
 FIRST_VICTIM = "500"  # of 1000: the system kills this process before the run when memory runs out
 
 
@@ -40,7 +40,7 @@ def main(descriptor: int) -> None:
         function = found(begin["function"])
         if begin["made_with"] is not None:
             function = function(begin["made_with"])
-    except Exception as error:  # whatever the module raises as it is imported
+    except Exception as error:  # whatever importing or calling the user's module raises
         channel.send({"failed": f"{type(error).__name__}: {error}"})
         return
     bound_memory(begin["memory"])
@@ -85,7 +85,7 @@ def _answer(channel: Channel, function: Callable[[Any], Any], job: Mapping[str, 
 
 
 def leave_signals_to_the_run() -> None:
-    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run decides."""
+    """Ignores the signals that a terminal or Slurm sends to every process of a job: the run decides when to end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -103,8 +103,8 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds this process to its present memory plus `allowed` bytes, where the system can; a crash leaves no core
-    file."""
+    """Bounds this process to its present memory plus `allowed` bytes, if the system can; a crash leaves no core file.
+    When memory runs out, the system kills this process before the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
@@ -121,7 +121,7 @@ def lacked_memory(error: BaseException) -> bool:
         isinstance(cause, MemoryError)
         or (
             isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN)
-        )  # the latter for a thread's stack
+        )  # EAGAIN: no memory for a thread's stack
         or "out of memory" in str(cause).lower()
         for cause in _causes(error)
     )

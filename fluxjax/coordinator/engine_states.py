@@ -1,7 +1,7 @@
 """The coordinator's books about rollout engines: the weights that each serves, its remaining work, its devices.
 
 `Pace` is the speed at which responses grow and groups are trained on, learnt from the times of events (`Tick`). Without
-such times, the pace is unknown. Old measurements fade, so that the pace may change during a run.
+such times, the pace is unknown. Old measurements count less and less, so that the pace may change during a run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,8 @@ class EngineStates:
         return len(self.served)
 
     def route(self, loads: Sequence[float], usable: Sequence[int], avoid: int = -1) -> int:
-        """Returns the engine of `usable` with the smallest load, but no lent engine, and `avoid` only if there is no
-        other."""
+        """Returns the engine of `usable` with the smallest load, but no lent engine, and `avoid` only if it is the only
+        choice."""
         if avoid < 0 and not self.lent and len(usable) == len(loads):
             return loads.index(min(loads))  # the result of the lines below, but much faster with a thousand engines
         choices = [engine for engine in usable if engine not in self.lent]
@@ -72,7 +72,7 @@ class EngineStates:
             self.end_sample(request, sample)
 
 
-_KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # factor on old measurements at each new response, or portion
+_KEPT_RESPONSE, _KEPT_STEP = 0.98, 0.7  # factors on old measurements at each new response and training
 
 
 class _Rate:
@@ -160,8 +160,8 @@ class ParallelismPlanner:
     def next(self, preemptions: int) -> int:
         """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
 
-        More than `rise` times the preemptions of the step before double the degree (after a step without any, one is
-        enough). The first step only sets the measure. `calm` steps without preemptions halve the degree.
+        The degree doubles if preemptions exceed `rise` times those of the step before (after a step without any, one is
+        enough). The first step is only compared with. `calm` steps without preemptions halve the degree.
         """
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")
@@ -183,6 +183,6 @@ class ParallelismPlanner:
         return {"degree": self.degree, "before": self._before, "calm": self._calm}
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Restores the degree, within what the devices of this run allow."""
+        """Restores the degree, within the bounds of this run's devices."""
         self.degree = self._within(state["degree"])
         self._before, self._calm = state["before"], state["calm"]

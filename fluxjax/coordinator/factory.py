@@ -17,10 +17,9 @@ from .policies.rounds import Synchronous
 def make_coordinator(
     config: Config, policy: Callable[[], SchedulingPolicy] | None = None, **changes: Any
 ) -> Coordinator:
-    """Builds the coordinator that `config` describes, with the user's `policy` if there is one, and with `changes` of
-    its settings.
+    """Builds the coordinator of `config`, with the user's `policy` if it is given, and with `changes` of `Settings`.
 
-    Raises `ConfigError` for a schedule that can't be read, and, beside a user's policy, for settings that only built-in
+    Raises `ConfigError` for a schedule that can't be read, and, if `policy` is given, for settings that only built-in
     policies read."""
     switches = ("rollout.dynamic_sampling", "stream_trainer", "speculative_sync")
     if policy and (names := " and ".join(name for name in switches if attrgetter(name)(config))):

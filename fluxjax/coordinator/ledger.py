@@ -1,9 +1,8 @@
 """The books of the coordinator: the stage of every prompt and every response of the run.
 
 A prompt is drawn, waits, is generated, has its responses scored, and is then either trained on exactly once or skipped
-with a reason; nothing else can happen to it. Facts that the runtime reports may be late, repeated or about an attempt
-that was given up: `ignored` counts these, and nothing else changes. Any other contradiction is a `CoordinatorError`,
-which ends the run.
+with a reason. The runtime's reports may be late, repeated or about an attempt that was given up: `ignored` counts such
+reports, and they change nothing else. Any other contradiction is a `CoordinatorError`, which ends the run.
 """
 
 import collections
@@ -34,7 +33,7 @@ class RunGivenUp(CoordinatorError):
 
 
 class PromptStage(enum.Enum):
-    __hash__ = object.__hash__  # faster than an enum's hash of its name: books are kept by stage
+    __hash__ = object.__hash__  # faster than an enum's hash of its name, and entries are stored by stage
     WAITING = "waiting"  # drawn, and on no engine yet
     DEFERRED = "deferred"  # parked, and on no engine until the policy generates it again
     RUNNING = "running"  # an engine still generates its responses
@@ -53,7 +52,7 @@ class Entry:
     prompt: Prompt
     stage: PromptStage = PromptStage.WAITING
     n: int = 0  # responses that were started
-    need: int = 0  # the number of these responses that the group gets
+    need: int = 0  # the number of started responses that the group gets
     attempt: int = -1
     failures: int = 0  # lost attempts
     failure: str = ""  # why the last attempt was lost
@@ -100,23 +99,23 @@ class Skipped:
 
 
 class Ledger:
-    """The books of the module's docstring. Policies read them; only the `Coordinator` writes."""
+    """The books that the module's docstring describes. Policies read them; only the `Coordinator` writes."""
 
     def __init__(self, varied_in: str = "correct") -> None:
         self._varied_in = varied_in  # the field of rewards that dynamic sampling compares
         self.entries: dict[int, Entry] = {}  # by draw: prompts neither trained nor skipped yet
-        # by rid, in order of arrival: ended, but without a `Score` instruction yet
+        # ended responses without a `Score` instruction yet, by rid, in order of arrival
         self.unscored: dict[str, Response] = {}
-        self.surplus: dict[str, None] = {}  # rids that still run although their group is complete, in order
+        self.surplus: dict[str, None] = {}  # in order, rids that still run although their group is complete
         self.last_draw = -1
         self.drawn = 0  # prompts; always equals trained + skipped + live
         self.trained = 0  # prompts
         self.trained_responses = 0
         self.skipped: list[Skipped] = []
         self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
-        # scored groups that were skipped since the last step, by source and reward: their responses have one reward
+        # scored groups skipped since the last step, by source and reward; a group's responses have equal rewards
         self.dropped: collections.Counter[tuple[str, float]] = collections.Counter()
-        self.dropped_in_a_row = 0  # since the last group whose rewards differ
+        self.dropped_in_a_row = 0  # scored groups skipped since the last group whose rewards differ
         self.accepted = 0  # complete responses that were accepted
         self.epochs: dict[int, int] = {}  # number of prompts trained on, by epoch
         self.ignored: collections.Counter[str] = collections.Counter()  # late and repeated facts, by kind
@@ -211,7 +210,7 @@ class Ledger:
         return None
 
     def fail(self, request_ids: Iterable[str], reason: str) -> None:
-        """Enters that the engine lost these requests. A request whose responses have all arrived loses nothing."""
+        """Enters that the engine lost these requests. A request whose responses have all arrived is unaffected."""
         for request in request_ids:
             entry = self._current(f"{request}/0", "failure")
             if entry is not None and entry.stage in (PromptStage.RUNNING, PromptStage.STOPPING):
@@ -261,7 +260,7 @@ class Ledger:
         self._scoring.add(response.rid)
 
     def train(self, groups: Sequence[Group]) -> None:
-        """Enters that the gradients of these groups are computed, at once or later in the step; `train_done` ends the
+        """Enters that the gradients of these groups are computed, now or later in the step; `train_done` ends the
         step."""
         for group in groups:
             entry = self._at(group.prompt, PromptStage.SCORED)
@@ -362,8 +361,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt]) -> None:
-        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw; an entry without a prompt
-        there can't be prepared any more and is skipped."""
+        """Restores the books. `prompts` has the prompts of the state's `entries`, by draw; an entry without a
+        prompt in it can't be prepared any more and is skipped."""
         for name in _COUNTS:
             setattr(self, name, state[name])
         dropped = state["dropped"]

@@ -5,8 +5,8 @@ section 4.4, which projects KV-cache use by the prediction. The model of ln(toke
 
     weights[source] . features(i) + effect(i) + noise(j),
 
-with weights by ridge regression (`Level`), each source's shrunk towards those of all sources. The prompt's effect is
-shrunk the less, the more of its responses have been observed; both variances are estimated for each source.
+with weights by ridge regression (`Level`); each source's weights are shrunk towards the weights of all sources. A
+prompt's effect is shrunk less if more of its responses were observed; both variances are estimated for each source.
 `expected_tokens` conditions the prediction on the tokens that a running response already has.
 """
 
@@ -26,12 +26,12 @@ WORDS = 32  # hashed words: prompts that share words are similar, and so are the
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
-_SOLVE_EVERY = 32  # responses between two solutions; more when thousands have been observed
-# responses after which older ones have lost most of their weight, so that the model follows the policy
+_SOLVE_EVERY = 32  # responses between two solutions; more after thousands of responses
+# After so many further responses, a response has lost most of its weight, so that the model follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # tokens, before any observation
 _VARIANCE = 0.6  # of ln(length), between prompts and again within a prompt, before any observation
-_STRENGTH = 16  # the number of observations that this prior counts as
+_STRENGTH = 16  # the prior variance counts as so many observations
 _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 
 
@@ -73,7 +73,7 @@ class Level:
     """A recursive ridge regression of ln(length) on `features`, with the variances of ln(length) `within` and `between`
     prompts. It covers all sources, or one source, shrunk towards its `parent`, the level of all sources.
 
-    Sufficient statistics are exact; the weights are solved for again after every few responses. Older responses count
+    Sufficient statistics are exact; after every few responses the weights are solved for again. Older responses count
     less: the regression looks back about `_MEMORY` responses.
     """
 
@@ -101,7 +101,8 @@ class Level:
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
         """Enters a response with its squared deviation `within` its group (None: it is the group's first) and its
         squared residual from the regression."""
-        # only the first: the regression has learnt from the group's other responses, so their residuals are too small
+        # Only a group's first response counts: the regression knows the group when the others arrive, so their
+        # residuals are too small.
         if within is None:
             self.sums[2] += residual
             self.sums[3] += 1
@@ -173,11 +174,11 @@ def log_tail(z: float) -> float:
 
 
 def expected_tokens(mu: float, sigma: float, running: int = 0, limit: int = 0) -> float:
-    """Returns the expectation of the length min(L, limit) given L > running; `limit` 0: no limit."""
+    """Returns the expectation of the length min(L, limit) given L > running; if `limit` is 0, there is no limit."""
     if limit and running >= limit:
         return float(running)
     start, end = _standard(mu, sigma, running), _standard(mu, sigma, limit) if limit else math.inf
-    alive = log_tail(start)  # all probabilities below are conditional on this one
+    alive = log_tail(start)  # all probabilities below are conditional on L > running
     # E[L; L > x] is exp(mu + sigma^2 / 2) P(Z > z - sigma)
     beyond = log_tail(start - sigma)
     before_limit = math.exp(mu + 0.5 * sigma * sigma + beyond - alive) * -math.expm1(log_tail(end - sigma) - beyond)
@@ -202,7 +203,7 @@ class Censored:
     """A response that has more than a given number of tokens, as the Tobit model sees it (natural log units).
 
     `working` with weight `information` moves an estimate of mu as the likelihood of the censored observation does (one
-    Newton step); `mean` and `variance` are those of ln(length) given the censored observation.
+    Newton step); `mean` and `variance` are ln(length)'s, given the censored observation.
     """
 
     working: float
@@ -233,10 +234,10 @@ _CACHED = 1 << 16  # prompts whose features are cached
 
 @dataclasses.dataclass(slots=True)
 class _SeenResponses:
-    """The observed responses of a prompt: those of its latest draw, and in `past` a summary of its earlier draws."""
+    """The observed responses of a prompt: of its latest draw, and in `past` a summary of its earlier draws."""
 
     draw: int
-    count: float = 0.0  # responses of this draw; a censored one counts by its information
+    count: float = 0.0  # responses of this draw; a censored response counts by its information
     total: float = 0.0  # sum of their ln(length)
     fixed: float = 0.0  # the regression's value at the last of these responses
     past_count: float = 0.0  # responses of earlier draws, discounted
@@ -256,7 +257,7 @@ class _SeenResponses:
 
 
 class LengthPredictor:
-    """The predictor of the module's docstring. `limit`: the most tokens of a response (0: no limit).
+    """The predictor that the module's docstring describes. `limit`: the most tokens of a response (0: no limit).
 
     Observations since the last prediction are entered in the order of draws, not of arrival. So predictions do not
     depend on time, unless some are made while responses run.
@@ -293,7 +294,7 @@ class LengthPredictor:
         return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _SeenResponses(prompt.draw))
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
-        """Enters response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped there (a
+        """Enters response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped early (a
         censored observation: it would have been longer). A response that fills `limit` counts as unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")

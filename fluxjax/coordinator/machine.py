@@ -47,7 +47,7 @@ class SchedulingPolicy(Protocol):
 
 
 class Coordinator:
-    """The state machine of the module's docstring. Public attributes are for policies and displays to read."""
+    """The state machine that the module's docstring describes. Policies and displays read its public attributes."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Coordinator:
         parallelism: ParallelismPlanner | None = None,
     ) -> None:
         """`schedules` are values that change during the run, by the names of `make_schedules`. `parallelism`
-        chooses the number of devices of an engine, from the `rollout/preemptions` of each step; None: it never
-        changes."""
+        chooses the number of devices of an engine, from the `rollout/preemptions` of each step; if it is None, the
+        number never changes."""
         self.settings = settings
         self.schedules = dict(schedules or {})
         self._scored: list[Group] = []  # groups that the schedules have not learned from yet
@@ -74,7 +74,7 @@ class Coordinator:
         # The instructions that no event has answered yet, at most one of each type of `ANSWERED`.
         self.awaiting: dict[type[messages.Instruction], messages.Instruction] = {}
         self.exhausted = False  # the data has no more prompts
-        self.stop_reason = ""  # why the run is asked to stop; "": it is not
+        self.stop_reason = ""  # why the run is asked to stop; "": no request
         self.failure = ""  # why the run can't go on: the run stops, and raises this error instead of finishing
         self.finished: messages.Finish | None = None
         self.now = 0.0  # seconds, as of the last tick
@@ -142,11 +142,11 @@ class Coordinator:
     # --- events in, instructions out ------------------------------------------------------------
 
     def handle(self, event: messages.Event) -> list[messages.Instruction]:
-        """Takes in one event and returns the instructions to carry out now, in this order.
+        """Enters one event and returns the instructions to carry out now, in this order.
 
-        Late and repeated responses and rewards change nothing. Raises `CoordinatorError` for an event that can't be
-        true, and for a policy that would contradict the books or wait for nothing; the error shows the last lines of
-        the log.
+        Late and repeated responses and rewards change only counts. Raises `CoordinatorError` for an event that can't be
+        true, and for a policy that contradicts the books or waits although no work is under way; the error shows the
+        last lines of the log.
         """
         if self.finished:
             return []
@@ -201,7 +201,7 @@ class Coordinator:
         if len(event.prompts) > count:
             raise CoordinatorError(f"{len(event.prompts)} prompts drawn, {count} asked for")
         self.ledger.draw(event.prompts, event.skipped)
-        # A source may replace skipped prompts, or leave that to the coordinator; fewer of both together mean the end.
+        # A source may replace skipped prompts itself; if prompts and skips together are too few, the data has ended.
         self.exhausted = len(event.prompts) + len(event.skipped) < count
         if self.ledger.skipped_in_a_row >= self.settings.max_skipped_in_a_row:
             raise RunGivenUp(
@@ -283,8 +283,8 @@ class Coordinator:
         self.now = event.now
 
     def _answered(self, kind: type[I], event: messages.Event) -> I:
-        """Returns the instruction that the event answers. Raises `CoordinatorError` if there is none, or if a field
-        that instruction and event share differs."""
+        """Returns the instruction that the event answers. Raises `CoordinatorError` if no such instruction is under
+        way, or if a field that instruction and event share differs."""
         order = self.awaiting.pop(kind, None)
         if not isinstance(order, kind):
             raise CoordinatorError(f"{type(event).__name__} answers no {kind.__name__} under way")
@@ -322,7 +322,7 @@ class Coordinator:
 
     @_say.of(messages.Skip)
     def _skip(self, order: messages.Skip) -> None:
-        """Enters a skip. Stops a run that finds nothing to learn from, with a checkpoint of its training so far."""
+        """Enters a skip. If too many groups teach nothing, stops the run, with a checkpoint of its training so far."""
         ledger = self.ledger
         ledger.skip(order.prompt, order.reason)
         kept = ledger.count(PromptStage.SCORED, PromptStage.TRAINING)
@@ -387,8 +387,8 @@ class Coordinator:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns all state that decides the rest of the run; for `SaveCheckpoint`. Raises `CoordinatorError` while a
-        step is trained."""
+        """Returns all state that decides the rest of the run, for `SaveCheckpoint`. Raises `CoordinatorError` during a
+        `Train`."""
         if messages.Train in self.awaiting:
             raise CoordinatorError(f"step {self.step + 1} is being trained: state is taken between steps")
         self._learn_scored()
@@ -397,7 +397,7 @@ class Coordinator:
             "version": self.version,
             "evaluated": list(self._last_evaluation),
             "saved": self._saved,
-            # a run whose reward was mended counts from zero
+            # a run that failed is resumed with counts from zero: its reward may have been mended
             "ledger": self.ledger.state_dict() | ({"dropped": NOTHING_DROPPED} if self.failure else {}),
             "lengths": self.lengths.state_dict(),
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
@@ -406,8 +406,8 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: SavedState, prompts: Mapping[int, Prompt] | None = None) -> None:
-        """Continues from `state`. Call before `Started`; the settings may differ from those of `state`. `prompts` are
-        those of `state["ledger"]["entries"]`, by draw."""
+        """Continues from `state`. Call before `Started`; the settings may differ from those of `state`. `prompts` has
+        the prompts of `state["ledger"]["entries"]`, by draw."""
         if self.served >= 0:
             raise CoordinatorError("state can only be loaded before the start")
         self.step = state["step"]

@@ -1,4 +1,4 @@
-"""Everything that the coordinator hears (events) and says (instructions), as frozen data with `Handlers`.
+"""The messages that the coordinator hears (events) and says (instructions), as frozen data, and their `Handlers`.
 
 To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
 `Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
@@ -51,8 +51,8 @@ class Started(Event):
 
 
 class PromptsDrawn(Event):
-    """The answer to `DrawPrompts`: usable prompts in draw order, fewer than asked for only if the data is exhausted.
-    `skipped` are prompts that could not be prepared, as (prompt, reason)."""
+    """The answer to `DrawPrompts`: usable prompts in draw order. `skipped` are prompts that could not be prepared, as
+    (prompt, reason). Both together are fewer than `DrawPrompts.count` only if the data is exhausted."""
 
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[Prompt, str], ...] = ()
@@ -71,8 +71,8 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are those of
-    the step, for policies that steer by them."""
+    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the step's,
+    for policies that steer by them."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -91,8 +91,8 @@ class Lent(Event):
 
 
 class ParallelismSet(Event):
-    """The fleet now has `engines` engines of `degree` devices, all awake. They serve the oldest weights that any of the
-    engines before them served. `kv_tokens`: tokens that each cache holds; 0: unchanged."""
+    """The fleet now has `engines` engines of `degree` devices, all awake. They serve the oldest weights that any
+    engine of the earlier fleet served. `kv_tokens`: tokens that each cache holds; 0: unchanged."""
 
     degree: int
     engines: int
@@ -225,8 +225,8 @@ class Accumulate(Instruction):
 
 
 class Train(Instruction):
-    """One optimizer step over these groups, in this order, and over the groups of the step's earlier `Accumulate`s; no
-    group is in both. Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
+    """Train on these groups, in this order, and on the groups of the step's earlier `Accumulate`s; no group is in both.
+    Advantages are not yet filled in. Steps count from 1: afterwards, `step` steps are done."""
 
     step: int
     groups: tuple[Group, ...]
@@ -241,8 +241,8 @@ class PublishWeights(Instruction):
 
 
 class SetParallelism(Instruction):
-    """Rebuild the fleet on the same devices: engines of `degree` devices each, as many as fit. Said when nothing is
-    generated or trained. Engine indices in other messages refer to the new fleet after the answer."""
+    """Rebuild the fleet on the same devices: engines of `degree` devices each, as many as fit. It is said only while
+    no prompt is generated or trained on. After the answer, engine indices refer to the new fleet."""
 
     degree: int
 
@@ -322,7 +322,7 @@ class Handlers(dict[type[Message], Callable[[Any, Any], Any]]):
             raise TypeError(f"{owner.__name__}.{name} has no handler of {', '.join(missing)}")
 
 
-_SHOWN = 4  # values of a message that has many
+_SHOWN = 4  # values of a tuple that a line shows
 
 
 def message_line(step: int, now: float, message: Message) -> str:

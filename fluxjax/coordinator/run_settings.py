@@ -13,13 +13,13 @@ _NAMED = 3  # the number of a source's most frequent rewards that a complaint na
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Raises `ValueError` for counts that allow no run."""
+    """The coordinator's settings. Raises `ValueError` for counts that allow no run."""
 
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
     engines: int = 1  # at the start
-    degree: int = 1  # devices of each, at the start
+    degree: int = 1  # devices of each engine, at the start
     max_new_tokens: int = 0  # of a response; 0: unknown
     kv_tokens: int = 0  # tokens that an engine's cache holds at the start; 0: unknown
     kv_reserved: int = 0  # the least number of cache tokens for a running response
@@ -28,7 +28,7 @@ class Settings:
     max_attempts: int = 3  # generations of a prompt before it is given up
     # prompts that can't be prepared, or teach nothing, before the data counts as unusable
     max_skipped_in_a_row: int = 1000
-    # batches of `prompts_per_step` generated for one step with dynamic sampling; 0: no bound
+    # most batches of `prompts_per_step` generated for a step with dynamic sampling; 0: no bound
     max_num_gen_batches: int = 0
     dynamic_sampling_by: DynamicSampling = DynamicSampling.CORRECT
     # the reward's name for each source, for messages
@@ -50,7 +50,7 @@ class Settings:
             degree=config.parallelism.degree,
             max_new_tokens=config.rollout.max_new_tokens,
             kv_tokens=kv_tokens,
-            kv_reserved=kv_tokens // config.rollout.slots,  # so that at most as many responses run as there are slots
+            kv_reserved=kv_tokens // config.rollout.slots,  # so that no more responses run than there are slots
             evaluate_every=config.evaluation.every,
             checkpoint_every=config.checkpoint.every,
             max_num_gen_batches=config.rollout.max_num_gen_batches,

@@ -1,1 +1,1 @@
-"""Prompts: where they come from, in which order they are drawn, and how they are made ready for the model."""
+"""Prompts: their sources, the order in which they are drawn, and their preparation for the model."""

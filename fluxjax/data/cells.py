@@ -1,11 +1,11 @@
-"""Media embedded in parquet files: which items a column has and where each one is, and the bytes of one at a time.
+"""Media embedded in parquet files: the items of a column, the path of each, and the bytes of one item at a time.
 
-The hub's columns hold structs of `bytes` and `path`. How many of a row group's `bytes` are there, its statistics say,
-and the short paths say how many items there are: where all or none are embedded, no byte of them has to be read. Plain
-columns of bytes say so, too, unless they are lists. Others are read, a few rows at a time, and are not kept.
+The hub's columns hold structs of `bytes` and `path`. The statistics of a row group count the `bytes` that are not null,
+and the short paths count the items: if all or none are embedded, no media bytes have to be read. The statistics of a
+plain column of bytes suffice, too, unless it holds lists. Other columns are read a few rows at a time and dropped.
 
-A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. Row groups stay in
-memory, the last few of them; each is of one version of a file, so that it stays right when the file changes.
+A cell is named `COLUMN/ROW/INDEX`: the row counts within its file, the index within the row's list. The last few row
+groups stay in memory; each belongs to one version of a file, so that it stays right when the file changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 from .locations import filesystem, is_url, reaching, version_of
 from .media_cache import Recent
 
-KEPT_BYTES = 256 << 20  # of row groups kept in memory, beside the one in use
-KEPT_FILES = 16  # kept open
-SLOTS = pa.list_(pa.string())  # of a row: each item's path; EMBEDDED where its bytes are here; null: neither
+KEPT_BYTES = 256 << 20  # of row groups in memory, beside the row group in use
+KEPT_FILES = 16  # open files
+SLOTS = pa.list_(pa.string())  # a row's items: a path, EMBEDDED if the column holds the bytes, or null for neither
 EMBEDDED = ""
-_ROWS = 16  # read at once where bytes have to be read
+_ROWS = 16  # rows read at once if media bytes have to be read
 
 _TEXT = (pa.string(), pa.large_string(), pa.string_view())
 _BYTES = (pa.binary(), pa.large_binary(), pa.binary_view())
@@ -36,13 +36,13 @@ class CellError(ValueError):
 
 
 class OtherVersion(CellError):
-    """The file is now another version than the one that was asked for."""
+    """The file is now another version than the requested one."""
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
     """Opens a local file or a URL. Raises OSError.
 
-    Local files aren't mapped: what was read must stay as it is where a file is written over in its place.
+    Local files aren't mapped: values that were read must not change when a file is overwritten.
     """
     system, place = filesystem(path) if is_url(path) else (None, path)
     with reaching(path):
@@ -50,7 +50,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 
 class _ParquetFile:
-    """An open file, read by one thread at a time, and the first row of each group."""
+    """An open file, read by one thread at a time, and the first row of each row group."""
 
     def __init__(self, path: str) -> None:
         self.parquet = open_parquet(path)
@@ -97,7 +97,7 @@ class Cells:
             try:
                 file = _ParquetFile(path)
             finally:
-                _check(path, stamp)  # after opening: what is open now can be no older
+                _check(path, stamp)  # after opening: the open file can be no older
             self._files.put((path, stamp), file)
         return file
 
@@ -114,7 +114,7 @@ class Cells:
                 with reaching(path):
                     values = file.parquet.read_row_group(group, columns=[column]).column(0)
             finally:
-                _check(path, stamp)  # after reading: the file may have been written over in its place
+                _check(path, stamp)  # after reading: the file may have been overwritten
             self._groups.put(key, values)
             return values
 
@@ -130,13 +130,13 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_answer(kind: pa.DataType) -> bool:
-    """Says whether a column of this type holds what an answer can be: text, numbers, truth values."""
+    """Says whether a column of this type can hold answers: text, numbers, truth values."""
     numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
     return is_text(kind) or any(is_number(kind) for is_number in numbers)
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Says whether a column of this type can hold media: bytes, paths, structs of these, lists of those, or nothing."""
+    """Says whether a column of this type can hold media: bytes, paths, structs or lists of these, or nothing."""
     if isinstance(kind, _LISTS):
         return is_media(kind.value_type)
     if pa.types.is_struct(kind):
@@ -145,7 +145,7 @@ def is_media(kind: pa.DataType) -> bool:
 
 
 def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
-    """The items of each row of a row group, as SLOTS. Raises OSError or pa.ArrowException."""
+    """Returns the items of each row of a row group, as SLOTS. Raises OSError or pa.ArrowException."""
     kind = file.schema_arrow.field(column).type
     item = kind.value_type if isinstance(kind, _LISTS) else kind
     fields = {field.name for field in item} if pa.types.is_struct(item) else set()
@@ -167,14 +167,14 @@ def read_slots(file: pq.ParquetFile, group: int, column: str) -> pa.Array:
 
 
 def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
-    """The stored columns that make up a column, by name."""
+    """Returns the number of each stored column that a column consists of, by the stored column's name."""
     metadata = file.metadata.row_group(group)
     names = [metadata.column(index).path_in_schema for index in range(metadata.num_columns)]
     return {name: index for index, name in enumerate(names) if name == column or name.startswith(f"{column}.")}
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
-    """The number of values that are not null in the stored column of this name; None where the file does not say."""
+    """The number of values that are not null in the stored column of this name; None if the file has no count."""
     for leaf, index in leaves.items():
         if leaf == name or leaf.endswith(f".{name}"):
             stored = file.metadata.row_group(group).column(index)

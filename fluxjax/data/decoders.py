@@ -1,4 +1,4 @@
-"""Decodes media: what there is to decode, and who does, the thread that asks or a process of a pool.
+"""Decodes media: the job, and its decoder, which is the calling thread or a process of a pool.
 
 JAX is not imported here.
 """
@@ -34,14 +34,14 @@ from ..base.worker_process import lacked_memory
 from .media_cache import SLICE_BYTES, Slices
 
 log = logging.getLogger("fluxjax.data")
-# Is given the medium and each of its slices: its number, and its patches `[P, 3, n]` (uint8). What it raises ends the
+# Takes the medium, a slice's number, and the slice's patches `[P, 3, n]` (uint8). An error that it raises ends the
 # decoding.
 Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeJob:
-    """A medium to decode: all of it, or of a known `medium` the slices `first .. last - 1`."""
+    """A medium to decode: all of it, or, if `medium` is given, its slices `first .. last - 1`."""
 
     name: str  # in messages
     kind: str  # "image" or "video"
@@ -55,7 +55,7 @@ class DecodeJob:
         return Slices.of(medium, settings.patch_bytes, self.slice_bytes)
 
     def to_message(self) -> dict[str, Any]:
-        """The job as values that msgpack knows."""
+        """Returns the job as types of msgpack."""
         return {**vars(self), "medium": self.medium and dataclasses.astuple(self.medium)}
 
     @classmethod
@@ -64,14 +64,14 @@ class DecodeJob:
 
 
 def _medium_of(values: Sequence[Any]) -> Medium:
-    """The medium that `dataclasses.astuple` and msgpack made values of."""
+    """Returns the medium of `dataclasses.astuple`'s values, after msgpack."""
     kind, grid, *rest = values
     return Medium(kind, tuple(grid), *rest)
 
 
 def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray]:
     """Decodes a job in this thread: returns the medium, and the patches `[P, 3, n]` (uint8) that the job asks for.
-    Raises MediaError, whatever is wrong with the file, and MemoryError."""
+    Raises MediaError for any fault of the file, and MemoryError."""
     try:
         if job.medium is None:
             return settings.load(job.kind, job.source)
@@ -86,7 +86,7 @@ def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray
 
 
 class ThreadDecoders:
-    """Each thread that asks decodes itself: nothing is started, and nothing can be killed."""
+    """Decodes in the calling thread: no process is started, and no decoding can be killed."""
 
     def __init__(self, settings: MediaSettings) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class ThreadDecoders:
         self._load = PoolLoad()
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job in blocking. Raises MediaError, and whatever `keep` raises."""
+        """Decodes a job and returns its medium. Raises MediaError, and the errors of `keep`."""
         self._count(busy=1)
         begin = time.monotonic()
         try:
@@ -117,8 +117,8 @@ class ThreadDecoders:
 
 
 class DecoderPool:
-    """Up to `count` processes that decode: one that takes too long, or too much memory, is killed, and costs that one
-    file. Has the methods of `ThreadDecoders`."""
+    """Up to `count` processes that decode: a process that takes too long, or too much memory, is killed, and only its
+    file is lost. Has the methods of `ThreadDecoders`."""
 
     def __init__(self, settings: MediaSettings, count: int, *, seconds: float, memory_gib: float) -> None:
         """`seconds` and `memory_gib` bound each file."""
@@ -134,11 +134,11 @@ class DecoderPool:
         self.load, self.close = self._workers.load, self._workers.close
 
     def decode(self, job: DecodeJob, keep: Keep, *, urgent: bool = False) -> Medium:
-        """Decodes a job in one of the processes, urgent jobs before others. Raises DataError where no process can be
-        started."""
+        """Decodes a job in one of the processes, urgent jobs before others. Raises MediaError, and DataError if no
+        process can be started."""
         try:
             return self._attempt(job, keep, urgent)
-        except WorkerEnded as error:  # perhaps by what has nothing to do with the file
+        except WorkerEnded as error:  # perhaps not because of the file
             log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error.how)
         try:
             return self._attempt(job, keep, urgent)
@@ -171,8 +171,8 @@ class DecoderPool:
 
 
 def decoding_function(settings_fields: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function by which a process decodes jobs: it returns a medium and its slices, or why there are
-    none."""
+    """Returns the function by which a process decodes jobs. The function returns a medium and its slices, or the
+    reason that it cannot be decoded."""
     settings = MediaSettings.from_json(dict(settings_fields))
 
     def decoding(message: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from .tickets import MediaRef, Ticket
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
-    # Connections of a process share how long they wait before they try an address again: one that has come back would
+    # A process's connections would share their wait before they try an address again: a restarted preprocessor would
     # not be tried for minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -29,7 +29,7 @@ _OPTIONS = [
 
 
 class PlaceLost(Exception):
-    """The preprocessor gives no answer, or none that can be used. The message says why."""
+    """The preprocessor gives no usable answer. The message says why."""
 
 
 class PlaceSilent(PlaceLost):
@@ -41,10 +41,10 @@ class PlaceRefuses(DataError):
 
 
 class FlightPlace:
-    """The preprocessor at `address`, HOST:PORT, asked by these settings. Connects when it is first asked.
+    """The preprocessor at `address`, HOST:PORT; each question carries `settings`. The first question connects.
 
-    Each question has its bound of `seconds`. Raises PlaceLost and PlaceRefuses, and DataError for what went wrong in
-    the preprocessor. From any thread.
+    `seconds` bound a question. The methods may be called from any thread. They raise PlaceLost, PlaceRefuses, and
+    DataError for a failure within the preprocessor.
     """
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
@@ -66,12 +66,12 @@ class FlightPlace:
             )
 
     def look(self, ref: MediaRef, seconds: float) -> Ticket:
-        """Asks what a medium is. Raises MediaError for one that can't be used."""
+        """Asks for the ticket of a medium. Raises MediaError if the medium can't be used."""
         with self._translated():
             return Ticket.parse(self._ask("look", seconds, ref=ref_words(ref))["ticket"])
 
     def fetch(self, rows: Sequence[Rows], seconds: float) -> list[np.ndarray]:
-        """The patches `[P, 3, n]` (uint8) of each of these rows, which are as few and as short as a question may have.
+        """Returns the patches `[P, 3, n]` (uint8) of each of `rows`, which must respect `MOST_RANGES` and `MOST_BATCH`.
         Raises MediaError: StaleTicket for a file that has changed."""
         question = flight.Ticket(self._question(ranges=range_words(rows)))
         with self._translated():
@@ -82,11 +82,11 @@ class FlightPlace:
             return slices
 
     def stats(self, seconds: float) -> Mapping[str, Any]:
-        """The counts of the preprocessor's store."""
+        """Returns the counts of the preprocessor's store."""
         return self._ask("stats", seconds)
 
     def close(self) -> None:
-        """Questions under way raise PlaceLost at their bound, if not before."""
+        """Closes the connection. Questions under way raise PlaceLost, at the latest at their bound."""
         with contextlib.suppress(pa.ArrowException, OSError):
             self._client.close()
 
@@ -106,7 +106,7 @@ class FlightPlace:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Errors of Flight become those of this module."""
+        """Turns Flight's errors into errors of this module."""
         try:
             yield
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError):

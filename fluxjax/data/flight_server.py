@@ -1,8 +1,8 @@
-"""A preprocessor's side of Arrow Flight: it looks at media, and hands out the slices of them that it is asked for.
+"""A preprocessor's side of Arrow Flight: it measures media, and hands out requested slices of them.
 
-FlexRL's Local Preprocessor (section 4). It serves the media settings of one run, which its first client has.
-Clients know a token; without one, everybody who can connect may have every file of this machine decoded that is an
-image or a video. gRPC takes a question whole before it is refused here, up to protobuf's 2 GiB.
+It is FlexRL's Local Preprocessor (section 4), and serves the media settings of one run: its first client's.
+Clients present a token; without a token, everybody who can connect may have all images and videos of this machine
+decoded. gRPC receives a question completely, up to protobuf's 2 GiB, before this server can refuse it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SliceStore(Protocol):
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]: ...
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, 3, n]` (uint8) of these rows. Raises MediaError."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows. Raises MediaError."""
         ...
 
     def stats(self) -> Any:
-        """The store's counts, as a dataclass."""
+        """Returns the store's counts, as a dataclass."""
         ...
 
     def close(self) -> None: ...
@@ -78,8 +78,8 @@ class _Token(flight.ServerMiddlewareFactory):
 
 
 class FlightServer(flight.FlightServerBase):
-    """Serves the store that `make_store` makes, from when it is made until `close`. Raises OSError where `host:port`
-    can't be listened on. Work of all clients runs in `threads` threads."""
+    """Serves, until `close`, the store that `make_store` makes for the first client. Raises OSError if it can't listen
+    on `host:port`. The work of all clients runs in `threads` threads."""
 
     def __init__(self, make_store: MakeStore, host: str, port: int, *, token: str = "", threads: int = 8) -> None:
         self._make_store = make_store
@@ -116,7 +116,7 @@ class FlightServer(flight.FlightServerBase):
             raise refusal(error) from error
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends the store and the server. Calls that are being answered get `seconds` to end."""
+        """Ends the store and the server. Calls under way get `seconds` to end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         ending = threading.Thread(target=self.shutdown, name="flight-shutdown", daemon=True)
         ending.start()
@@ -135,10 +135,10 @@ class FlightServer(flight.FlightServerBase):
         return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest}
 
     def _of(self, question: Mapping[str, Any]) -> _Served:
-        """The store of the question's settings."""
+        """Returns the store of the question's settings; makes it for the first question. Raises BadQuestion."""
         try:
             settings = MediaSettings.from_json(question["settings"])
-            settings.digest  # noqa: B018  (of values that have one)
+            settings.digest  # noqa: B018  (raises for values without a digest)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadQuestion(f"are no media settings of this release: {error}") from None
         with self._lock:
@@ -156,7 +156,7 @@ class FlightServer(flight.FlightServerBase):
         return {"ticket": str(outcome)}
 
     def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
-        """A batch for each range, in order, which shares the store's memory."""
+        """Yields a batch for each range, in order; batches share the store's memory."""
         try:
             futures = [self._pool.submit(store.fetch_bytes, [rows]) for rows in ranges]
             try:
@@ -174,7 +174,7 @@ class FlightServer(flight.FlightServerBase):
 
 
 def _check_range(rows: Rows, settings: MediaSettings) -> None:
-    """Raises BadQuestion unless the rows are of a ticket of these settings, and not too many."""
+    """Raises BadQuestion unless the rows belong to a ticket of these settings, lie in it, and are not too many."""
     try:
         ticket = Ticket.parse(rows.ticket)
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
 """The protocol of preprocessors and their clients over Arrow Flight: bounds, questions, answers, errors.
 
 Each question is a JSON object, the body of an action or the ticket of DoGet, with the media settings of the client.
-`look` asks what the medium `ref` is. DoGet has `ranges`, a list of `[ticket word, start, stop]`, and answers with a
-record batch for each range, in order, whose rows are patches. An error travels with the name of its kind, so that the
+`look` asks for the ticket of the medium `ref`. DoGet has `ranges`, a list of `[ticket word, start, stop]`; its answer
+is a record batch for each range, in order, with a patch a row. An error travels with the name of its kind, so that the
 client raises an error of the same kind.
 """
 
@@ -23,19 +23,19 @@ from models.shadow import Rows
 from ..base.errors import DataError
 from .tickets import MediaRef, StaleTicket
 
-PROTOCOL = 2  # of what is said here; both sides must speak the same
+PROTOCOL = 2  # version of this file's protocol; both sides must speak the same version
 MOST_REQUEST = 4 << 20  # bytes of a question
 MOST_BATCH = 64 << 20  # bytes of the patches of a range
 MOST_ANSWER = MOST_BATCH + (1 << 20)  # bytes of a message that a client takes
-MOST_RANGES = 64  # of a question
-_MOST_WORDS = 1024  # bytes of a path or a reason in an error, which travels in a header
+MOST_RANGES = 64  # ranges of a question
+_MOST_WORDS = 1024  # bytes of an error's path or reason; they travel in a header
 
 
 class BadQuestion(ValueError):
-    """A client sent something else than a question of this protocol. The message says what."""
+    """A client sent something else than a question of this protocol; the message describes it."""
 
 
-# What an error is called on the way. An error is of the first kind that it is an instance of.
+# The names of errors on the wire. An error has the first name whose type it is an instance of.
 _KINDS: dict[str, type[Exception]] = {
     "stale": StaleTicket,
     "unavailable": MediaUnavailable,
@@ -60,8 +60,8 @@ def _short(text: str) -> str:
 
 
 def told_error(info: bytes) -> Exception | None:
-    """Returns the error that `refusal` wrote into a Flight error's `info`, a DataError where the preprocessor itself is
-    to blame; None where `refusal` did not write it."""
+    """Returns the error that `refusal` wrote into a Flight error's `info`, a DataError if the preprocessor itself is
+    to blame; None if `refusal` did not write it."""
     try:
         words = json.loads(info)
         known = _KINDS.get(words["kind"], DataError)
@@ -84,7 +84,7 @@ def read_ref(words: Any) -> MediaRef:
 
 
 def read_object(body: bytes | memoryview) -> Mapping[str, Any]:
-    """The JSON object of a question. Raises BadQuestion."""
+    """Returns the JSON object of a question. Raises BadQuestion."""
     if len(body) > MOST_REQUEST:
         raise BadQuestion(f"a question has at most {MOST_REQUEST} bytes, not {len(body)}")
     try:
@@ -101,8 +101,8 @@ def range_words(rows: Sequence[Rows]) -> list[list[Any]]:
 
 
 def read_ranges(words: Any) -> list[Rows]:
-    """Reads the ranges of rows that a question asks for. Raises BadQuestion for anything else. That a range lies in its
-    ticket is checked later."""
+    """Reads the ranges of rows that a question asks for; does not check that they lie in their tickets. Raises
+    BadQuestion for anything else."""
     try:
         ranges = [Rows(word, start, stop) for word, start, stop in words]
     except (ValueError, TypeError) as error:
@@ -121,7 +121,7 @@ def patch_schema(patch_bytes: int) -> pa.Schema:
 
 
 def batch_of(patches: np.ndarray) -> pa.RecordBatch:
-    """Patches `[P, 3, n]` (uint8) as a batch of P rows, which shares their memory where they are contiguous."""
+    """Returns patches `[P, 3, n]` (uint8) as a batch of P rows; it shares their memory if they are contiguous."""
     width = patches.shape[1] * patches.shape[2]
     buffer = pa.py_buffer(np.ascontiguousarray(patches))
     column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(patches), [None, buffer])
@@ -129,7 +129,8 @@ def batch_of(patches: np.ndarray) -> pa.RecordBatch:
 
 
 def patches_of(batch: pa.RecordBatch, patch_bytes: int) -> np.ndarray:
-    """The patches `[P, 3, n]` (uint8) of a batch, which share its memory. Raises ValueError for another batch."""
+    """Returns the patches `[P, 3, n]` (uint8) of a batch; they share its memory. Raises ValueError if the batch does
+    not hold patches of `patch_bytes`."""
     if batch.schema != patch_schema(patch_bytes) or batch.column(0).null_count:
         raise ValueError(f"came as {batch.schema}, not as patches of {patch_bytes} bytes")
     column = batch.column(0)

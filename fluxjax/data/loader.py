@@ -1,8 +1,8 @@
-"""Opens the sources of a run, and draws prompts from them in an order that is a Grain data set: every source shuffled
-anew each epoch, mixed by weight.
+"""Opens the sources of a run, and draws prompts from them. The order of draws is a Grain data set: sources are shuffled
+anew each epoch, and mixed by weight.
 
-The order is a pure function of (seed, source names and sizes, weights, draw). So the next draw's number is all that a
-resumed run needs in order to go on exactly where the interrupted one was, and any draw can be read again by its number.
+The order is a pure function of (seed, source names and sizes, weights, draw). So a resumed run needs only the next
+draw's number to continue the interrupted run exactly, and any draw can be read again by its number.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from .sources import Fields, JsonlSource, Source, digest_of
 
 log = logging.getLogger("fluxjax.data")
 T = TypeVar("T")
-_ENDLESS = 1 << 40  # draws; more than any run makes
+_ENDLESS = 1 << 40  # more draws than any run makes
 
 
 def open_sources(config: Config) -> dict[str, Source]:
-    """Opens the training records of every source; embedded data sets are built when they are missing.
+    """Opens the training records of every source; missing embedded data sets are built.
 
     Raises `DataError` for files that cannot be used, and for a source that is neither embedded nor has a path.
     """
@@ -36,7 +36,7 @@ def open_sources(config: Config) -> dict[str, Source]:
 
 
 def open_held_out(config: Config) -> dict[str, Source]:
-    """Opens the held-out records of every source that has some."""
+    """Opens the held-out records of every source that has held-out records; warns of the others."""
     result: dict[str, Source] = {}
     for name, source in config.data.sources.items():
         if source.eval_path or not source.path:
@@ -47,7 +47,7 @@ def open_held_out(config: Config) -> dict[str, Source]:
 
 
 def open_warm_start(config: Config) -> dict[str, Source]:
-    """Opens the records whose answers the warm start sees: those meant for it, or else the training records."""
+    """Opens the records whose answers the warm start trains on: `warm_start.jsonl`, or else the training records."""
     return {
         name: _open(config, name, source.path, "warm_start.jsonl", "train.jsonl")
         for name, source in config.data.sources.items()
@@ -55,22 +55,22 @@ def open_warm_start(config: Config) -> dict[str, Source]:
 
 
 def _open(config: Config, name: str, path: str, *manifests: str, held_out: bool = False) -> Source:
-    """Opens `path`, or, if that is empty, the first of the `manifests` that the embedded data set of that name has."""
+    """Opens `path`, or, if `path` is empty, the first of the `manifests` that the embedded data set `name` has."""
     if not path:
         from ..tasks.embedded import ensure
 
-        # A digit, and half of a clip, is a merged feature of the tiny model.
+        # A digit becomes one merged feature of the tiny model, a clip's frame 2 x 2 features.
         cell = 0 if config.model.path else 2 * int(str(config.model.tiny["patch_size"]))
         folder = ensure(name, cell=cell)
         found = (folder / manifest for manifest in manifests if (folder / manifest).exists())
-        path = str(next(found, folder / manifests[-1]))  # one that is missing is told by whoever opens it
+        path = str(next(found, folder / manifests[-1]))  # opening a missing file reports it
     source = config.data.sources[name]
     return open_source(path, name, Fields(**source.columns), held_out)
 
 
 def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = None, held_out: bool = False) -> Source:
-    """Opens a `.jsonl` manifest, a `.parquet` file, or a folder of parquet shards, of which it takes a split: local
-    ones, or URLs. Raises `DataError`."""
+    """Opens a `.jsonl` manifest, a `.parquet` file, or one split of a folder of parquet shards, by local path or URL.
+    Raises `DataError`."""
     path = local(str(path))
     if not is_url(path):
         path = str(pathlib.Path(path).expanduser())
@@ -90,7 +90,7 @@ def open_source(path: str | pathlib.Path, name: str, fields: Fields | None = Non
 
 
 def _how_to_download(path: str) -> str:
-    """Returns a hint where `path` looks like a Hub id, ORGANISATION/NAME."""
+    """Returns a hint if `path` looks like a Hub id, ORGANISATION/NAME; else nothing."""
     parts = pathlib.PurePath(path).parts
     if is_url(path) or len(parts) != 2 or "/" in parts or suffix(path) in (".jsonl", ".ndjson", ".parquet"):
         return ""
@@ -102,8 +102,8 @@ def _how_to_download(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SkippedPrompt:
-    """A draw that cannot be used. `reason` is short and without names, so that it can be counted; `detail` is for the
-    log."""
+    """A draw that cannot be used. `reason` is short and without names, so that equal reasons can be counted; `detail`
+    is for the log."""
 
     prompt: Prompt
     reason: str
@@ -111,7 +111,7 @@ class SkippedPrompt:
 
 
 Drawn: TypeAlias = Prompt | SkippedPrompt
-Place: TypeAlias = tuple[str, int]  # the name of a source, and how many of its prompts come before
+Place: TypeAlias = tuple[str, int]  # a source's name; the number of its prompts drawn earlier
 
 
 class Mixture(TypedDict):
@@ -137,7 +137,7 @@ class PromptLoader:
         self.sources = dict(sorted(sources.items()))  # the order must not depend on the configuration file
         self.weights = {name: float(weights[name]) for name in self.sources}
         self.seed = seed
-        self.mixtures = [self._mixture_from(0)]  # one more for each time that a resumed run had other weights
+        self.mixtures = [self._mixture_from(0)]  # one more for each resume with other weights
         self.order = self._make_order()
 
     @functools.cached_property
@@ -148,8 +148,8 @@ class PromptLoader:
     def resume(self, seed: int, mixtures: list[Mixture], draw: int) -> None:
         """Continues the order of a checkpoint from `draw` on.
 
-        Other weights, more sources or fewer are allowed: each source goes on where it was, in a new mixture.
-        Raises `DataError` when the seed or the size of a source differs: the order would be another.
+        Other weights, more sources or fewer are allowed: each source continues after its last draw, in a new mixture.
+        Raises `DataError` if the seed or the size of a source differs: the order would change.
         """
         if seed != self.seed:
             raise DataError(f"the checkpoint was made with seed {seed}; resume it with that, not {self.seed}")
@@ -165,7 +165,7 @@ class PromptLoader:
         self.order = self._make_order()
 
     def check(self, contents: Mapping[str, str]) -> None:
-        """Raises `DataError` where sources are not those of a checkpoint's `contents`: draws would be other prompts."""
+        """Raises `DataError` if a source differs from a checkpoint's `contents`: draws would be other prompts."""
         if changed := [name for name in self.sources if contents.get(name, self.contents[name]) != self.contents[name]]:
             raise DataError(
                 f"data source {', '.join(changed)} has other records than when the checkpoint was made, or has them in "
@@ -179,7 +179,7 @@ class PromptLoader:
     def _make_order(self) -> grain.MapDataset[Drawn]:
         sizes = {name: size for mixture in self.mixtures for name, size in mixture["sizes"].items()}
         parts: list[grain.MapDataset[Place]] = []
-        begins = dict.fromkeys(sizes, 0)  # the first place of each source in a mixture: behind those of earlier ones
+        begins = dict.fromkeys(sizes, 0)  # each source's first index in a mixture, after earlier mixtures
         ends = [mixture["start"] for mixture in self.mixtures[1:]]
         for mixture, end in zip(self.mixtures, [*ends, _ENDLESS], strict=True):
             places = _mix(mixture["weights"], begins)
@@ -193,14 +193,14 @@ class PromptLoader:
 
 
 def _mix(weights: Mapping[str, float], begins: Mapping[str, int]) -> grain.MapDataset[Place]:
-    """Mixes the places of several sources, from those in `begins` on."""
+    """Mixes the places of several sources; each source begins at its index in `begins`."""
     endless, names = grain.MapDataset.range(_ENDLESS), sorted(weights)
     places = [endless[begins[name] :].map(lambda index, name=name: (name, index)) for name in names]
     return places[0] if len(names) == 1 else grain.MapDataset.mix(places, [weights[name] for name in names])
 
 
 def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> dict[str, int]:
-    """Returns the first place of each source from the `start`-th element of a mixture on."""
+    """Returns each source's first index at or behind element `start` of a mixture."""
     first: dict[str, int] = {}
     for position in itertools.count(start):
         name, index = at(places, position)
@@ -211,9 +211,8 @@ def _next_places(places: grain.MapDataset[Place], start: int, sources: int) -> d
 
 
 def _read(sources: Mapping[str, Source], rows: Mapping[str, grain.MapDataset[int]], draw: int, place: Place) -> Drawn:
-    """Reads the prompt at a place.
-
-    Draws of a source that the configuration does not name any more keep their places in the order.
+    """Reads the prompt at a place. Raises `DataError` for a source that the configuration no longer names: its earlier
+    draws stay in the order.
     """
     name, index = place
     row = at(rows[name], index)

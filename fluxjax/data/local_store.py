@@ -1,4 +1,4 @@
-"""The store of media of this process: decodes them, in threads or in processes that can be killed, and keeps them."""
+"""The media store of this process: it decodes media, in threads or in processes that can be killed, and caches them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .media_cache import SLICE_BYTES, Recent, Slices
 from .tickets import MediaRef, StaleTicket, Ticket, check_ref, normalised, parsed, read_ref
 
 GIB = 1 << 30
-DECODE_SECONDS = 60.0  # that a process may take for a file
-DECODE_MEMORY_GIB = 8.0  # that a process may need for a file
-KNOWN = 1 << 18  # files of which the content's hash and the verdict are remembered
+DECODE_SECONDS = 60.0  # a decoding process's time for a file
+DECODE_MEMORY_GIB = 8.0  # a decoding process's memory for a file
+KNOWN = 1 << 18  # files whose content hash and verdict are remembered
 
 
 @dataclasses.dataclass
 class StoreStats:
-    """Counts of a store since it began, and what it holds and does at the moment."""
+    """Counts of a store since it began, and its present memory and load."""
 
-    hits: int = 0  # slices that were asked for and there
-    misses: int = 0  # slices that were asked for and had to be decoded again
-    decoded_media: int = 0  # whole ones, or parts of them
+    hits: int = 0  # requested slices in memory
+    misses: int = 0  # requested slices that had to be decoded again
+    decoded_media: int = 0  # media decoded, completely or in part
     decoded_frames: int = 0
     decoded_patches: int = 0
     bad_media: int = 0
@@ -50,19 +50,19 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` that decodes in this process. Each medium is decoded once, however many threads ask for it.
+    """A `MediaStore` on this machine. Each medium is decoded once, however many threads ask for it.
 
-    Slices are kept by the content of their file, not by its path: two files with the same content share them.
+    Slices are cached by the content of their file, not by its path: two files with the same content share them.
     """
 
     def __init__(
         self, settings: MediaSettings, config: DataConfig, *, workers: int, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """Decodes in so many processes, or in the threads of those who ask if there are none."""
+        """Decodes in `workers` processes, or in the calling threads if `workers` is 0."""
         self.settings = settings
         self.digest = settings.digest
         self.slice_bytes, self._workers = slice_bytes, workers
-        # By content, digest of the settings, medium, and number of the slice.
+        # Slices, by content, digest of the settings, medium, and number of the slice.
         self._kept = Recent[np.ndarray](int(config.cache_gib * GIB), lambda patches: patches.nbytes)
         self._decoders: ThreadDecoders | DecoderPool = ThreadDecoders(settings)
         self._fetching: concurrent.futures.ThreadPoolExecutor | None = None  # threads that wait while processes decode
@@ -71,8 +71,8 @@ class LocalStore:
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
         self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
-        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or what is wrong
-        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of what is being decoded
+        self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
+        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of media and slices being decoded
         self._stats = StoreStats()
         self._lock = threading.Lock()  # of the statistics and of `_locks`
 
@@ -81,7 +81,7 @@ class LocalStore:
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes media, as `MediaStore.look` says. Raises DataError for a URL where fsspec or its driver is not
+        """Decodes media, as `MediaStore.look` says. Raises DataError for a URL if fsspec or its driver is not
         installed."""
         return [self._judged(ref) for ref in refs]
 
@@ -90,11 +90,11 @@ class LocalStore:
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: what is kept itself, and a copy only
-        of rows that lie in several slices. Raises what `fetch` raises."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: views of cached slices, copies
+        only of rows that lie in several slices. Raises the errors of `fetch`."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
-            if not is_url(ticket.ref.path):  # of these it is checked when they are read: their server is far
+            if not is_url(ticket.ref.path):  # a URL is checked only if it is read again: its server is far
                 check_ref(ticket.ref)
 
         def read(wanted: Rows) -> list[np.ndarray]:
@@ -116,7 +116,7 @@ class LocalStore:
             )
 
     def close(self) -> None:
-        """Ends the processes, forgets what was decoded."""
+        """Ends the processes and drops decoded slices."""
         self._decoders.close()
         if self._fetching:
             self._fetching.shutdown(cancel_futures=True)
@@ -130,10 +130,10 @@ class LocalStore:
             return error
         if isinstance(verdict, Medium):
             return Ticket(ref, self.digest, verdict)
-        return type(verdict)(ref.name, verdict.reason)  # of a file with the same content, perhaps
+        return type(verdict)(ref.name, verdict.reason)  # the verdict may name another file of equal content
 
     def _verdict(self, ref: MediaRef) -> Medium | MediaError:
-        """The medium, or what is wrong with it. Raises MediaError for what is wrong at the moment."""
+        """Returns the medium, or the fault of its content. Raises MediaError for a fault that may pass."""
         content = self._contents.get(_version(ref))
         if content and (verdict := self._verdicts.get((content, ref.kind))):
             return verdict
@@ -154,8 +154,8 @@ class LocalStore:
     def _decode(
         self, ref: MediaRef, content: bytes, source: Source, known: Medium | None = None, run: range = range(0)
     ) -> tuple[Medium, dict[int, np.ndarray]]:
-        """Decodes a medium and keeps its slices; of a `known` medium only those of `run`, which are returned, too.
-        Raises MediaError: StaleTicket where the file has changed meanwhile."""
+        """Decodes a medium and caches its slices; if `known` is given, it decodes only the slices `run` of that medium,
+        and returns them, too. Raises MediaError: StaleTicket if the file has changed meanwhile."""
         found: dict[int, np.ndarray] = {}
 
         def keep(medium: Medium, number: int, patches: np.ndarray) -> None:
@@ -184,7 +184,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _holding(self, *keys: Hashable) -> Iterator[None]:
-        """Holds the locks of all keys, taken in the order given, which must be the same for everybody."""
+        """Holds the locks of all keys, taken in the given order; all callers must use the same order."""
         with self._lock:
             locks = [self._locks.setdefault(key, threading.Lock()) for key in keys]
         with contextlib.ExitStack() as held:
@@ -199,7 +199,7 @@ class LocalStore:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def _ticket(self, rows: Rows) -> Ticket:
-        """Reads the ticket of these rows. Raises MediaError where this store can't answer it."""
+        """Reads the ticket of these rows. Raises MediaError if this store can't serve it."""
         try:
             ticket = parsed(rows.ticket)
         except ValueError as error:
@@ -222,7 +222,7 @@ class LocalStore:
         ]
 
     def _slices(self, ticket: Ticket, first: int, last: int) -> list[np.ndarray]:
-        """The slices `first .. last - 1`, kept or decoded again."""
+        """Returns the slices `first .. last - 1`, from the cache or decoded again."""
         content = self._contents.get(_version(ticket.ref)) or self._read(ticket.ref)[0]
         keys = {n: (content, self.digest, ticket.medium, n) for n in range(first, last)}
         found = {number: self._kept.get(key) for number, key in keys.items()}
@@ -230,7 +230,7 @@ class LocalStore:
         self._add(hits=len(found) - len(missing), misses=len(missing))
         if missing:
             with self._holding((content, ticket.ref.kind)):
-                pass  # who decodes all of it will have kept these, too
+                pass  # waits for a thread that decodes the complete medium: it caches these slices, too
             with self._holding(*(keys[number] for number in missing)):
                 found |= {number: self._kept.get(keys[number]) for number in missing}
                 for run in _runs(number for number in missing if found[number] is None):
@@ -241,7 +241,7 @@ class LocalStore:
         return [array for number in sorted(found) if (array := found[number]) is not None]
 
     def _read(self, ref: MediaRef) -> tuple[bytes, Source]:
-        """The hash of a medium's content, and what to decode it from."""
+        """Returns the hash of a medium's content, and the source to decode it from."""
         source, version = read_ref(ref), _version(ref)
         content = self._contents.get(version) if isinstance(source, str) else None
         if content is None:
@@ -256,13 +256,13 @@ def _version(ref: MediaRef) -> tuple[str, str, str]:
 
 
 def _still(ref: MediaRef, source: Source) -> None:
-    """Raises StaleTicket where the file that was decoded has changed meanwhile; bytes in memory can't change."""
+    """Raises StaleTicket if the decoded file has changed meanwhile; bytes in memory can't change."""
     if isinstance(source, str):
         check_ref(ref)
 
 
 def _hashed(ref: MediaRef, source: Source) -> bytes:
-    """The xxh3-128 of the content. Raises MediaError for what can't be read."""
+    """Returns the xxh3-128 of the content. Raises MediaError if it can't be read."""
     if isinstance(source, bytes):
         return xxhash.xxh3_128_digest(source)
     try:

@@ -1,6 +1,6 @@
 """Files by local path or by URL (fsspec): naming, reading and telling their versions apart.
 
-A path is a URL from `scheme://` on; `file://` URLs are local paths. Whatever goes wrong with a URL is an OSError whose
+A path that begins with `scheme://` is a URL; `file://` URLs are local paths. Every failure of a URL is an OSError whose
 text says what to do, so that callers need only name the file.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile("(file|local)://")
-# Fields of `fs.info` that tell versions apart, the surest first; the names are those of S3, Google, Azure, HTTP, the
-# Hugging Face hub, memory and archives.
+# Fields of `fs.info` that tell versions apart, the surest first, as S3, Google, Azure, HTTP, the Hugging Face hub,
+# memory and archives name them.
 _CONTENT = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "CRC", "crc32c")
 _TIME = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created", "date_time")
 
@@ -30,13 +30,13 @@ def is_url(path: str) -> bool:
 
 
 def local(path: str) -> str:
-    """The path without the scheme of local files."""
+    """Returns the path without the scheme of local files."""
     scheme = _LOCAL.match(path)
     return path[scheme.end() :] if scheme else path
 
 
 def suffix(path: str) -> str:
-    """The ending of a file's name, such as `.jsonl`."""
+    """Returns the ending of a file's name, such as `.jsonl`."""
     return posixpath.splitext(_plain(path))[1]
 
 
@@ -45,12 +45,12 @@ def stem(path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """The path of a URL without archives that it lies in and without a query."""
+    """Returns a URL without its query and without the archive that the file lies in; a local path as it is."""
     return path.partition("::")[0].partition("?")[0] if is_url(path) else path
 
 
 def joined(folder: str, path: str) -> str:
-    """The name of a file that is relative to a folder, unless it is absolute or a URL itself."""
+    """Returns `path` within `folder`; `path` itself if it is absolute or a URL."""
     path = local(path)
     if is_url(path):
         return path
@@ -63,7 +63,7 @@ def joined(folder: str, path: str) -> str:
 
 
 def parent(path: str) -> str:
-    """The folder that a file lies in."""
+    """Returns the folder of a file."""
     if not is_url(path):
         return os.path.dirname(path) or os.curdir
     head, chained, archives = path.partition("::")
@@ -74,7 +74,7 @@ def parent(path: str) -> str:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path there. Raises OSError."""
+    """Returns the fsspec file system of a URL, and the path in it. Raises OSError."""
     with reaching(url):
         from fsspec.core import url_to_fs  # takes a tenth of a second
 
@@ -82,7 +82,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def _asked(method: str, url: str) -> Any:
-    """The answer of a URL's file system about the file there. Raises OSError."""
+    """Returns the answer of a URL's file system to `method` about its file. Raises OSError."""
     system, place = filesystem(url)
     with reaching(url):
         return getattr(system, method)(place)
@@ -90,7 +90,7 @@ def _asked(method: str, url: str) -> Any:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Makes an OSError of one line of whatever a file system raises."""
+    """Turns any error of a file system into an OSError of one line."""
     try:
         yield
     except FileNotFoundError:
@@ -112,17 +112,17 @@ def _to_install(url: str) -> str:
 
 
 def read(path: str) -> bytes:
-    """The content of a file. Raises OSError."""
+    """Returns the content of a file. Raises OSError."""
     return _asked("cat_file", path) if is_url(path) else pathlib.Path(path).read_bytes()
 
 
 def opened(path: str) -> io.BufferedIOBase:
-    """A file that is open for reading; that of a URL was read as a whole. Raises OSError."""
+    """Returns a file open for reading; the file of a URL is read completely first. Raises OSError."""
     return io.BytesIO(read(path)) if is_url(path) else open(path, "rb")
 
 
 def stamp_of(path: str) -> str:
-    """The version of a local file: its size and the time of its last change. Raises OSError."""
+    """Returns the version of a local file: its size and the time of its last change. Raises OSError."""
     try:
         status = os.stat(path)
     except ValueError as error:  # a null, or half of a surrogate pair
@@ -131,9 +131,8 @@ def stamp_of(path: str) -> str:
 
 
 def version_of(path: str) -> str:
-    """The version of a file: its size, and when it was changed or what its server calls this version. Raises OSError.
-
-    Servers that tell neither have one version of files of equal size.
+    """Returns the version of a file: its size, with its server's name of this version or the time of its last change.
+    If a server reports neither, files of equal size have equal versions. Raises OSError.
     """
     if not is_url(path):
         return stamp_of(path)
@@ -148,22 +147,23 @@ def why(error: OSError) -> str:
 
 
 def exists(path: str) -> bool:
-    """Says whether there is a file or folder at a path. Raises OSError where a URL can't be reached."""
+    """Says whether there is a file or folder at a path. Raises OSError if a URL can't be reached."""
     return _asked("exists", path) if is_url(path) else os.path.exists(path)
 
 
 def is_folder(path: str) -> bool:
-    """Says whether a path is a folder. Raises OSError where a URL can't be reached."""
+    """Says whether a path is a folder. Raises OSError if a URL can't be reached."""
     return _asked("isdir", path) if is_url(path) else os.path.isdir(path)
 
 
 def matching(folder: str, pattern: str) -> list[str]:
-    """The names, in a folder, of files that match a pattern with `*` (`**`: any folders), sorted. Raises OSError."""
+    """Returns the sorted names, relative to a folder, of files that match a pattern with `*` (`**`: any folders).
+    Raises OSError."""
     if not is_url(folder):
         return sorted(glob.glob(pattern, root_dir=folder, recursive=True))
     system, place = filesystem(folder)
     with reaching(folder):
         begin = place.rstrip("/") + "/"
         names = sorted(name.removeprefix(begin) for name in system.glob(begin + pattern))
-        system.invalidate_cache()  # else it would go on answering `info` from this listing
+        system.invalidate_cache()  # else later `info` would be answered from this listing
     return names

@@ -1,7 +1,7 @@
-"""Brings pixels to where batches are computed: the slices of this process, in the background, before it is their turn.
+"""Fetches the pixels that this process computes with, in the background, before their batch is computed.
 
-A batch comes with shadows in the place of its patches (`models.shadow`). FlexRL (section 4, "Prefetching and
-Asynchronous Materialization") overlaps their way with what is computed meanwhile.
+A batch has shadows in the place of its patches (`models.shadow`). Fetching overlaps with computing, as in FlexRL
+(section 4, "Prefetching and Asynchronous Materialization").
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Materialized:
     """Totals since the materializer was made."""
 
     bytes: int = 0
-    fetching: float = 0.0  # seconds in which pixels were on their way
+    fetching: float = 0.0  # seconds in which pixels were fetched
     waited: float = 0.0  # seconds in which a batch waited for its pixels
 
 
 class Materializer:
-    """Fetches the pixels of expected batches in the order of their use, `ahead` batches before their turn at most: a
-    slow trainer is not buried in pixels.
+    """Fetches the pixels of expected batches in the order of their use; at most `ahead` fetched batches wait to be
+    read, so that a slow trainer does not fill the memory with pixels.
 
-    `fetch` is called from the materializer's thread; for a shadow that nobody expected, from the thread that reads it.
-    `note` hears of each fetch: its start and end on `time.perf_counter`, and its bytes. Errors of `fetch` are raised by
-    `read`; a MediaError becomes a DataError, which names the file.
+    `fetch` is called from the materializer's thread; for an unexpected shadow, from the thread that reads it. `note`
+    gets each fetch's start and end on `time.perf_counter`, and its bytes. `read` raises the errors of `fetch`; a
+    MediaError becomes a DataError that names the file.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Materializer:
         self._fetch, self._ahead, self._note = fetch, ahead, note
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}  # of each expected shadow, by its identity
-        self._coming: collections.deque[list[_Task]] = collections.deque()  # those of each batch not yet begun
-        self._unread = 0  # batches begun of which nothing was read
+        self._coming: collections.deque[list[_Task]] = collections.deque()  # by batch, not yet begun
+        self._unread = 0  # begun batches that are unread
         self.totals = Materialized()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Says that these batches will be read, in this order. A batch that is expected already keeps its place."""
+        """Says that these batches will be read, in this order. A batch that is already expected stays in its order."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]
@@ -65,11 +65,11 @@ class Materializer:
             self._begin()
 
     def read(self, tree: Tree) -> Tree:
-        """Returns the tree with arrays in the place of its shadows; waits for pixels that are on their way."""
+        """Returns the tree with arrays in the place of its shadows; waits for pixels that are still being fetched."""
         return jax.tree.map(lambda leaf: self._data(leaf) if isinstance(leaf, ShadowTensor) else leaf, tree)
 
     def forget(self, batches: Iterable[object]) -> None:
-        """Says that nobody will read these batches again: their pixels are let go, or not fetched."""
+        """Says that these batches will not be read again: their pixels are dropped, or not fetched."""
         with self._lock:
             for batch in batches:
                 for shadow in shadows_of(batch):
@@ -81,7 +81,7 @@ class Materializer:
             self._begin()
 
     def close(self) -> None:
-        """Ends the thread; what is on its way is waited for."""
+        """Ends the thread, after the fetch under way."""
         with self._lock:
             self._coming.clear()
         self._thread.shutdown(cancel_futures=True)
@@ -89,7 +89,7 @@ class Materializer:
     def _data(self, shadow: ShadowTensor) -> np.ndarray:
         with self._lock:
             task = self._tasks.get(id(shadow))
-            while task is not None and task.future is None:  # it is read before its turn
+            while task is not None and task.future is None:  # read before its fetch has begun
                 self._unread = 0
                 self._begin()
             if task is not None:
@@ -103,7 +103,7 @@ class Materializer:
         return data
 
     def _begin(self) -> None:
-        """Begins to fetch as many batches as may be ahead. The caller holds the lock."""
+        """Begins to fetch batches until `ahead` of them are unread. The caller holds the lock."""
         while self._coming and self._unread < self._ahead:
             tasks = self._coming.popleft()
             for task in tasks:
@@ -112,7 +112,7 @@ class Materializer:
             self._unread += 1
 
     def _seen(self, task: _Task) -> None:
-        """Notes the first read of a batch, which makes room for another. The caller holds the lock."""
+        """Notes the first read of a task's batch: another batch may be fetched. The caller holds the lock."""
         if task.batch is not None:
             self._unread = max(self._unread - 1, 0)
             for sibling in task.batch:
@@ -122,7 +122,7 @@ class Materializer:
         began = time.perf_counter()
         try:
             data = shadow.materialize(self._fetch)
-        except MediaError as error:  # a prompt that was answered can't be skipped any more
+        except MediaError as error:  # an answered prompt can't be skipped any more
             raise DataError(f"{error}; media must stay as they are while a run trains on them") from error
         ended, size = time.perf_counter(), sum(map(len, shadow.elsewhere)) * _row_bytes(shadow)
         self._note(began, ended, size)
@@ -135,7 +135,7 @@ class Materializer:
 
 
 class _Task:
-    """The fetch of one shadow's pixels. `batch` are all tasks of its batch, as long as none of the batch was read."""
+    """The fetch of one shadow's pixels. `batch` are all tasks of its begun batch; None once any of them was read."""
 
     def __init__(self, shadow: ShadowTensor) -> None:
         self.shadow = shadow
@@ -144,7 +144,7 @@ class _Task:
 
 
 def shadows_of(tree: object) -> list[ShadowTensor]:
-    """The shadows among the leaves of a pytree."""
+    """Returns the shadows among the leaves of a pytree."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, ShadowTensor)]
 
 

@@ -1,4 +1,4 @@
-"""Slices of decoded media, so that a long video need not be in memory as a whole; memory of bounded size."""
+"""Slices of decoded media, so that a long video need not lie in memory completely; a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The slices of a medium: each is a run of so many frame pairs, the last one of the rest."""
+    """The slices of a medium: each has `pairs` consecutive frame pairs, the last slice the rest."""
 
     medium: Medium
     pairs: int  # of a slice
 
     @classmethod
     def of(cls, medium: Medium, patch_bytes: int, slice_bytes: int) -> Slices:
-        """Cuts a medium into slices of at most so many bytes, but for a single frame pair that has more."""
+        """Cuts a medium into slices of at most `slice_bytes`, or of one frame pair if that is larger."""
         _, rows, columns = medium.grid
         return cls(medium, max(1, slice_bytes // (rows * columns * patch_bytes)))
 
     @property
     def patches(self) -> int:
-        """Patches of a slice."""
+        """The number of patches of a slice."""
         return self.pairs * self.medium.grid[1] * self.medium.grid[2]
 
     def __len__(self) -> int:
         return -(-self.medium.grid[0] // self.pairs)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """The frame pairs (start, stop) of the slices `first .. last - 1`."""
+        """Returns the frame pairs (start, stop) of the slices `first .. last - 1`."""
         return first * self.pairs, min(last * self.pairs, self.medium.grid[0])
 
     def cut(self, patches: np.ndarray) -> Iterator[np.ndarray]:
-        """The patches of neighbouring slices, slice by slice."""
+        """Yields each slice's patches; `patches` are those of neighbouring slices."""
         for start in range(0, len(patches), self.patches):
             yield patches[start : start + self.patches]
 
 
 class Recent(Generic[Value]):
-    """Values by key, of at most `limit` in all, by default their number: the values that were used least recently are
-    forgotten. With `keep_last`, the last value stays, however large it is. Thread-safe."""
+    """A cache of values by key. Their sizes add up to at most `limit`; a value's `size` is 1 by default. The least
+    recently used values are dropped. With `keep_last`, the newest value stays, however large it is. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[Value], int] = lambda value: 1, *, keep_last: bool = False) -> None:
         self.used = 0

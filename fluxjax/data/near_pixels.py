@@ -1,7 +1,7 @@
-"""Pixels that preprocessors handed out, kept near the devices: those of coming prompts, and those of used prompts.
+"""A cache, near the devices, of pixels from preprocessors: pixels of expected prompts and of used prompts.
 
-FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without it, a prompt's pixels are asked for only
-when an engine wants them, and once more when it is trained on. Bytes are kept, a quarter of the floats they become.
+It follows FlexRL (section 4, "Prefetching and Asynchronous Materialization"). Without it, a prompt's pixels are fetched
+only when an engine needs them, and again for training. It holds bytes, a quarter of the size of the floats.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # that are fetched ahead at once: who waits for the first of them waits for all
+QUESTION_BYTES = 8 << 20  # fetched ahead in one question: its patches arrive together
 
 
 @dataclasses.dataclass(eq=False)
 class _KeptPatches:
-    """Patches of one ticket that are kept here, or on their way here."""
+    """Patches of one ticket in the cache, or being fetched into it."""
 
     rows: Rows
     size: int  # bytes
-    promised: bool  # they are expected, and were not asked for
-    patches: np.ndarray | None = None  # `[P, 3, n]`; None while they are on their way
+    promised: bool  # they are expected, and not yet requested
+    patches: np.ndarray | None = None  # `[P, 3, n]`; None while they are being fetched
 
 
 class NearPixels:
-    """Keeps up to `limit` bytes of patches, and fetches from the `store` what it does not have.
+    """Caches up to `limit` bytes of patches, and fetches other patches from the `store`.
 
-    Expected patches are fetched ahead, in order, as long as no more than half of the limit has been fetched so and not
-    asked for. All other patches make room, the least recently used first. The methods are called from any thread.
+    Expected patches are fetched ahead, in order, as long as patches that are not yet requested take at most half of the
+    limit. All other patches make room, the least recently used first. The methods are called from any thread.
     """
 
     def __init__(self, store: ByteStore, limit: int) -> None:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
-        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not begun
-        self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # the last one used, last
+        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not yet fetched
+        self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # newest use last
         self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket
-        self.used = self._promised = 0  # bytes of all that is kept or on its way, and of what is promised
+        self.used = self._promised = 0  # bytes of all patches of `_kept`, and of promised patches
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
 
     def expect(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows will be asked for next, behind those that were expected before. Does not block."""
+        """Says that these rows will be requested next, after earlier expected rows. Does not block."""
         with self._changed:
             self._expected.update((ticket_rows.ticket, ticket_rows) for ticket_rows in rows)
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows are no longer expected, whether anybody has asked for them or not. Does not block."""
+        """Says that these rows are no longer expected, requested or not. Does not block."""
         with self._changed:
             for ticket_rows in rows:
                 self._expected.pop(ticket_rows.ticket, None)
@@ -65,7 +65,7 @@ class NearPixels:
             self._changed.notify_all()
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, X]` (float32) of these rows. Raises what the store raises."""
+        """Returns the patches `[P, X]` (float32) of these rows. Raises the store's errors."""
         with self._changed:
             near = [self._here(asked) for asked in rows]
         gaps = [asked for asked, patches in zip(rows, near, strict=True) if patches is None]
@@ -78,7 +78,7 @@ class NearPixels:
         return normalised(self._store.settings, rows, [next(came) if patches is None else patches for patches in near])
 
     def close(self) -> None:
-        """Forgets everything, and fetches nothing more ahead."""
+        """Drops all patches, and ends fetching ahead."""
         with self._changed:
             self._closed = True
             self._expected.clear()
@@ -87,10 +87,10 @@ class NearPixels:
             self.used = self._promised = 0
             self._changed.notify_all()
 
-    # With the lock:
+    # These methods need the lock:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
-        """Returns patches that are here, or on their way; None for rows that have to be fetched."""
+        """Returns cached patches, or waits for patches that are being fetched; None for other rows."""
         self._expected.pop(rows.ticket, None)
         while (kept := self._containing(rows)) is not None:
             if kept.patches is not None:
@@ -125,7 +125,7 @@ class NearPixels:
             self._promised += kept.size if promised else -kept.size
 
     def _make_room(self, size: int) -> bool:
-        """Forgets the least recently used patches until `size` bytes fit; returns False where they can't fit."""
+        """Drops the least recently used patches until `size` bytes fit; returns False if they can't fit."""
         if self._closed or self._promised + size > self._limit:
             return False
         for kept in [kept for kept in self._kept.values() if not kept.promised]:
@@ -135,8 +135,8 @@ class NearPixels:
         return True
 
     def _fits(self) -> bool:
-        """Says whether the next expected patches may be taken from the queue: they fit, or are too large to ever be
-        fetched ahead."""
+        """Says whether the next expected rows may leave the queue: they fit, or are too large to ever be fetched
+        ahead."""
         size = self._size(next(iter(self._expected.values())))
         return self._promised + size <= self._limit // 2 or size > self._limit // 2
 
@@ -144,7 +144,7 @@ class NearPixels:
         return len(rows) * self._store.settings.patch_bytes
 
     def _begun(self) -> list[_KeptPatches]:
-        """Takes expected rows from the queue as far as there is room; returns the patches that are to be fetched."""
+        """Takes expected rows from the queue while there is room; returns the patches to fetch now."""
         begun: list[_KeptPatches] = []
         while self._expected and self._fits() and sum(kept.size for kept in begun) < QUESTION_BYTES:
             _, rows = self._expected.popitem(last=False)
@@ -155,7 +155,7 @@ class NearPixels:
                 self._keep(begun[-1])
         return begun
 
-    # The thread:
+    # The thread's methods:
 
     def _fetch_ahead(self) -> None:
         while True:
@@ -171,7 +171,7 @@ class NearPixels:
         arrived: Sequence[np.ndarray] = ()
         try:
             arrived = self._store.fetch_bytes([kept.rows for kept in begun])
-        except Exception as error:  # whoever needs them asks again, and hears of it
+        except Exception as error:  # `fetch` asks for the pixels again, and raises
             log.debug("pixels could not be fetched ahead: %s", error)
         with self._changed:
             for kept, patches in zip(begun, arrived, strict=False):

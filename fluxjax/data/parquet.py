@@ -1,7 +1,7 @@
 """Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
 
-Rows are read a row group at a time, when they are drawn, without the bytes of media, which are named by their cells;
-the last few groups stay in memory. Only the id column is read at the start, to refuse duplicates.
+Rows are read when they are drawn, a row group at a time; the last few row groups stay in memory. Media are named by
+their cells, their bytes are not read. Only the id column is read at the start, to refuse duplicates.
 """
 
 import bisect
@@ -24,17 +24,17 @@ from .media_cache import Recent
 from .sources import Fields, answer_text, resolve, tell_unused, to_prompt
 
 log = logging.getLogger("fluxjax.data")
-CACHE_BYTES = 64 << 20  # of texts kept in memory, beside those of the row group in use
-_FIRST_ROWS = 16  # of columns that are not used, read to see what they hold
-LARGE_ROW_GROUP = 128 << 20  # bytes; from here on a shuffled read is slow and the user should know
+CACHE_BYTES = 64 << 20  # of texts in memory, beside the texts of the row group in use
+_FIRST_ROWS = 16  # rows of unused columns, read to see whether they hold media
+LARGE_ROW_GROUP = 128 << 20  # bytes; a shuffled read of larger row groups is slow, so the user is warned
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 _SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"} | {n: n for n in ("train", "validation", "test")}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])")
-_FOLDERS = {"", "data", "default"}  # whose names tell no subset of a data set from another
+_FOLDERS = {"", "data", "default"}  # folder names that do not name a subset
 
 
 class ParquetSource:
-    """One file, or those of a folder or a pattern that `chosen_files` chooses; local ones, or URLs.
+    """One file, or the files that `chosen_files` chooses of a folder or a pattern, by local path or URL.
 
     Media columns may hold one item or a list; an item is bytes, a path (relative to the file), or the hub's
     struct of `bytes` and `path`. Raises `DataError` for unreadable files, wrong columns and duplicate ids.
@@ -59,7 +59,7 @@ class ParquetSource:
         self._columns = [column for column in vars(self.fields).values() if column]
         self._media = [column for _, column in self.fields.media]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
-        self._starts: list[int] = [0]  # first row of each group, and the end
+        self._starts: list[int] = [0]  # first row of each row group, and the end
         self._first_row: list[int] = []  # of each file
         for shard, file in enumerate(self._files):
             self._check(shard)
@@ -81,7 +81,7 @@ class ParquetSource:
         self._check_ids()
         unused = [column for column in schema.names if column not in self._columns]
         shard, group = self._groups[0]
-        with contextlib.suppress(pa.ArrowException, OSError):  # damage there does no harm
+        with contextlib.suppress(pa.ArrowException, OSError):  # damage in unused columns does no harm
             rows = next(self._files[shard].iter_batches(_FIRST_ROWS, row_groups=[group], columns=unused))
             tell_unused(rows.to_pydict(), name, bool(self._media), self.paths[shard])
 
@@ -122,7 +122,7 @@ class ParquetSource:
             yield from map(str, column.to_pylist())
 
     def _group(self, position: int) -> pa.Table:
-        """The rows of a row group, with the slots of media in their place."""
+        """Returns the rows of a row group, with slots (`cells.SLOTS`) in media columns."""
         with self._lock:  # a ParquetFile must not be read from two threads at once
             table = self._cache.get(position)
             if table is None:
@@ -155,7 +155,7 @@ class ParquetSource:
                 )
 
     def _check_ids(self) -> None:
-        """Raises `DataError` for an id that is used before."""
+        """Raises `DataError` for an id that an earlier row uses."""
         seen: dict[str, int] = {}
         for row, id in enumerate(self.ids()):
             if (first := seen.setdefault(id, row)) != row:
@@ -163,7 +163,7 @@ class ParquetSource:
                 raise DataError(f"{path}: row {number} has the id {id}, already used by {_name(before)}#{row_before}")
 
     def _place(self, index: int) -> tuple[str, int]:
-        """The file of a row, and the row's number there."""
+        """Returns the file of a row, and the row's number in it."""
         shard = bisect.bisect_right(self._first_row, index) - 1
         return self.paths[shard], index - self._first_row[shard]
 
@@ -180,16 +180,16 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """The split that a path names, its last part before the folders of that; empty where none does."""
+    """Returns the split that a path names; its last part goes before its folders. Empty if it names none."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 
 
 def chosen_files(path: str, held_out: bool = False) -> list[str]:
-    """The parquet files that a folder, or a pattern of names, stands for, in the order of their names. Of several
-    splits it is the one to train on, or with `held_out` the one that is not.
+    """Returns the parquet files of a folder, or of a pattern of names, in the order of their names. If a folder has
+    several splits, it chooses the training split, or with `held_out` the other split.
 
-    Raises `DataError` where that is not clear, and OSError.
+    Raises `DataError` if the choice is not clear, and OSError.
     """
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):
@@ -224,7 +224,7 @@ def _listed(splits: set[str]) -> str:
 
 
 def _example(path: str, names: Sequence[str], split: str) -> str:
-    """Returns a path that stands for the files of one split, or else for the first of them."""
+    """Returns a path or pattern for exactly the files of one split, or else the path of its first file."""
     meant = [name for name in names if split_of(name) == split]
     folder, first = posixpath.split(meant[0])
     word = _WORD.search(first.lower())

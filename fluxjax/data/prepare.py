@@ -1,4 +1,4 @@
-"""Prepares prompts ahead of their use: decodes their media, or has a store look at them, and tokenises their text."""
+"""Prepares prompts ahead of their use: decodes their media, or has a store measure them, and tokenises their text."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from .shadows import ProxyMedia
 
 log = logging.getLogger("fluxjax.data")
-_LOGGED = 5  # skips of one source and reason that are logged one by one; the rest is counted
+_LOGGED = 5  # skips that are logged for each source and reason; further skips are only counted
 Item = TypeVar("Item")
 Result: TypeAlias = PreparedPrompt | SkippedPrompt
-Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable, and skipped with the reason
+Sorted: TypeAlias = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]  # usable prompts; skipped prompts and reasons
 Media: TypeAlias = Sequence[tuple[str, str | bytes]]
 MAX_SKIPPED = 0.5  # share of the draws that may be skipped
-_JUDGED = 100  # draws before the share of skipped ones says something
-_HOPELESS = 1000  # skips in a row that end the run: the data, or where it is looked for, must be wrong
+_JUDGED = 100  # draws before MAX_SKIPPED applies
+_HOPELESS = 1000  # skips in a row that end the run: the data, or its path, must be wrong
 
 
 @runtime_checkable
 class TextAndMedia(Protocol):
-    """The part of `models.processing.Processor` that is used here."""
+    """The methods of `models.processing.Processor` that this file uses."""
 
     def tokenise(self, text: str, media: Media) -> Sequence[int]: ...
 
@@ -57,8 +57,8 @@ class TextAndMedia(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """The most that a prompt may need, so that the engine's cache and a microbatch can hold it. Its media are computed
-    by `devices` devices, each frame pair by one of them."""
+    """The largest prompt that the engine's cache and a microbatch can hold. A prompt's media are computed by `devices`
+    devices, each frame pair by one of them."""
 
     tokens: int
     patches: int  # of a device
@@ -74,8 +74,8 @@ class PromptLimits:
         )
 
     def refuse(self, prompt: Prompt, tokens: int, patches: int, largest_frame: int) -> SkippedPrompt | None:
-        """Returns why the prompt is skipped, if it needs too much: of `patches` that are dealt out in frame pairs of at
-        most `largest_frame`, each device must surely hold its share."""
+        """Returns the reason to skip a prompt that is empty or too large; else None. Patches are dealt out in frame
+        pairs of at most `largest_frame` patches; each device must surely hold its share."""
         if not tokens:
             return SkippedPrompt(prompt, "empty prompt", "it has no tokens")
         if tokens > self.tokens:
@@ -94,9 +94,9 @@ def prepare_prompt(
     chat_template: bool = False,
     proxy: ProxyMedia | None = None,
 ) -> Result:
-    """Tokenises a prompt and decodes its media for engine and trainer, or says why it cannot be used. A skipped one
-    stays so, and of one that needs too much nothing is decoded. With a `proxy`, a store decodes what is in files,
-    and shadows come back in the place of pixels."""
+    """Tokenises a prompt and decodes its media for engine and trainer, or says why it cannot be used. A `SkippedPrompt`
+    is returned as it is; the media of a prompt that is too large are not decoded. With a `proxy`, a store decodes media
+    that are in files, and the inputs hold shadows instead of pixels."""
     if isinstance(prompt, SkippedPrompt):
         return prompt
     try:
@@ -116,7 +116,7 @@ def prepare_prompt(
         return SkippedPrompt(prompt, error.reason.partition(":")[0], str(error))
     except PromptError as error:
         return SkippedPrompt(prompt, error.reason, str(error))
-    except (MemoryError, DataError):  # no store, for one: that is not the prompt's fault
+    except (MemoryError, DataError):  # a lost store, for example, is not the prompt's fault
         raise
     except Exception as error:  # a decoder's surprise about one file must not end the run
         return SkippedPrompt(prompt, f"failed with {type(error).__name__}", str(error))
@@ -134,7 +134,7 @@ def _sources(prompt: Prompt) -> Media:
 
 
 def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> Sequence[int]:
-    """The ids of a prompt, with one placeholder for each of its media. Raises PromptError."""
+    """Returns a prompt's token ids, with one placeholder for each of its media. Raises PromptError."""
     media = [(item.kind.value, item.path) for item in prompt.media]
     return (processor.tokenise_chat if chat_template else processor.tokenise)(prompt.text, media)
 
@@ -142,9 +142,9 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
 def _refused_undecoded(
     outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
 ) -> SkippedPrompt | None:
-    """Returns why a prompt is skipped, where the headers of its media show that it needs too much. Such headers are
-    checked: `outline(count=True)` counts frames."""
-    with contextlib.suppress(MediaError):  # decoding says better what is wrong
+    """Returns the reason to skip a prompt if its media's headers show that it is too large; else None. A header that
+    says so is checked: `outline(count=True)` counts frames."""
+    with contextlib.suppress(MediaError):  # decoding describes the fault better
         for count in (False, True):
             sizes = outline(count=count)
             refused = limits.refuse(prompt, len(sizes), sizes.num_patches, sizes.largest_frame)
@@ -154,13 +154,13 @@ def _refused_undecoded(
 
 
 class ReadAhead(Generic[Item]):
-    """The items `first`, `first + 1`, ..., of which `ahead` are made beyond those that were taken, in threads.
+    """The items `first`, `first + 1`, ...; threads make items up to `ahead` beyond the last item taken.
 
-    No further item is begun until all of a `take` were handed over: woken threads would compete with the taker for the
-    interpreter's lock. Grain's own iterator begins another item with each one taken.
+    A `take` hands over all its items before threads begin items beyond them: woken threads would compete with the taker
+    for the interpreter's lock. Grain's own iterator begins another item with each item taken.
 
-    `make` is called from `threads` threads. What it raises is raised by the `take` that comes to this item, and by all
-    later ones. `ready` hears of each item once, in their order, and must not block. One thread takes at a time.
+    `make` is called from `threads` threads. Its error is raised by the `take` that reaches the item, and by all later
+    calls. `ready` is called once with each item, in their order, and must not block. One thread takes at a time.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class ReadAhead(Generic[Item]):
     ) -> None:
         self._make, self._ready, self._ahead = make, ready, ahead
         self._changed = threading.Condition()
-        self._begun = first  # the first item that nobody makes yet
-        self._taken = first  # the first one that was not taken
-        self._most = first + ahead  # the first one that is not to be begun
-        self._made: dict[int, Item | Exception] = {}  # those behind one that is not made
+        self._begun = first  # the first item that no thread has begun
+        self._taken = first  # the first item that was not taken
+        self._most = first + ahead  # the first item that threads may not begin yet
+        self._made: dict[int, Item | Exception] = {}  # items that wait for an unfinished earlier item
         self._queue: collections.deque[Item] = collections.deque()
-        self._failed: Exception | None = None  # the item behind the queue
+        self._failed: Exception | None = None  # the error of the item behind the queue
         self._closed = False
         for _ in range(threads):
             threading.Thread(target=self._work, name="prepare", daemon=True).start()
@@ -204,8 +204,8 @@ class ReadAhead(Generic[Item]):
         return items
 
     def close(self) -> list[Item]:
-        """Ends the threads, each after the item that it is making, without waiting for that. Returns the items of which
-        `ready` has heard and that nobody took."""
+        """Ends each thread after its present item, without waiting for it. Returns the items in the queue: `ready` was
+        called with them, and nobody took them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -236,7 +236,7 @@ class ReadAhead(Generic[Item]):
             return self._begun - 1
 
     def _line_up(self) -> None:
-        """Puts the next items that are made into the queue. The caller holds the lock."""
+        """Moves the next items, as far as they are made, into the queue. The caller holds the lock."""
         while not (self._closed or self._failed) and (number := self._taken + len(self._queue)) in self._made:
             item = self._made.pop(number)
             if isinstance(item, Exception):
@@ -248,10 +248,10 @@ class ReadAhead(Generic[Item]):
 
 
 class Preparer:
-    """The prompt source of the runtime: draws in order, prepares in threads, some steps' worth ahead.
+    """The prompt source of the runtime: draws in order, and prepares prompts in threads, some steps' worth ahead.
 
-    `state_dict` describes what has been handed out, not what was read ahead. Prompts that cannot be used come
-    back with a reason, in place: whoever needs more draws again. One draw at a time.
+    `state_dict` counts the draws handed out, not the draws read ahead. Prompts that cannot be used are returned with a
+    reason and count as draws: a caller that needs more prompts draws again. Only one call may draw at a time.
     """
 
     def __init__(
@@ -263,9 +263,9 @@ class Preparer:
         ahead: int = 0,
         proxy: ProxyMedia | None = None,
     ) -> None:
-        """Keeps `ahead` prompts prepared beyond those that were drawn, by default a step's, or two steps' with
-        `data.near_gib`. Media are decoded by the store of `proxy`, which hears which prompts come next; without it,
-        whole prompts are decoded here and keep their pixels."""
+        """Prepares `ahead` prompts beyond the last draw: by default a step's prompts, or two steps' with
+        `data.near_gib`. The store of `proxy` decodes media and is told which prompts are next; without `proxy`, this
+        process decodes media, and prompts hold their pixels."""
         self.processor = processor
         self.loader = loader
         self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
@@ -282,17 +282,17 @@ class Preparer:
         self._ahead = ahead or (1 + bool(config.data.near_gib)) * self._step
         self._next_index = 0  # the draw after the last one that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
-        self._lock = threading.Lock()  # of `_reading`: an abandoned draw may still be reading
-        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # not yet passed by
+        self._lock = threading.Lock()  # of `_reading`: a cancelled draw may still be reading
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # before `ProxyMedia.pass_by`
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
 
     async def draw(self, count: int) -> Sorted:
-        """Returns the next `count` draws: those prepared, and those skipped, with reasons.
+        """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
 
-        Raises `DataError` when so many prompts in a row were skipped that the data must be wrong as a whole, when more
-        than `MAX_SKIPPED` of all were, and when a file cannot be read.
+        Raises `DataError` if so many prompts in a row were skipped that all data must be wrong, if more than
+        `MAX_SKIPPED` of all draws were skipped, and if a file cannot be read.
         """
         items = self._taken_at_once(count)
         if items is None:
@@ -319,19 +319,19 @@ class Preparer:
         return prepared, skipped
 
     def prepare_all(self, prompts: Iterable[Drawn]) -> Sorted:
-        """Prepares prompts that are not drawn, such as the held-out ones; in order, in threads, blocking."""
+        """Prepares prompts that are not drawn, such as held-out prompts, in threads. Keeps their order. Blocks."""
         with concurrent.futures.ThreadPoolExecutor(self._threads) as threads:
             return self._sort(list(threads.map(self._prepare, prompts)))
 
     def again(self, draws: Iterable[int]) -> list[PreparedPrompt]:
-        """Prepares prompts again that were drawn before a checkpoint. A prompt that cannot be used any more is logged
-        and left out. Raises `DataError` if its source is not here any more."""
+        """Prepares draws from before a checkpoint again. A prompt that can no longer be used is logged and left out.
+        Raises `DataError` if the configuration no longer has a prompt's source."""
         return self.prepare_all(at(self.loader.order, draw) for draw in draws)[0]
 
     def laid_out(self, tickets: Mapping[int, Sequence[str]]) -> dict[int, ModelInput]:
-        """The inputs of prompts, by draw, whose media another process has looked at: no medium is touched here.
+        """Returns the inputs of prompts, by draw, from another process's `tickets` of their media; reads no media.
 
-        Raises `DataError` for a draw that is none here, or is not of these media."""
+        Raises `DataError` if a draw is another prompt in this process, or has other media."""
         return {draw: self._laid_out(draw, list(map(Ticket.parse, words))) for draw, words in tickets.items()}
 
     def _laid_out(self, draw: int, tickets: Sequence[Ticket]) -> ModelInput:
@@ -352,8 +352,8 @@ class Preparer:
         return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the draw at which `state` was taken; what was read ahead is dropped. Raises `DataError` where
-        the data is not what it was."""
+        """Continues after the draw at which `state` was taken; items read ahead are dropped. Raises `DataError` if the
+        seed or the size of a source has changed."""
         self.close()
         self._next_index = state["next_index"]
         self.loader.resume(state["seed"], state["mixtures"], self._next_index)
@@ -367,7 +367,7 @@ class Preparer:
                 self._reading = None
 
     def _taken_at_once(self, count: int) -> list[Result] | None:
-        """Returns the next items where they are ready, without a thread, which would wait for its turn to run."""
+        """Returns the next items if they are ready, else None. It uses no thread, which might have to wait to run."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -395,8 +395,8 @@ class Preparer:
             self._proxy.expect(item.prompt.draw, item.inputs)
 
     def _pass_by(self, items: Iterable[Result], keep: int) -> None:
-        """Notes that these prompts are handed out, or never will be. Prompts before the last `keep` of them were used
-        by now, or never will be."""
+        """Notes that these prompts were handed out or dropped, and tells the proxy to pass by all but the newest `keep`
+        prompts so noted: their pixels were used by now, or never will be."""
         if self._proxy is None:
             return
         self._handed.extend(item for item in items if isinstance(item, PreparedPrompt))
@@ -404,7 +404,7 @@ class Preparer:
             self._proxy.pass_by(self._handed.popleft().inputs)
 
     def _sort(self, items: Sequence[Result]) -> Sorted:
-        """Splits prepared prompts from skipped ones, of which it logs the first few of each source and reason."""
+        """Splits prepared prompts from skipped prompts; logs the first few skips of each source and reason."""
         skipped = [item for item in items if isinstance(item, SkippedPrompt)]
         for item in skipped:
             id, source, reason = item.prompt.id, item.prompt.source, item.reason

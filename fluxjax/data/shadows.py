@@ -1,8 +1,8 @@
-"""Prompts with shadows in the place of pixels: a store looks at their media, engines and trainer fetch the pixels.
+"""Prompts with shadows in the place of pixels: a store measures their media, engines and trainer fetch the pixels.
 
-Media that are known are not looked at again: whoever decodes a file that has changed meanwhile finds out
-(`StaleTicket`), and `MediaIndex.forget` makes the next look one at the file. A newer file never gives its pixels to an
-older ticket.
+A medium in the index keeps its reference: its file's version is not read again. Decoding a file that has changed
+meanwhile raises `StaleTicket`; after `MediaIndex.forget`, the file is read anew. A newer file never gives its pixels to
+an older ticket.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .tickets import MediaRef, MediaStore, StaleTicket, Ticket, read_ref, ref_of
 if TYPE_CHECKING:
     from .near_pixels import NearPixels
 
-Verdict: TypeAlias = Medium | MediaError  # what decoding showed: the medium, or why it can't be used
-KNOWN = 1 << 17  # media; those that were not asked for longest are forgotten
+Verdict: TypeAlias = Medium | MediaError  # the result of decoding: the medium, or why it can't be used
+KNOWN = 1 << 17  # media in the index; the least recently used media are dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +40,19 @@ class _KnownMedium:
 
     stamp: str
     facts: Facts | None = None
-    settings: str = ""  # the digest of those by which the verdict was found
+    settings: str = ""  # the digest of the verdict's media settings
     verdict: Verdict | None = None
 
 
 class MediaIndex:
-    """Known media, by kind, path and cell. Read and written from any thread."""
+    """Sizes and verdicts of media, by kind, path and cell. Read and written from any thread."""
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
         self._lock = threading.Lock()  # of changes
 
     def ref(self, media: Media) -> MediaRef:
-        """The reference of a medium: the known one, without a look at the medium's file, or else as `ref_of` makes it.
+        """Returns the reference of a medium: the index's, without reading the medium's file, or else that of `ref_of`.
         Raises MediaError as `ref_of` does."""
         if media.stamp or media.data is not None:
             return ref_of(media)
@@ -61,19 +61,19 @@ class MediaIndex:
         return ref_of(media) if known is None else MediaRef(kind, path, known.stamp, media.cell)
 
     def facts(self, ref: MediaRef) -> Facts | None:
-        """The medium's size, if it is known."""
+        """Returns the medium's size, or None if the index has none."""
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
-        """The result of decoding by the settings of this digest: the medium, or why it can't be used. None: not
-        known."""
+        """Returns the result of decoding by the settings of this digest: the medium, or why it can't be used. None if
+        the index has none."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
-        """The medium, and whether decoding or counting its frames has confirmed it (else only its header says so); None
-        where it is not known. Raises MediaError for a medium that can't be used."""
+        """Returns the medium, and whether decoding or counting its frames has confirmed it (else only its header says
+        so); None if the index does not have it. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said
@@ -83,15 +83,15 @@ class MediaIndex:
         return None if facts is None else settings.medium_by(ref.kind, ref.name, facts)
 
     def note(self, ref: MediaRef, facts: Facts) -> None:
-        """Adds facts about a medium. A header's word does not take the place of counted frames."""
+        """Adds facts about a medium. Facts from a header do not replace counted frames."""
         with self._lock:
             known = self._known(ref)
             if known.facts is None or facts.counted or not known.facts.counted:
                 self._media.put(_key_of(ref), dataclasses.replace(known, facts=facts))
 
     def note_all(self, refs: Sequence[MediaRef], settings: str, found: Sequence[Ticket | MediaError]) -> None:
-        """Adds the answers of a store that was asked to look at media by the settings of this digest. Errors that may
-        pass (`MediaUnavailable`) are not kept."""
+        """Adds a store's answers about media, by the settings of this digest. Errors that may pass (`MediaUnavailable`)
+        are not added."""
         for ref, said in zip(refs, found, strict=True):
             if isinstance(said, StaleTicket):
                 self.forget(ref)
@@ -102,7 +102,7 @@ class MediaIndex:
                     self._media.put(_key_of(ref), known)
 
     def forget(self, ref: MediaRef) -> None:
-        """Forgets a medium, whatever the version of its file, so that its file is looked at again."""
+        """Forgets a medium, whatever the version of its file, so that its file is read again."""
         self._media.drop(_key_of(ref))
 
     def _known(self, ref: MediaRef) -> _KnownMedium:
@@ -116,9 +116,9 @@ def _key_of(ref: MediaRef) -> tuple[str, str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ProxyMedia:
-    """The media of prompts in a process that prepares prompts without their pixels: the `index` says what is known of
-    media, the `store` decodes them, perhaps elsewhere. `near` fetches the pixels of coming prompts: of every
-    `among`-th, where `among` processes generate."""
+    """The media of prompts that are prepared without pixels: the `index` has sizes and verdicts of media, the `store`
+    decodes media, perhaps on other machines. `near` fetches the pixels of expected prompts: of every `among`-th draw,
+    if `among` processes generate."""
 
     store: MediaStore
     index: MediaIndex
@@ -130,29 +130,29 @@ class ProxyMedia:
         return all(medium.data is None for medium in media)
 
     def expect(self, draw: int, inputs: PromptInput) -> None:
-        """Says that this prompt will be drawn next, behind those that were expected before. Does not block."""
+        """Says that this prompt will be drawn next, after earlier expected prompts. Does not block."""
         if self.near is not None and draw % self.among == 0:
             self.near.expect(rows_of(inputs))
 
     def pass_by(self, inputs: PromptInput) -> None:
-        """Says that this prompt's pixels need not be fetched ahead any more; those that are here may be kept for a
-        later use."""
+        """Says that this prompt's pixels need not be fetched ahead any more; fetched pixels may stay for a later
+        use."""
         if self.near is not None:
             self.near.pass_by(rows_of(inputs))
 
     def outline(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt, *, count: bool) -> PromptOutline:
-        """The sizes of a prompt, from what is known of its media, or from their headers; with `count`, videos of which
-        nobody has counted the frames are read through. Raises PromptError and MediaError."""
+        """Returns the sizes of a prompt, from the index or from its media's headers; with `count`, it counts the frames
+        of videos that were not counted yet. Raises PromptError and MediaError."""
         found = [self._glance(processor, self.index.ref(medium), count) for medium in prompt.media]
         return processor.outline_of(token_ids, [medium for medium, _ in found], certain=all(sure for _, sure in found))
 
     def inputs(self, processor: Processor, token_ids: Sequence[int], prompt: Prompt) -> OutlinedInput:
-        """The model input of a prompt, whose media the store has looked at. Raises the MediaError of the first medium
-        that can't be used."""
+        """Has the store measure a prompt's media, and returns the prompt's model input. Raises the MediaError of the
+        first medium that can't be used."""
         refs = [self.index.ref(medium) for medium in prompt.media]
         found = self._look(processor, refs)
         if stale := [k for k, said in enumerate(found) if isinstance(said, StaleTicket)]:
-            fresh = self._look(processor, [ref_of(prompt.media[k]) for k in stale])  # the index was behind
+            fresh = self._look(processor, [ref_of(prompt.media[k]) for k in stale])  # the index was out of date
             for k, said in zip(stale, fresh, strict=True):
                 found[k] = said
         for said in found:
@@ -179,15 +179,14 @@ class ProxyMedia:
 
 
 def rows_of(inputs: PromptInput) -> tuple[Rows, ...]:
-    """The rows of tickets that a prompt has in the place of pixels."""
+    """Returns the rows of tickets that a prompt has in the place of pixels."""
     patches = inputs.patches_PX
     return patches.elsewhere if isinstance(patches, ShadowTensor) else ()
 
 
 def layout(processor: Processor, token_ids: Sequence[int], tickets: Sequence[Ticket]) -> Callable[[], ModelInput]:
     """Returns a function that makes the model input of a tokenised prompt with these media, without touching their
-    files. This function and the returned one raise PromptError and ValueError where prompt and media do not fit
-    together."""
+    files. Both functions raise PromptError and ValueError if prompt and media do not fit together."""
     if wrong := next((ticket for ticket in tickets if ticket.settings != processor.settings.digest), None):
         raise ValueError(f"{wrong.ref.name} was preprocessed by other settings than those of this process")
     outline = processor.outline_of(token_ids, [ticket.medium for ticket in tickets])

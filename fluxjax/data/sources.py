@@ -1,4 +1,4 @@
-"""Records and sources of prompts: which field of a record is which, the prompt that it means, JSONL manifests.
+"""Records and sources of prompts: the roles of a record's fields, the record's prompt, JSONL manifests.
 
 A record is a mapping with a question, an answer and perhaps media. Manifests of this project say `prompt`,
 `answer`, `images`, `videos`, `id`; published data sets say `problem`, `question`, `solution` and so on.
@@ -37,14 +37,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 REQUIRED, MEDIA = ("prompt", "answer"), ("images", "videos")
 MARKS = {MediaKind.IMAGE: "<image>", MediaKind.VIDEO: "<video>"}
 MARK = re.compile("<image>|<video>")
-_TYPO = 0.75  # difflib ratio from which an unknown name counts as a misspelt one
+_TYPO = 0.75  # least difflib ratio at which an unknown name counts as misspelt
 _ENDINGS = "png|jpe?g|jfif|webp|gif|bmp|tiff?|avif|hei[cf]|jp2|p[gnp]m|mp4|m4v|mpe?g|mov|mkv|webm|avi|wmv|flv"
 _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file; empty where the file has none (or, as a request: to be detected)."""
+    """The name of each field in one file; empty if the file has none. In a request, an empty name is detected."""
 
     prompt: str = ""
     answer: str = ""
@@ -54,16 +54,16 @@ class Fields:
 
     @property
     def media(self) -> list[tuple[MediaKind, str]]:
-        """The kinds of media that have a field, with its name."""
+        """The kinds of media that have a field, each with the field's name."""
         return [(kind, name) for kind, name in zip(MediaKind, (self.images, self.videos), strict=True) if name]
 
 
 def resolve(found: Iterable[str], wanted: Fields, where: str, empty: Container[str] = ()) -> Fields:
-    """Finds the fields of a file (or line) that has the names `found`, of which `empty` ones hold nothing. `where`
-    opens every error message.
+    """Finds the roles of the fields `found` of a file or a line; the fields in `empty` hold nothing. `where` opens
+    every error message.
 
-    Raises `DataError` when a name given in `wanted` is absent, when prompt or answer cannot be found, when two fields
-    hold media of a kind, and when an unknown name must be a typo: dropping images silently would be worse.
+    Raises `DataError` if a name given in `wanted` is absent, if prompt or answer cannot be found, if two fields hold
+    media of a kind, and if an unknown name must be a typo: dropping images silently would be worse.
     """
     names = list(found)
     result: dict[str, str] = {}
@@ -98,15 +98,15 @@ def _nearest(expected: Sequence[str], found: Sequence[str]) -> str:
 
 
 def answer_text(value: object) -> str | None:
-    """Returns an answer as text, or None where the value is neither text nor a number nor a truth value."""
+    """Returns an answer as text, or None if the value is neither text nor a number nor a truth value."""
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
     return str(value) if isinstance(value, str | int | float) else None
 
 
 def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: bool, where: str) -> None:
-    """Warns of fields that hold media, by some of their values, and are not used. Raises `DataError` where these are
-    more than names of files, and no others are used."""
+    """Warns of unused fields whose values look like media. Raises `DataError` if such a field holds more than file
+    names, and no media are used (`any_used`)."""
     for name, values in fields.items():
         if any(map(_is_media, values)):
             fix = f"data.sources.{source}.columns.images or .videos"
@@ -117,7 +117,7 @@ def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: b
 
 
 def _is_media(value: object) -> bool:
-    """Says whether a value is of media by its looks: bytes, a path, a data URI, or what holds one of these."""
+    """Says whether a value looks like media: bytes, a path, a data URI, or a list or dictionary of these."""
     if isinstance(value, list | dict):
         return any(map(_is_media, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bytes) or (isinstance(value, str) and bool(_MEDIA_NAME.fullmatch(value)))
@@ -137,8 +137,8 @@ def _medium_at(kind: MediaKind, folder: str, path: str | Media) -> Media:
 
 
 def to_prompt(record: Mapping[str, object], fields: Fields, source: str, id: str, folder: str, where: str) -> Prompt:
-    """The prompt of a record of the file `where`; its media are paths relative to `folder`, or `Media`, one or a list.
-    Raises `RecordError`."""
+    """Returns the prompt of a record; `where` names its file and line. A media field has a path relative to `folder`,
+    or a list of such paths or `Media`. Raises `RecordError`."""
     text, answer = record[fields.prompt], answer_text(record[fields.answer])
     if not isinstance(text, str):
         raise _refused(id, "no prompt", where, fields.prompt, record, "a string")
@@ -162,10 +162,10 @@ def _refused(id: object, reason: str, where: str, field: str, record: Mapping[st
 
 
 def _marked(id: str, source: str, text: str, answer: str, media: Mapping[MediaKind, Sequence[Media]]) -> Prompt:
-    """Makes a prompt whose media stand in the order of the marks. Text without any mark gets them in front, which is
-    how records without marks are meant. Marks are words where the record has no field of media at all.
+    """Makes a prompt whose media stand in the order of the marks. Text without any mark gets its marks in front. If the
+    source has no media field at all, marks in its text are plain words.
 
-    Raises `ValueError` with a short reason when marks and media disagree, and when there is nothing to answer."""
+    Raises `ValueError` with a short reason if marks and media disagree, and if the prompt is empty."""
     if not text and not any(media.values()):
         raise ValueError("an empty prompt")
     if not media:
@@ -190,7 +190,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt:
-        """Reads the prompt of a row. Raises `RecordError` when this one record cannot be used."""
+        """Reads the prompt of a row. Raises `RecordError` if only this record cannot be used."""
         ...
 
     def texts(self) -> Iterator[str]:
@@ -220,8 +220,8 @@ class PromptList:
 
 
 def digest_of(source: Source) -> str:
-    """Returns the xxh3-128 of the records in their order: their ids, prompts and answers, and, where these are in
-    memory, the names of their media. Media are not read."""
+    """Returns the xxh3-128 of the records in their order: their ids, prompts and answers; in a `PromptList`, also the
+    names of their media. Media are not read."""
     if isinstance(source, PromptList):
         records = (
             (p.id, p.text, p.answer, *(media.path.rpartition("/")[2] for media in p.media))
@@ -251,10 +251,10 @@ def given(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Source]:
 
 class JsonlSource(PromptList):
     """A manifest: one JSON object a line, e.g. `{"id": "a", "prompt": "<image>How many?", "answer": "3",
-    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; so may the manifest be.
+    "images": ["images/a.png"]}`. Media paths are relative to the manifest's folder, or URLs; the manifest may be a URL.
 
-    The whole file is checked when it is opened (media are not touched): `DataError` names file and line of what is no
-    record, or lacks a field, and of the first record if none can be used."""
+    All lines are checked when the file is opened (media are not touched). `DataError` names the file and the line that
+    is no record or lacks a field; if no record can be used, the first record's line."""
 
     def __init__(self, path: str | pathlib.Path, name: str, fields: Fields | None = None) -> None:
         path = local(str(path))
@@ -305,13 +305,13 @@ def _read_lines(path: str) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def all_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Yields every prompt and answer: what a tokenizer built for these sources must be able to write."""
+    """Yields every prompt and answer: a tokenizer built for these sources must be able to write them."""
     return itertools.chain.from_iterable(source.texts() for source in sources)
 
 
 def common_words(sources: Iterable[Source], share: float = 0.02) -> list[str]:
-    """Returns, sorted, the words of two letters or more that stand in at least `share` of the texts of some source: the
-    words of its questions and of a small set of answers."""
+    """Returns the sorted words, of two letters or more, that stand in at least `share` of the texts of some source:
+    words of its questions, and of answers if the source has few different answers."""
     words: set[str] = set()
     for source in sources:
         counts: collections.Counter[str] = collections.Counter()

@@ -1,8 +1,8 @@
-"""Media by reference, the bytes that they refer to, and tickets: what travels in the place of pixels.
+"""References of media, the bytes that they refer to, and tickets, which travel in the place of pixels.
 
 A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
-store can answer any ticket, whoever has decoded the medium before, and what it answers is what everybody else got. A
-file that has changed since makes its tickets stale, which is an error, never newer pixels.
+store can serve any ticket, whichever store decoded the medium before, and all stores serve the same pixels. If a file
+changes, its tickets are stale: serving them is an error, never newer pixels.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class StaleTicket(MediaError):
-    """The file is not the one that the ticket was made of."""
+    """The file is not the version that the ticket was made from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MediaRef:
     """An image or a video file by reference.
 
-    `path` is a local file, or any URL that fsspec opens. Where it is a parquet file, `cell` says which of its media:
-    `COLUMN/ROW/INDEX`. `stamp` says which version of the file.
+    `path` is a local file, or any URL that fsspec opens. In a parquet file, `cell` names one medium, as
+    `COLUMN/ROW/INDEX`. `stamp` is the version of the file.
     """
 
     kind: str  # "image" or "video"
@@ -50,8 +50,8 @@ class MediaRef:
 
 
 def ref_of(media: Media) -> MediaRef:
-    """The reference of a medium, in the version that its file has now. Raises MediaError for a file that is missing,
-    and for a medium that is in no file."""
+    """Returns the reference of a medium, in its own version, or else in its file's present version. Raises MediaError
+    for a missing file, and for a medium that is in no file."""
     if media.data is not None:
         raise MediaError(media.name, "is in no file")
     path = local(media.path)
@@ -59,7 +59,7 @@ def ref_of(media: Media) -> MediaRef:
 
 
 def current_stamp(path: str) -> str:
-    """The version that a file or URL has now. Raises MediaError where that can't be told."""
+    """Returns the present version of a file or URL. Raises MediaError if it can't be read."""
     try:
         return version_of(path)
     except OSError as error:
@@ -67,9 +67,9 @@ def current_stamp(path: str) -> str:
 
 
 def check_ref(ref: MediaRef) -> None:
-    """Raises StaleTicket where the file is not the one that was referred to, MediaError where it is missing.
+    """Raises StaleTicket if the file is not the referenced version, MediaError if it is missing.
 
-    Whoever decodes a local file checks its reference again afterwards: the file may have changed meanwhile.
+    A decoder of a local file checks its reference again afterwards: the file may have changed meanwhile.
     """
     if (now := current_stamp(ref.path)) != ref.stamp:
         raise StaleTicket(ref.name, f"has changed (it is version {now}, not {ref.stamp})")
@@ -78,7 +78,7 @@ def check_ref(ref: MediaRef) -> None:
 def read_ref(ref: MediaRef) -> Source:
     """Returns the input of decoders: the path of a local file, or the bytes of a parquet cell or of a URL. Blocks.
 
-    Raises StaleTicket where the file is not the one that was referred to, MediaError where it can't be read.
+    Raises StaleTicket if the file is not the referenced version, MediaError if it can't be read.
     """
     if ref.cell:
         return _read_cell(ref)
@@ -89,7 +89,7 @@ def read_ref(ref: MediaRef) -> Source:
         data = read(ref.path)
     except OSError as error:
         raise _unreadable(ref.name, error) from error
-    check_ref(ref)  # after reading: what was read can be no older than that
+    check_ref(ref)  # after reading: the bytes read can be no older
     return data
 
 
@@ -131,7 +131,7 @@ def _unreadable(name: str, error: OSError) -> MediaError:
 @dataclasses.dataclass(frozen=True)
 class Ticket:
     """The name of a medium's patches, `[P, X]` in window order. `settings` is the digest of the settings by which the
-    medium was decoded, `medium` what it became."""
+    medium was decoded, `medium` the result."""
 
     ref: MediaRef
     settings: str
@@ -143,7 +143,7 @@ class Ticket:
         return pairs * rows * columns
 
     def __str__(self) -> str:
-        """The ticket as a word, from which `parse` makes it again."""
+        """Returns the ticket as a word; `parse` reads it."""
         ref, medium = self.ref, self.medium
         seen = [*medium.grid, medium.seconds_per_grid, medium.seekable]
         fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]
@@ -151,7 +151,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, word: str) -> Ticket:
-        """Reads a ticket from its word. Raises ValueError for what is no ticket."""
+        """Reads a ticket from its word. Raises ValueError for other words."""
         try:
             kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable = json.loads(word)
         except (ValueError, TypeError) as error:
@@ -163,7 +163,7 @@ class Ticket:
         return cls(MediaRef(kind, path, stamp, cell), settings, medium)
 
     def shadow(self, patch_values: int) -> ShadowTensor:
-        """A shadow tensor in the place of the patches, which have `patch_values` values each."""
+        """Returns a shadow tensor in the place of the patches; each patch has `patch_values` values."""
         return ShadowTensor.of(str(self), (self.num_patches, patch_values), np.float32)
 
 
@@ -171,7 +171,7 @@ parsed = functools.lru_cache(maxsize=4096)(Ticket.parse)
 
 
 def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The patches `[P, X]` (float32) of rows whose patches `[P, 3, n]` (uint8) were fetched."""
+    """Returns the patches `[P, X]` (float32) of rows from their fetched patches `[P, 3, n]` (uint8)."""
     return [
         settings.normalised(parsed(piece.ticket).ref.kind, patches)
         for piece, patches in zip(rows, fetched, strict=True)
@@ -180,8 +180,8 @@ def normalised(settings: MediaSettings, rows: Sequence[Rows], fetched: Sequence[
 
 @runtime_checkable
 class MediaStore(Protocol):
-    """Turns media into pixels: in this process, or wherever preprocessors are. Its methods block, and are called from
-    any thread."""
+    """Turns media into pixels: in this process, or in preprocessors. Its methods block, and are called from any
+    thread."""
 
     @property
     def concurrency(self) -> int:
@@ -189,17 +189,17 @@ class MediaStore(Protocol):
         ...
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes these media, in any order, and says of each what it is, or why it can't be used. Pixels are kept
-        for those who will ask, as long as there is room."""
+        """Decodes these media, in any order, and returns the ticket of each, or why it can't be used. Pixels stay in
+        memory for later fetches, as long as there is room."""
         ...
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, X]` (float32) of these rows of tickets. Raises MediaError where that can't be: StaleTicket
-        for a file that has changed."""
+        """Returns the patches `[P, X]` (float32) of these rows of tickets. Raises MediaError if they can't be decoded:
+        StaleTicket for a file that has changed."""
         ...
 
     def close(self) -> None:
-        """Ends what belongs to the store."""
+        """Ends the store's processes, threads and connections."""
         ...
 
 
@@ -211,5 +211,5 @@ class ByteStore(Protocol):
     def settings(self) -> MediaSettings: ...
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """The patches `[P, 3, n]` (uint8) of these rows, which stay what they are. From any thread."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows; callers must not change them. From any thread."""
         ...

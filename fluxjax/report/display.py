@@ -1,5 +1,5 @@
-"""The live view of a run: a panel on a terminal, elsewhere a plain line every few seconds. Processes, servers and
-preprocessors have a row of a table or a line each, pixels and rewards a few words."""
+"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. Processes, servers
+and preprocessors have a row of a table or a line each, pixels and rewards a few words."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SECONDS = 5.0
 _PLAIN_HOSTS_SECONDS = 60.0
-_NAMES = ("process", "host", "server", "preprocessor")  # columns on the left of which their texts stand
-MOST = 16  # processes that have a line; of more, the slowest are shown
+_NAMES = ("process", "host", "server", "preprocessor")  # columns whose texts stand on the left
+MOST = 16  # processes that have a line; if there are more, the slowest are shown
 _BUSY = "rewards/busy/"
-_NOTABLE = 0.5  # share of the places of a kind from which it is named
+_NOTABLE = 0.5  # least busy share of a kind's slots at which the kind is shown
 
 
 class Display:
-    """Shows where a run stands while used as a context manager; `note` prints a line that stays."""
+    """Shows the progress of a run while used as a context manager; `note` prints a line that stays."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         self._servers: Callable[[], Sequence[ServerStatus]] = tuple
@@ -45,7 +45,7 @@ class Display:
         self._total = total_steps
         self._rewards: deque[float] = deque(maxlen=60)
         self._last_line = 0.0
-        self._last_hosts = 0.0  # when their lines were printed
+        self._last_hosts = 0.0  # when lines of processes were printed
         self._seconds: dict[str, float] = {}
         self._eval: dict[str, float] = {}
         self._progress = Progress(
@@ -59,7 +59,7 @@ class Display:
         self._task = self._progress.add_task("starting", total=None, left="", words="")
         self._phase = "starting"
         self._ended: deque[float] = deque(maxlen=30)  # when the last steps ended, by `working_time`
-        self.stopping = False  # whether the run ends in good order
+        self.stopping = False  # whether the run stops after the present step
         self._step_tables: list[Table] = []  # of the last step
         self._live = Live(get_renderable=self._drawn, console=self._console) if self._console.is_terminal else None
 
@@ -73,7 +73,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._live:
-            self._live.transient = self._phase == "starting"  # what was shown before the run began is of no use
+            self._live.transient = self._phase == "starting"  # a panel from before the run is of no use
             self._live.stop()
 
     def _break_silence(self, left: threading.Event) -> None:
@@ -93,16 +93,17 @@ class Display:
         hosts: Callable[[], Sequence[HostStatus]] = tuple,
         preprocessors: Callable[[], Sequence[PreprocessorStatus]] = tuple,
     ) -> None:
-        """Shows them as they are at each moment; the functions are called from any thread."""
+        """Shows the present statuses of these functions; they are called from any thread."""
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
-        """Draws all but the numbers of the last step anew, several times a second, in a thread of `Live`."""
+        """Returns the panel: new tables of statuses, and the last step's. A thread of `Live` calls it several times a
+        second."""
         tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
         return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
-        """Begins a phase of `total` steps, of which `done` were done before the run was resumed."""
+        """Begins a phase of `total` steps; `done` of them were done before the run was resumed."""
         self._phase = name
         self._ended.clear()
         self._ended.append(working_time())
@@ -118,7 +119,7 @@ class Display:
         self._ended.append(working_time())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}
-        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # before some, the run was evaluated
+        per_step = statistics.median(b - a for a, b in pairwise(self._ended))  # some include an evaluation
         left = f"{per_step:.2f} s/step, eta {per_step * (self._total - step):.0f} s"
         self._progress.update(self._task, completed=step, left=left)
         if self._live:
@@ -184,7 +185,7 @@ class Display:
 
 
 def data_words(metrics: Mapping[str, float]) -> str:
-    """Returns the numbers of a step in a few words; empty where they say nothing."""
+    """Returns a step's numbers of pixels in a few words; empty if there are none."""
     waited, frames = metrics.get("data/waited", 0.0), metrics.get("data/decoded_frames_per_second", 0.0)
     size = metrics.get("data/fetched_mb", 0.0)
     words = [f"waits {waited:.2f} s"] if size or waited else []
@@ -194,7 +195,8 @@ def data_words(metrics: Mapping[str, float]) -> str:
 
 
 def reward_words(metrics: Mapping[str, float]) -> str:
-    """Says how long rewards take, what they wait for and how many failed; empty where only built-in rules score."""
+    """Says how long rewards take, how many waited, which kinds are busy and how many failed; empty if only built-in
+    rules score."""
     words = []
     if "rewards/seconds_median" in metrics:
         words.append(f"{metrics['rewards/seconds_median']:.2g} s, 95 % {metrics['rewards/seconds_p95']:.2g} s")
@@ -211,12 +213,12 @@ def reward_words(metrics: Mapping[str, float]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Table]:
-    """Returns a table, or none where there are no rows. A row has a cell for each column, and a last one for words that
-    may be cut."""
+    """Returns a table in a list; an empty list if there are no rows. A row has a cell for each column, and a last cell
+    for words that may be cut."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in _NAMES else "right", no_wrap=True)
-    table.add_column()  # the one that gives way where a terminal is narrow
+    table.add_column()  # the column that is cut on a narrow terminal
     for *cells, words in rows:
         table.add_row(*cells, Text(words, no_wrap=True, overflow="ellipsis"))
     return [table] * bool(table.rows)
@@ -253,7 +255,7 @@ def server_table(servers: Sequence[ServerStatus]) -> list[Table]:
 
 
 def host_lines(hosts: Sequence[HostStatus]) -> list[str]:
-    """Returns a line for each process, to be printed."""
+    """Returns a line for each process."""
     lines = []
     for host in _shown(hosts):
         numbers = " | ".join(f"{name} {text}" for name, text in _figures(host).items())

@@ -1,8 +1,7 @@
-"""The files that tell of a run: its metrics, samples of its responses, a log of each process, and `summary.json` at its
-end.
+"""The files about a run: its metrics, samples of its responses, a log of each process, and `summary.json` at its end.
 
-Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if there is one. What shows them in
-another way is a class with the methods of `Board` and a line in `MetricsLog`.
+Metrics are one JSON line a step, TensorBoard event files, and a Prometheus port, if it is set. To show them in another
+way, add a class with the methods of `Board` and a line in `MetricsLog`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..base.types import Group
 from ..config import ReportConfig
 from ..config.run_folder import replace_text
 
-with as_if_missing("torch"):  # that alone takes a second and 200 MB of each process, for tensors that we don't have
+with as_if_missing("torch"):  # torch takes a second and 200 MB of each process, and is not needed
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
@@ -48,8 +47,8 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources show
-    up."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources
+    occur."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
@@ -76,9 +75,9 @@ def dump_samples(
 
 @dataclasses.dataclass
 class Summary:
-    """The results of a run. Accuracies are those of greedy answers to held-out prompts, in [0, 1], one for each source.
+    """The results of a run. Accuracies, one for each source, are shares of right greedy answers to held-out prompts.
 
-    Every checkpoint holds it, so that a resumed run reports the whole run.
+    Every checkpoint holds it, so that a resumed run reports on all of the run.
     """
 
     name: str = ""
@@ -91,13 +90,13 @@ class Summary:
     blind: dict[str, float] = dataclasses.field(default_factory=dict)  # of the final model, every pixel blanked
     chance: dict[str, float] = dataclasses.field(default_factory=dict)  # of the best constant answer
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # wall time of each stage, and `total`
-    logprob_gap_max: float = 0.0  # over steps, of the mean absolute gap of a step
+    logprob_gap_max: float = 0.0  # the largest mean absolute gap of a step
     logprob_gap_alarms: int = 0  # steps whose gap was alarming (`fluxjax.run.callbacks.GAP_ALARMS`)
     samples_trained: int = 0  # responses
     tokens_trained: int = 0  # response tokens
     samples_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # reason -> prompts, of all phases
     rewards_failed: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)  # source -> reason -> responses
-    steps_not_finite: int = 0  # steps whose gradients were not finite: they changed nothing
+    steps_not_finite: int = 0  # steps whose gradients were not finite: they did not change the weights
     checkpoints_failed: int = 0
     resumed_from: list[int] = dataclasses.field(default_factory=list)  # steps
 
@@ -116,7 +115,7 @@ class Summary:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of its body to the stage, but that of compilations to the stage `compile`."""
+        """Adds the wall time of its body to the stage, but the time of compilations to the stage `compile`."""
         started, compiled = working_time(), compilations().seconds
         try:
             with activity(name.replace("_", " ")):
@@ -154,7 +153,7 @@ _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
     """Returns the stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not
-    told of that step yet has none."""
+    reported that step yet has none."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts
@@ -164,7 +163,7 @@ def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
 
 
 def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
-    """Returns a step's metrics of all processes together; none where the run has one process."""
+    """Returns a step's metrics of all processes together; empty if the run has one process."""
     if not hosts:
         return {}
     return {
@@ -178,9 +177,9 @@ def host_metrics(hosts: Sequence[HostStatus]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator[None]:
-    """Writes what this process logs to `run_dir/processes/process-N.log`, appended to what the file holds: its own
-    notes, warnings of libraries, a line a step, and the error that ends the body of the `with`. The terminal gets the
-    warnings as before. Does nothing where the process is alone. Raises OSError if the file cannot be written."""
+    """Appends the log of this process to `run_dir/processes/process-N.log`: its own notes, warnings of libraries, a
+    line a step, and the error that ends the body of the `with`. The terminal gets warnings as before. Does nothing if
+    the run has one process. Raises OSError if the file cannot be written."""
     if processes == 1:
         yield
         return
@@ -189,7 +188,7 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     notes = logging.getLogger(__name__.partition(".")[0])
     root = logging.getLogger()
-    terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: while there is no other
+    terminal = root.handlers or [logging.lastResort or logging.StreamHandler()]  # lastResort: Python's default
     levels = {logger_or_handler: logger_or_handler.level for logger_or_handler in [notes, *terminal]}
     for terminal_handler in terminal:
         terminal_handler.setLevel(max(terminal_handler.level, logging.WARNING))
@@ -200,7 +199,7 @@ def process_log(run_dir: pathlib.Path, process: int, processes: int) -> Iterator
         yield
         log.info("the run is over")
     except BaseException as error:
-        log.info("ended by %s: %s", type(error).__name__, error)  # whoever catches it tells the terminal
+        log.info("ended by %s: %s", type(error).__name__, error)  # a caller reports it on the terminal
         raise
     finally:
         root.handlers = before
@@ -216,8 +215,8 @@ class Board(Protocol):
     """A place that shows the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of a step. Their names are like `reward/digits`, and begin with the phase where that is
-        not RL: `eval/accuracy/digits`."""
+        """Shows the metrics of a step. Names are like `reward/digits`; in phases other than RL they begin with the
+        phase: `eval/accuracy/digits`."""
 
     def close(self) -> None: ...
 
@@ -227,10 +226,10 @@ class TensorBoard:
 
     def __init__(self, folder: pathlib.Path, resume: Mapping[str, int]) -> None:
         folder.mkdir(exist_ok=True)
-        # Not a `SummaryWriter`: its thread ends without a word when the disk is full, and then its queue blocks.
+        # A `SummaryWriter` won't do: its thread ends silently when the disk is full, and then its queue blocks.
         self._board = EventsWriter(str(folder / "events"))
         self._flushed = time.monotonic()
-        if resume:  # TensorBoard forgets the later steps of the killed run
+        if resume:  # makes TensorBoard drop the killed run's later steps
             start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
             self._board.write_event(_EVENTS.Event(wall_time=time.time(), step=resume["rl"] + 1, session_log=start))
 
@@ -258,9 +257,9 @@ class MetricsLog:
         *statuses: Callable[[], Sequence[Any]],
         resume: Mapping[str, int] | None = None,
     ) -> None:
-        """`resume`: by phase, the last step that the checkpoint of a resumed run contains. Later ones, which the killed
-        run wrote, are dropped, so that no step is there twice. Raises OSError if the folder cannot be written,
-        `ConfigError` if the port is taken, or others reach it without a token."""
+        """`resume` has, by phase, the last step in the checkpoint of a resumed run. Later steps, which the killed run
+        wrote, are dropped, so that no step occurs twice. Raises OSError if the folder cannot be written, `ConfigError`
+        if the port is taken, or if other machines reach it without a token."""
         self.file, resume = run_dir / "metrics.jsonl", resume or {}
         self._boards: list[Board] = []
         host, port = settings.prometheus_address

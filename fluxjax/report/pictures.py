@@ -1,5 +1,5 @@
-"""The pictures of a run: how it learned, where the time of its last steps went, and which preprocessor looked at and
-held which medium when."""
+"""The pictures of a run: its accuracy, the time of its last steps by stage, and the times at which each preprocessor
+measured and held each medium."""
 
 import dataclasses
 import pathlib
@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from ..base.statuses import MediumStage, Transition
 from ..base.timeline import Span, disjoint
 
-MOST_ROWS = 240  # media; of more, one in two, three, ... is drawn
-MOST_NAMED = 12  # places in the legend
+MOST_ROWS = 240  # drawn media; if there are more, one in two, three, ... is drawn
+MOST_NAMED = 12  # preprocessors in the legend
 _PLACE_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#7f7f7f")
 _SOURCE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STAGE_COLOURS = {
@@ -45,7 +45,7 @@ def learning_curve(
 ) -> None:
     """Draws held-out accuracy (points) and smoothed training accuracy (lines) of each source against the RL step.
 
-    `records` are those of `metrics.jsonl`; `controls` gives `{"blind": {source: accuracy}, "chance": {...}}`.
+    `records` are the lines of `metrics.jsonl`; `controls` is `{"blind": {source: accuracy}, "chance": {...}}`.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -84,7 +84,7 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def of_steps(spans: Sequence[Span]) -> list[Span]:
-    """The spans of complete steps. Evaluations, which dwarf steps, are left out."""
+    """Returns the spans of complete steps, without evaluations, which take far longer than steps."""
     last = max((span.end for span in spans if span.name == "sync"), default=0.0)
     return [span for span in spans if span.name != "eval" and span.start < last]
 
@@ -118,8 +118,8 @@ def timeline(spans: Sequence[Span], file: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MediumBar:
-    """A time in which a preprocessor (`place`) looked at a medium, or (`held`) had it decoded. `row` counts media in
-    the order in which they were first wanted; `start` and `end` are on the clock of the history."""
+    """A time in which a preprocessor (`place`) measured a medium, or (`held`) had it decoded. `row` counts media in the
+    order of their first requests; `start` and `end` are on the clock of the history."""
 
     row: int
     place: str
@@ -129,14 +129,13 @@ class MediumBar:
 
 
 def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
-    """The bars of a history up to `end`, with those that are still open. A bar that began before the history is left
-    out.
+    """Returns the bars of a history up to `end`; open bars end there. A bar that began before the history is left out.
 
-    A place counts as holding a medium that it has looked at until the place is lost. The books do not know when a place
-    decodes a medium again for which it had no room.
+    After measuring a medium, a preprocessor counts as holding it until the preprocessor is lost. The history does not
+    record that a preprocessor dropped a medium for lack of room and decoded it again.
     """
     rows: dict[Hashable, int] = {}
-    looks: dict[Hashable, tuple[str, float]] = {}  # by key: the place, and since when
+    looks: dict[Hashable, tuple[str, float]] = {}  # by key: the preprocessor, and the start
     holds: dict[Hashable, tuple[str, float]] = {}
     bars: list[MediumBar] = []
 
@@ -166,8 +165,8 @@ def bars_of(history: Iterable[Transition], end: float) -> list[MediumBar]:
 
 
 def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float, later: float) -> list[Span]:
-    """Returns a lane for each place: the times in which it had media to look at, within the time of `spans`. The clock
-    of `spans` is `later` seconds ahead of that of the history, which ends at `end`."""
+    """Returns a lane for each preprocessor: the times in which it measured media, within the time of `spans`. The clock
+    of `spans` is `later` seconds ahead of the clock of the history, which ends at `end`."""
     if not spans:
         return []
     first, last = min(span.start for span in spans), max(span.end for span in spans)
@@ -186,12 +185,12 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
 
 
 def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
-    """Draws a row for each medium, from the first that was wanted down to the last: light while a place looks at it,
-    dark while one holds it. `history` is that of a `FlightStore` up to `end`, on its clock."""
+    """Draws a row for each medium, in the order of first requests: light while a preprocessor measures it, dark while a
+    preprocessor holds it. `history` is a `FlightStore`'s up to `end`, on its clock."""
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)
-    # Chance decides which of some neighbours is drawn: places take turns, and a fixed one may be always theirs.
+    # Chance decides which of neighbouring media is drawn: every n-th medium may belong to the same preprocessor.
     chance = random.Random(0)
     chosen = {first + chance.randrange(every) for first in range(0, rows, every)}
     places = sorted({name for _, name, _, _ in history if name}, key=lambda name: (len(name), name))
@@ -199,12 +198,12 @@ def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path)
     origin = history[0].time if history else end
     figure = Figure(figsize=(10, 5.5), dpi=140, layout="constrained")
     axes = figure.add_subplot()
-    for held in (True, False):  # a look at what is held lies upon it
+    for held in (True, False):  # measuring is drawn over holding
         drawn = [bar for bar in bars if bar.held is held and bar.row in chosen]
         tones = [colours[bar.place] if held else _light(colours[bar.place]) for bar in drawn]
         starts, widths = [bar.start - origin for bar in drawn], [bar.end - bar.start for bar in drawn]
         tops = [bar.row // every * every for bar in drawn]
-        # Edges keep in sight what takes less time than a pixel is wide.
+        # Edges keep bars visible that are narrower than a pixel.
         axes.barh(tops, widths, every, starts, align="edge", color=tones, edgecolor=tones, linewidth=0.4)
     lost = [(place, time - origin) for _, place, stage, time in history if stage is MediumStage.LOST]
     for place, time in lost:

@@ -25,10 +25,10 @@ from ..config import ConfigError
 
 class PrometheusPort:
     """Serves metrics from a thread until it is closed, with memory, CPU seconds and open files of this process
-    (`process_*`); with FLUXJAX_TOKEN in the environment, only to clients that send it as `Authorization: Bearer`."""
+    (`process_*`). If FLUXJAX_TOKEN is in the environment, clients must send it as `Authorization: Bearer`."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", *collectors: StatusCollector) -> None:
-        """Raises ConfigError for a port that is taken or none, and for an address that others reach without a token."""
+        """Raises ConfigError for a taken or invalid port, and if other machines reach the address without a token."""
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, prometheus_client.Gauge] = {}
         prometheus_client.ProcessCollector(registry=self._registry)
@@ -38,7 +38,7 @@ class PrometheusPort:
         if not token and not is_loopback(host):
             raise ConfigError(f"report.prometheus names {host}, which other machines reach: set {TOKEN}")
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:  # `socket.create_server` leaves its socket open where host or port is none
+        try:  # `socket.create_server` leaves its socket open if host or port is invalid
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
             listening.listen()
@@ -71,12 +71,12 @@ _RENAMED = {"version": "weight_version"}
 
 
 class StatusCollector(Collector):
-    """Statuses as Prometheus metrics, `fluxjax_KIND_*`, as they are whenever somebody asks. Nothing where there are
-    none."""
+    """Statuses as Prometheus metrics, `fluxjax_KIND_*`, with their values at the time of each request. Without
+    statuses, there are no metrics."""
 
     kind: ClassVar[str]
     labels: ClassVar[Mapping[str, str]]  # by label, the attribute of a status
-    metrics: ClassVar[Mapping[str, tuple[Family, str]]]  # by name, an attribute of a status: the family, and what it is
+    metrics: ClassVar[Mapping[str, tuple[Family, str]]]  # by an attribute of a status: the family, and the description
 
     def __init__(self, statuses: Callable[[], Sequence[Any]]) -> None:
         self._statuses = statuses
@@ -113,7 +113,7 @@ class ServerCollector(StatusCollector):
 
 
 class HostCollector(StatusCollector):
-    """Trainer processes. Nothing before they have made a step, and of a run of one process."""
+    """Trainer processes. There are no metrics before their first step, nor in a run of one process."""
 
     kind, labels = "host", {"process": "process", "host": "host"}
     metrics: ClassVar = {

@@ -1,4 +1,4 @@
-"""Calls of rewards that take time: in slots, in batches, within seconds; in threads, event loops and processes."""
+"""Calls of slow rewards: in slots, in batches, within seconds; in threads, event loops and processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..base.worker_pool import WorkerDied, WorkerError, WorkerPool, WorkerTimeou
 from ..config import RewardKindConfig
 from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, find_reward
 
-BATCH = 64  # responses that a batched reward gets at once, at most
+BATCH = 64  # most responses in a call of a batched reward
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
-_PING_SECONDS = 0.5  # in which a loop answers that is not blocked
-MEMORY_GIB = 4.0  # that a process of a user's reward may need beside what it imports
+_PING_SECONDS = 0.5  # within which a loop answers if it is not blocked
+MEMORY_GIB = 4.0  # memory of a process of a user's reward, beside its imports
 
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The way to call a reward: `function(*arguments(completions))`, for one completion, or `batched` for several; and
-    its kind, by which calls are bounded."""
+    """The way to call a reward: `function(*arguments(completions))`, for one completion, or for several if `batched`.
+    Its `kind` selects the bounds of calls."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Completion]], tuple[Any, ...]]
@@ -59,7 +59,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self._count, self._free = count, list(range(count))
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._waiting = self._most = 0  # the latter since `usage`
+        self._waiting = self._most = 0  # `_most`: the most since `usage`
         self._busy = 0.0  # seconds that slots were held since `usage`, up to `_tallied`
         self._since = self._tallied = time.monotonic()
 
@@ -67,7 +67,7 @@ class Slots:
     async def slot(self) -> AsyncIterator[int]:
         """Waits for a slot and holds it."""
         loop = asyncio.get_running_loop()
-        if self._semaphore is None or self._semaphore[0] is not loop:  # it belongs to the loop that first waits on it
+        if self._semaphore is None or self._semaphore[0] is not loop:  # a semaphore belongs to one loop
             self._semaphore = loop, asyncio.Semaphore(self._count)
         semaphore = self._semaphore[1]
         self._waiting += 1
@@ -88,7 +88,7 @@ class Slots:
 
     def usage(self) -> tuple[int, float]:
         """Returns the most calls that waited at once, and the share of slots' time in calls, both since the last call
-        of this method; the share is 0 only where no reward was called."""
+        of this method. The share is 0 only if no reward was called."""
         self._tally()
         waited, busy = self._most, self._busy / max((self._tallied - self._since) * self._count, 1e-9)
         self._since, self._busy, self._most = self._tallied, 0.0, self._waiting
@@ -101,18 +101,18 @@ class Slots:
 
 
 class Caller(abc.ABC):
-    """Calls one reward in the slots of its kind; one that scores batches, with up to `BATCH` responses at once."""
+    """Calls one reward in the slots of its kind; a batched reward gets up to `BATCH` responses at once."""
 
     def __init__(self, slots: Slots, batched: bool) -> None:
         self._slots, self._batched = slots, batched
-        self._open: _Batch | None = None  # which others may join
+        self._open: _Batch | None = None  # the batch that other completions may join
 
     async def answer(self, completion: Completion) -> Any:
         """Returns the answer for a completion. Raises RewardFailure."""
         if not self._batched:
             (answer,) = await self._in_a_slot([completion])
         else:
-            if self._open is None or self._open.answers.done():  # cancelled, with the loop that it was sent in
+            if self._open is None or self._open.answers.done():  # cancelled, with its loop
                 self._open = _Batch(self._send)
             batch, place = self._open, len(self._open.completions)
             batch.completions.append(completion)
@@ -138,27 +138,27 @@ class Caller(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, completions: Sequence[Completion]) -> list[Any]:
-        """Returns an answer for each completion: one, unless the reward scores batches. An answer that is a
-        RewardFailure is to be raised; one that is true of all is raised here."""
+        """Returns an answer for each completion; there is one completion, unless the reward scores batches. The caller
+        raises an answer that is a RewardFailure; a failure of all completions is raised here."""
 
-    def close(self) -> None:  # noqa: B027 - what runs here is left behind
-        """Ends calls that are under way, where they can be ended."""
+    def close(self) -> None:  # noqa: B027 - calls in this process go on
+        """Ends calls under way, if they can be ended."""
 
 
 class _Batch:
-    """Completions that are scored together: `send` gets the batch at once, and waits until it is `full`."""
+    """Completions that are scored together: `send` gets the new batch, and waits until it is `full` or time is up."""
 
     def __init__(self, send: Callable[[_Batch], Coroutine[Any, Any, list[Any]]]) -> None:
         self.completions: list[Completion] = []
         self.full = asyncio.Event()
         self.answers = asyncio.create_task(send(self))
-        # Where all that waited were cancelled, nobody asks for an error.
+        # If all waiting calls were cancelled, none of them reads the error.
         self.answers.add_done_callback(lambda answers: answers.cancelled() or answers.exception())
 
 
 class LocalCaller(Caller):
-    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in a loop of their own,
-    coroutines of this package in the run's loop, where the engines are. A call that takes too long is left behind."""
+    """Calls a reward in this process: a blocking function in a daemon thread, users' coroutines in their own loop, this
+    package's coroutines in the run's loop, which the engines use. A call that takes too long is abandoned."""
 
     def __init__(self, reward: Any, seconds: float, loop: UsersLoop, slots: Slots) -> None:
         self._callee, self._seconds, self._loop = Callee.of(reward), seconds, loop
@@ -173,7 +173,7 @@ class LocalCaller(Caller):
             running = asyncio.ensure_future(function(*arguments))
         else:
             running = asyncio.wrap_future(self._loop.submit(function, *arguments))
-        try:  # not wait_for: a coroutine that refuses to be cancelled would hold that up for ever
+        try:  # not `wait_for`: it would wait for ever for a coroutine that refuses to be cancelled
             done, _ = await asyncio.wait({running}, timeout=self._seconds)
         finally:
             running.cancel()
@@ -190,16 +190,16 @@ class LocalCaller(Caller):
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
-    """Calls the function in a thread of its own: the end of the process does not wait for it, should it hang."""
+    """Calls the function in its own thread: should the function hang, the end of the process does not wait for it."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def work() -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled, nobody waits
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
             try:
                 future.set_result(function(*arguments))
             except Exception as error:
                 future.set_exception(error)
-            except BaseException as error:  # such as SystemExit: it must not look like a hang
+            except BaseException as error:  # such as SystemExit: else the call would seem to hang
                 future.set_exception(_no_end(error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
@@ -207,13 +207,13 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> concurren
 
 
 def _no_end(error: BaseException) -> RuntimeError:
-    """Returns what stands for an error that would end a thread, or an event loop."""
+    """Returns a RuntimeError to raise instead of `error`, which would end a thread or an event loop."""
     return RuntimeError(f"raised {type(error).__name__}")
 
 
 class UsersLoop:
-    """An event loop in a daemon thread, for coroutines of users; another one where they block it. The end of the
-    process waits for no task that refuses to be cancelled."""
+    """An event loop in a daemon thread, for coroutines of users; a new loop replaces a blocked one. The end of the
+    process does not wait for a task that refuses to be cancelled."""
 
     def __init__(self) -> None:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None  # the event ends the loop
@@ -234,7 +234,7 @@ class UsersLoop:
         return asyncio.run_coroutine_threadsafe(_awaited(function, *arguments), self._running[0])
 
     async def check(self) -> None:
-        """Leaves the loop behind if it does not answer: what was submitted to it is lost, and times out."""
+        """Abandons the loop if it does not answer: its tasks time out."""
         if (running := self._running) is None:
             return
         answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), running[0]))
@@ -263,7 +263,8 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
 
 
 class ProcessCaller(Caller):
-    """Calls a reward that has an import path in processes: one that takes too long, or too much memory, is killed."""
+    """Calls a reward that has an import path in processes; a process that takes too long, or too much memory, is
+    killed."""
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)
@@ -292,10 +293,10 @@ class ProcessCaller(Caller):
 
 
 def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequence[Any]]]:
-    """Returns the function by which a process scores: by the reward of this `name` and `arguments`, built once.
+    """Returns the function by which a process scores; the reward of this `name` and `arguments` is built once.
 
-    The function takes completions as the run pickled them, and returns an answer for each as plain values, or for all
-    the one reason why they have none: the run takes no objects from a user's code."""
+    The function takes completions as the run pickled them. It returns each answer as plain values, or as the reason
+    that there is no answer: the run takes no objects from a user's code."""
     callee = Callee.of(find_reward(**reward))
 
     def scored(completions: bytes) -> list[Sequence[Any]]:
@@ -311,7 +312,7 @@ def scoring_function(reward: Mapping[str, Any]) -> Callable[[bytes], list[Sequen
 
 
 def plain_answer(result: Any) -> Sequence[Any]:
-    """Returns the values of an answer's `Reward`, or alone the reason why it is none."""
+    """Returns the values of an answer's `Reward`, or only the reason why it is no reward."""
     try:
         return dataclasses.astuple(as_reward(result))
     except RewardFailure as failure:

@@ -1,18 +1,18 @@
-"""Rewards of code by its tests, which run where the code cannot reach them.
+"""Rewards of code by its tests; the code cannot reach the tests.
 
-The code of a response runs in a sandbox; the tests run in a second one, and call it by sending plain data
-(`inside/driver.py`). So the code sees neither what is expected nor where the verdict goes: ending its process, printing
-what a grader might look for, or an object that equals everything is worth 0.
+The code of a response runs in a sandbox; the tests run in a second sandbox, and call the code by sending plain data
+(`inside/driver.py`). So the code sees neither the expected values nor the verdict's channel: ending its process,
+printing a verdict, or returning an object that equals everything is worth 0.
 
 The answer of a prompt is a JSON object of one of these shapes:
 
-- `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: a program reads each input and must print its output;
+- `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: a program reads each input and must print its output.
 - `{"entry_point": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}`: a function is called with each of the
-  inputs;
-- `{"entry_point": "add", "tests": "def check(candidate): ..."}`: HumanEval's; `setup`, if there is one, is code that
-  stands before the response's, such as HumanEval's prompt, which the response may also continue;
-- `{"tests": "from solution import add\\ndef test_add(): ..."}`: KodCode's: functions `test_...`, classes `Test...`,
-  unittest's classes. Plain assertions do as well (MBPP), also as a list.
+  inputs.
+- `{"entry_point": "add", "tests": "def check(candidate): ..."}`, as in HumanEval. An optional `setup` is code that
+  stands before the response's code, such as HumanEval's prompt; the response may also continue it.
+- `{"tests": "from solution import add\\ndef test_add(): ..."}`, as in KodCode: functions `test_...`, classes `Test...`,
+  classes of unittest; or plain assertions, also as a list (MBPP).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _REASONS = {"memory": "used too much memory", "output": "printed too much", "fil
 @dataclasses.dataclass
 class TimeLimits:
     """Gives a test case `min(max(minimum, factor * anchor), maximum)` seconds (Flexes, section 4.3, "Code Sandbox
-    Execution"); all of them where it has no anchor yet.
+    Execution"); `maximum` if it has no anchor yet.
 
     The anchor of a case is the longest time that a correct response has taken for it in this run. With `adaptive` off
     every case has the maximum. Anchors are a part of a run's state: a resumed run gives the same time as before.
     """
 
     minimum: float = 2.0  # seconds
-    factor: float = 2.0  # for cores that are busy with other things
+    factor: float = 2.0  # allows for cores that do other work, too
     maximum: float = 30.0  # seconds
     adaptive: bool = True
     anchors: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -63,7 +63,7 @@ class TimeLimits:
         return min(max(self.minimum, self.factor * self.anchors[case]), self.maximum)
 
     def learn(self, case: str, seconds: float) -> None:
-        """Notes what a case took in a response that is correct as a whole."""
+        """Notes the time of a case in a response that passed all cases."""
         self.anchors[case] = max(self.anchors.get(case, 0.0), seconds)
 
 
@@ -72,7 +72,7 @@ _OBJECT = {"object": True}
 
 @dataclasses.dataclass(eq=False)
 class CodeReward(BuiltIn):
-    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` where the sandbox
+    """Gives 1 if the code of a response passes every test of its task, else 0. Raises `ConfigError` if the sandbox
     cannot work."""
 
     name = kind = "code"
@@ -81,13 +81,13 @@ class CodeReward(BuiltIn):
     # bubblewrap, subprocess (which protects nothing), or an object of the protocol `Sandbox`
     sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
     _: dataclasses.KW_ONLY
-    python: str = ""  # the interpreter of tests and code; empty: the one that runs this
-    packages: bool = False  # they find its site packages, which takes it longer to start
+    python: str = ""  # the interpreter of tests and code; empty: this process's
+    packages: bool = False  # tests and code may import the interpreter's site packages; it then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
-    # What each of their processes may use: its time is that of `time_limits`, what a program must print comes on top.
+    # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
-    seconds: float = positive(45.0)  # of all inputs of a program together, fewer than the kind `code` has
+    seconds: float = positive(45.0)  # for all inputs of a program together; less than the kind `code` has
     partial: bool = False  # the value of a program is the share of its inputs that have the right output
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class CodeReward(BuiltIn):
         self._inside = {f"inside/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises `DataError` for an answer that is no task, or a task that no code could pass here,
+        """Returns the reward. Raises `DataError` for an answer that is no task, or whose tests cannot run here,
         `SandboxError` if the sandbox fails."""
         task = read_task(completion.prompt)
         code = find_code(completion.text, task.entry_point)
@@ -134,7 +134,7 @@ class CodeReward(BuiltIn):
         return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds, output=self.limits.output + output)
 
     async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
-        """Runs a program once for each input, until one has another output than expected (with `partial`, all)."""
+        """Runs a program for each input, until an output is not the expected one (with `partial`, for all inputs)."""
         results: list[_Result] = []
         for number, (given, expected) in enumerate(zip(task.inputs, task.outputs, strict=True)):
             case, left = f"{name}#{number}", self.seconds - sum(result.seconds for result in results)
@@ -172,7 +172,7 @@ class CodeReward(BuiltIn):
     def _job(
         self, module: str, function: str, name: str, content: str, limits: SandboxLimits, stdin: bytes = b""
     ) -> SandboxJob:
-        """A job that calls a function of `inside/` with a file."""
+        """Returns a job that calls a function of `inside/` with a file."""
         files = {**self._inside, name: content.encode(errors="replace")}
         return SandboxJob((*self._python, _INSIDE.format(module, function, name)), files, stdin, limits)
 
@@ -185,7 +185,7 @@ class _Result:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text without white space at their ends, and without empty lines at its own."""
+    """Returns the lines of a text, without white space at their ends and without empty lines at the text's end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -194,7 +194,7 @@ def _timed_out(outcome: Outcome) -> bool:
 
 
 def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
-    """Says how a job ended that should have ended well; an empty text if it has."""
+    """Says why a job failed; an empty text if it ended well."""
     if _timed_out(outcome):
         return f"timed out after {limits.seconds:g} s"
     if outcome.reason in _REASONS:
@@ -206,7 +206,8 @@ def _ended(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
-    """Returns what the tests say has failed, and what became of the code's process where that says more."""
+    """Returns the failure that the tests report, and how the code's process ended if it failed, too; an empty text if
+    all tests passed. Raises `DataError` for unusable tests."""
     if failure := _ended(outcome, limits):
         return failure
     try:
@@ -225,11 +226,11 @@ def _verdict(outcome: Outcome, partner: Outcome, limits: SandboxLimits) -> str:
 # --- tasks and code ---------------------------------------------------------------------------------
 
 LONGEST_CODE = 100_000  # characters
-_FENCE = re.compile(  # quantifiers that give nothing back: a text of one endless line takes no quadratic time
+_FENCE = re.compile(  # possessive quantifiers: a text of one endless line takes no quadratic time
     r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\2|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-_STATEMENT = re.compile(  # that begins a line; nothing is parsed here: Python's parser can be made to crash
+_STATEMENT = re.compile(  # a statement at the start of a line; not parsed, because text can crash Python's parser
     r"^[ \t]*+(?:(?:async|class|def|for|if|try|while|with)\b[^\n]*:|import[ \t]|from[ \t]+[\w.]++[ \t]+import\b"
     r"|return\b|[\w.]++\(|[\w.,\[\]* \t]++[-+/%&|^@]?=(?!=))",
     re.MULTILINE,
@@ -255,7 +256,7 @@ class CodeTask:
 
     @property
     def cases(self) -> int:
-        """The number of its cases: each input of a program is one, or all tests of functions together."""
+        """The number of cases: one for each input of a program; one for all tests of functions."""
         return len(self.inputs) if self.program else 1
 
 
@@ -294,14 +295,14 @@ def _task(answer: Any) -> CodeTask:
 
 
 def find_code(text: str, entry_point: str = "") -> str:
-    """Returns the code of a response, without the indentation of its fence; all of the response where it has no fence.
-    Empty if there is none, or more than anybody would write."""
+    """Returns the code of a response, without the indentation of its fence; all of the response if it has no fence.
+    Empty if there is no code, or more than `LONGEST_CODE`."""
     found = [(language.lower(), _dedented(body, len(before))) for before, _, language, body in _FENCE.findall(text)]
     defines = re.compile(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
 
     def rank(block: tuple[str, str]) -> tuple[bool, ...]:
-        """A block counts if it defines what is asked for; else if it is called Python; else if it has a statement."""
+        """Ranks a block that defines `entry_point` first, then one marked as Python, then one with a statement."""
         language, body = block
         return bool(entry_point and defines.search(body)), language in _LANGUAGES, bool(_STATEMENT.search(body))
 
@@ -310,7 +311,7 @@ def find_code(text: str, entry_point: str = "") -> str:
 
 
 def _dedented(body: str, columns: int) -> str:
-    """Takes the indentation of a fence off the lines within it (CommonMark 0.31, 4.5), if the first one has it."""
+    """Takes a fence's indentation off its lines (CommonMark 0.31, 4.5), as far as the first line has it."""
     first = re.search(r"^[ \t]*+(?=\S)", body, re.MULTILINE)
     columns = min(columns, len(first[0]) if first else 0)
     return re.sub(rf"^[ \t]{{1,{columns}}}", "", body, flags=re.MULTILINE) if columns else body

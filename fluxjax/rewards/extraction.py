@@ -1,7 +1,7 @@
 r"""The answer inside a response: in its tags, in its `\boxed{}`, behind "the answer is", or its last number.
 
-All of this takes time that grows with the text's length at most, and looks at the end of a long text only: a response
-is nobody's friend. Digits are those of ASCII.
+The functions take at most linear time, and read only the end of a long text: a response may be adversarial. Digits are
+ASCII digits.
 """
 
 import re
@@ -12,7 +12,7 @@ TAIL = 20_000  # characters searched for an answer, from the end
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,40})"
 _NUMBER = rf"(?:{_DIGITS}(?:\.[0-9]{{0,40}})?|\.[0-9]{{1,40}})(?:[eE][-+]?[0-9]{{1,3}})?"
 _PERCENT = r"\s{0,3}(?:\\?%)?"
-# No part of a longer number or of a word; a sign between two terms is an operator.
+# Matches no part of a longer number or of a word; a sign between two terms is an operator.
 _IN_TEXT = re.compile(
     rf"(?<![0-9A-Za-z_])(?<![0-9]\.)(?:(?<![0-9A-Za-z)\]}}])[-+])?{_NUMBER}(?:/[0-9]{{1,40}})?(?![0-9]|[eE][-+]?[0-9]){_PERCENT}"
 )
@@ -24,8 +24,8 @@ _SENTENCE_END = re.compile(r"[.!?]?(?:\n|$)|[.!?]\s(?=[A-Z])")
 
 
 def explicit_answer(text: str) -> str | None:
-    """Returns the answer that the text marks as one, `None` if it marks none. The last mark counts, and of different
-    marks the first of these: `<answer>` tags, `\\boxed{}` (also inside the tags), "answer is" or "answer:"."""
+    """Returns the answer that the text marks, `None` if it marks none. Marks are, the first kind first, `<answer>`
+    tags, `\\boxed{}` (also inside the tags), and "answer is" or "answer:"; the last mark of a kind counts."""
     text = text[-TAIL:]
     inside = tagged(text)
     if inside is not None:
@@ -36,7 +36,7 @@ def explicit_answer(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """Returns what the last `<answer>…</answer>` encloses."""
+    """Returns the content of the last `<answer>…</answer>`; `None` if there is none."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return None if begin < 0 else text[begin + len("<answer>") : end]
@@ -68,7 +68,7 @@ def stated(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number as it is written, with its sign, fraction and percent sign."""
+    """Returns the last number as the text writes it, with its sign, fraction and percent sign; `None` without one."""
     found = None
     for match in _IN_TEXT.finditer(_plain_minus(text[-TAIL:])):
         found = match[0].strip()
@@ -76,9 +76,9 @@ def last_number(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    r"""Returns the number that the whole text is: `-1,000.5`, `3/4`, `\frac{3}{4}`, `2e-3` or `12 %` (which is 0.12).
+    r"""Returns the value of a text that is only a number: `-1,000.5`, `3/4`, `\frac{3}{4}`, `2e-3` or `12 %` (0.12).
 
-    `None` if it is something else: an expression, a number and a unit, NaN, infinity, a division by 0.
+    `None` for other text: an expression, a number and a unit, NaN, infinity, a division by 0.
     """
     text = _plain_minus(text).strip().removeprefix("$").removesuffix("$").strip()
     if len(text) > 200:
@@ -94,27 +94,27 @@ def as_number(text: str) -> Fraction | None:
 
 
 def last_place(text: str) -> Fraction:
-    """Returns what one more in the last place of a decimal is worth: 0.01 for `3.14`; 0 where there is no decimal."""
+    """Returns the value of one unit in the last place of a decimal: 0.01 for `3.14`; 0 if there is no decimal."""
     match = re.search(r"\.([0-9]*)(?:[eE]([-+]?[0-9]+))?", text)
     place = Fraction(10) ** (int(match[2] or 0) - len(match[1])) if match else Fraction(0)
     return place / 100 if "%" in text else place
 
 
 def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], tolerance: float) -> bool:
-    """Says whether numbers differ by rounding only: by at most `tolerance` times the larger one, and by less than the
-    last place of either (0: it has none)."""
+    """Says whether numbers differ by rounding only: by at most `tolerance` times the larger number, and by less than
+    the coarser of the `places`, a unit in each number's last place (0: it has no decimals)."""
     difference, place = abs(wanted - found), max(places)
     return difference <= Fraction(str(tolerance)) * max(abs(wanted), abs(found)) and not (place and difference >= place)
 
 
 def matches(question: Mapping[str, str]) -> bool:
-    """Says whether all of `text` matches `pattern`; a full stop is any character, a newline too. For a process that can
-    be killed, as the next: some patterns take for ever."""
+    """Says whether all of `text` matches `pattern`; a full stop is any character, a newline too. Some patterns take for
+    ever, so a process that can be killed calls this function and `last_group`."""
     return re.fullmatch(question["pattern"], question["text"], re.DOTALL) is not None
 
 
 def last_group(question: Mapping[str, str]) -> str | None:
-    """Returns the first group of the last place in `text` that `pattern` matches; None where there is none."""
+    """Returns the first group of the last match of `pattern` in `text`; None if there is no match."""
     found = None
     for match in re.finditer(question["pattern"], question["text"]):
         found = match[1]
@@ -122,7 +122,7 @@ def last_group(question: Mapping[str, str]) -> str | None:
 
 
 def sendable(text: str) -> str:
-    """Returns the text without surrogates, which no process can be sent, nor any file hold."""
+    """Returns the text with surrogates replaced: they can neither be sent to processes nor written to files."""
     return text.encode("utf-8", "replace").decode()
 
 

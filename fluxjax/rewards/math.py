@@ -1,7 +1,7 @@
 r"""Rewards for mathematical answers: exact, numeric and LaTeX, compared by math-verify in processes that can be killed.
 
-What needs no algebra is decided at once. The rest goes to worker processes, since it may take for ever
-(`9^{9^{9^9}}`) or all memory: a process that does is killed, and its answer is wrong, while others go on.
+Comparisons without algebra are decided at once. Others go to worker processes, since they may take for ever
+(`9^{9^{9^9}}`) or all memory: such a process is killed, and its answer is wrong, while other processes go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .named import BuiltIn
 from .rules import RIGHT, WRONG
 
 _WORD = re.compile(r"(?:[a-z]+ )*[a-z]{4,}(?: [a-z]+)*|yes|no", re.IGNORECASE)  # fewer letters may be a product
-# Lists that go on, products of transposes and of vectors, which it takes in any order, numbers side by side (it adds).
+# Math-verify misreads endless lists; products of transposes or vectors (in any order); adjacent numbers (it adds them).
 _MISREAD = re.compile(r"\\ldots|[A-Z]\)?\^\{T\}|\\vec.*\\times|(?<![0-9_^.])[0-9]+(?:\.[0-9]+)? +[0-9]")
 _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 
@@ -31,23 +31,23 @@ _POINTS = re.compile(r"[A-Z](?: ?[A-Z]){1,2}")
 class MathAnswer(BuiltIn):
     r"""Gives 1 if the answer in the text equals the prompt's, else 0.
 
-    The answer is what `<answer>` tags, `\boxed{}` or "the answer is" mark, the last of them; else the last number
-    (`only_marked`: else there is none). It is compared as text, as a number, and at last by math-verify, which takes
-    `x^2+2x+1` and `(x+1)^2` for equal. A unit may be missing, but is no other. Order doesn't count in a list without
-    brackets, which is a set. Needs the extra `math`.
+    The answer is the last text that `<answer>` tags, `\boxed{}` or "the answer is" mark; else the last number (with
+    `only_marked`, there is none). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
+    equals `(x+1)^2`. A unit may be missing, but not differ. A list without brackets is a set: its order doesn't count.
+    Needs the extra `math`.
     """
 
     name = kind = "math"
     counted = "compared", "timed_out", "gave_up"
-    # Two numbers with a decimal point are equal if they differ by at most this much of the larger one, and by less than
-    # one in the last place that is written.
+    # Two numbers, if either has a decimal point, are equal if they differ by at most this share of the larger number,
+    # and by less than one unit of the last written place.
     tolerance: float = not_negative(1e-6)
     lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
-    most_characters: int = positive(1000)  # of an answer; a longer one is wrong
+    most_characters: int = positive(1000)  # of an answer; a longer answer is wrong
     workers: int = positive(4)  # processes, of about 60 MiB each
-    seconds: float = positive(2.0)  # that a comparison may take
-    memory_gib: float = positive(1.0)  # that a comparison may need
+    seconds: float = positive(2.0)  # of a comparison
+    memory_gib: float = positive(1.0)  # of a comparison
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +63,8 @@ class MathAnswer(BuiltIn):
         )
 
     async def score(self, completion: Completion) -> Reward:
-        """Scores a completion. Raises what `WorkerPool.call` does, but for a comparison that takes too long: the answer
-        is to blame."""
+        """Scores a completion. Raises the errors of `WorkerPool.call` other than those that the answer causes: a
+        comparison that takes too much time or memory, or fails."""
         given = explicit_answer(completion.text)
         if given is None and not self.only_marked:
             given = last_number(completion.text)
@@ -103,15 +103,15 @@ class MathAnswer(BuiltIn):
 
 
 def decided(reference: Notation, given: Notation, tolerance: float, lenient: bool) -> bool | None:
-    """Says whether answers are equal where that takes no algebra; else `None`."""
-    other_unit = reference.unit != given.unit and reference.unit and given.unit  # a missing one is no other
+    """Says whether answers are equal if that takes no algebra; else `None`."""
+    other_unit = reference.unit != given.unit and reference.unit and given.unit  # a missing unit does not differ
     if not given.formula or other_unit or reference.signs != given.signs:
         return False
     wanted, found = reference.plain, given.plain
     if wanted.replace(" ", "") == found.replace(" ", ""):
         return True
     if _WORD.fullmatch(wanted) or (_POINTS.fullmatch(wanted) and _POINTS.fullmatch(found)):
-        return wanted.casefold() == found.casefold()  # math-verify takes them for products of letters, in any order
+        return wanted.casefold() == found.casefold()  # math-verify reads them as products of letters, in any order
     if reference.words != given.words or _MISREAD.search(wanted) or _MISREAD.search(found):
         return False
     numbers = as_number(wanted), as_number(found)
@@ -127,14 +127,14 @@ def decided(reference: Notation, given: Notation, tolerance: float, lenient: boo
 
 # --- the parts of an answer's LaTeX ---------------------------------------------------------------
 
-_NAMES = (  # of units, without the s of a plural; slashes stand between the names of one
+_NAMES = (  # of units, without a plural's s; slashes separate the names of one unit
     "m/meter/metre cm/centimeter/centimetre mm/millimeter/millimetre km/kilometer/kilometre in/inch/inche ft/foot/feet "
     "yd/yard mi/mile mg/milligram g/gram kg/kilogram lb/pound oz/ounce ton/tonne s/sec/second min/minute h/hr/hour day "
     "week month yr/year ml/milliliter/millilitre l/liter/litre gal/gallon degree/deg c/celsius f/fahrenheit rad/radian "
     "unit dollar/usd cent euro/eur n/newton j/joule w/watt v/volt hz/hertz mph person/people"
 )
 _UNITS = {name: names.split("/")[0] for names in _NAMES.split() for name in names.split("/")}
-# One plural behind a number counts something, unless it changes the number.
+# A single plural behind a number names counted things, unless it changes the number.
 _COUNTED = r"(?!(?:plu|minu|time|thousand|million|billion|dozen|hundred|halve|third|quarter|alway)s)[a-z]{2,}[^s\W\d]s"
 _BASES = re.findall(r"\w+", "two three four five six seven eight nine ten eleven twelve")
 _SIGNS = "\u2212\u2013\u2260\u2264\u2265\u221e\u03c0\u00d7\u00b7\u2205\u00b0\u221a\u2026"
@@ -143,7 +143,7 @@ _TRANSLATED = {ord(sign): f"{command} ".replace("- ", "-") for sign, command in 
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """Returns the fraction that a repeating decimal is."""
+    """Returns a repeating decimal as a fraction."""
     whole, first, again = match.groups()
     value = Fraction(int(whole + first + again) - int(whole + first), 10 ** len(first) * (10 ** len(again) - 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -151,9 +151,9 @@ def _repeating(match: re.Match[str]) -> str:
 
 _WORDY = r"text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox"
 _DECIMAL = r"(?<![0-9])([0-9]{1,20})\."
-_REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one way of writing for several, in this order
+_REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # notations to a common notation, in this order
     (r"^(-?)\\\$\s?([0-9.,]+)$", r"\1\2\\text{dollars}"),
-    # Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; what sizes brackets; a space of negative width.
+    # Dollars, and \( \) \[ \] but for the \\[2pt] of a matrix; sizes of brackets; a space of negative width.
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\s+", " "),
     (r"\{,\}", ","),
@@ -173,7 +173,7 @@ _REWRITTEN: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [  # one wa
     (_DECIMAL + r"()\(([0-9]{1,20})\)", _repeating),
     (r"(?<![\w^])([0-9]+(?:\.[0-9]+)?) ?\\(?:times|cdot) ?10 ?\^ ?(?:\{ ?(-?[0-9]{1,3}) ?\}|([0-9]))", r"\1e\2\3"),
     (r"\\equiv(?![a-zA-Z])", "="),
-    # A letter alone is no word, but behind a number at the end perhaps a unit.
+    # A letter alone is no word; behind a number at the end it may be a unit.
     (r"\\text\{ ?([A-Za-z0-9]) ?\}(?!$)|(?<![0-9}] )(?<![0-9}])\\text\{ ?(\w) ?\}|\\text\{([ei])\}", r" \1\2\3"),
 ]
 _DENIAL = re.compile(r"\\(?:neq?|notin|not|lnot|neg)(?![a-zA-Z])|\bnot\b")
@@ -190,22 +190,22 @@ _UNIT = re.compile(
     r" ?(?:\\text\{[^{}]*\}|\^\\circ ?|(?<=[0-9)}\]])[A-Za-z]{2,}|(?<=[0-9)}\]] )[A-Za-z]{2,})"
     r"(?:[ /A-Za-z]|\\cdot ?|\\text\{[^{}]*\}|\^ ?\{?-?[0-9]\}?)*$"
 )
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # of degrees, which are no unit of its value
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # its degrees are no unit of its value
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 
 class Notation(NamedTuple):
-    """The parts of an answer, each in one way of writing: its formula, and what math-verify drops."""
+    """The parts of an answer, each in a common notation: its formula, and the parts that math-verify drops."""
 
     formula: str
     plain: str  # the formula without the commands around words
     unit: str  # or the modulus; empty: none
-    words: set[str]  # within the formula
-    signs: list[str]  # that math-verify drops: negations, derivatives, the bases of numbers
+    words: set[str]  # of the formula
+    signs: list[str]  # dropped by math-verify: negations, derivatives, the bases of numbers
 
     @property
     def latex(self) -> str:
-        """The formula for math-verify, which reads 3e8 as 3 * e * 8, and ABC as a product in any order."""
+        """The formula, rewritten because math-verify reads 3e8 as 3 * e * 8, and ABC as a product in any order."""
         latex = re.sub(r"(?<![A-Za-z_])([0-9.]+)[eE]([-+]?[0-9]+)(?![0-9.])", r"\1 \\times 10^{\2}", self.formula)
         return re.sub(r"(?<![A-Za-z\\{])([A-Z]{3,})(?![A-Za-z(])", r"\\text{\1}", latex)
 
@@ -225,13 +225,13 @@ def notation(latex: str) -> Notation:
         text, unit = text[: match.start()], f"mod {match[1].strip()}"
     elif (match := _UNIT.search(text)) and match.start() and not _FUNCTION.search(text) and (unit := _unit(match[0])):
         text = text[: match.start()].rstrip()
-    words = re.findall("[a-z]{2,}", " ".join(_TEXT.findall(text.rpartition("=")[2])))  # before = stands a name
+    words = re.findall("[a-z]{2,}", " ".join(_TEXT.findall(text.rpartition("=")[2])))  # a name stands before =
     plain = " ".join(_TEXT.sub(r" \1 ", text).split())
     return Notation(text, plain, unit, set(words) - {"and", "or"}, signs + _MARK.findall(text))
 
 
 def _unit(phrase: str) -> str:
-    """Returns a unit in one way of writing; empty if the phrase is none."""
+    """Returns a unit in a common notation; empty if the phrase is no unit."""
     text = _TEXT.sub(r" \1 ", phrase.replace(r"^\circ", " degree ").replace(r"\cdot", " ")).casefold()
     text = re.sub(r"\b(?:(sq|square)|cu|cubic)\.? +([a-z]+)", lambda match: f"{match[2]}{2 if match[1] else 3}", text)
     text = re.sub(r"\bper\b", "/", text)

@@ -1,11 +1,11 @@
 r"""The comparison of two answers by math-verify, as a worker process calls it. JAX is not imported here.
 
-What math-verify takes for equal and `strict` refuses:
+Math-verify accepts these pairs as equal, `strict` refuses them:
 - `12\%` and `12`: here, `12\%` is 0.12;
 - `(1,2)` and `\{1,2\}`: it reads the first as an interval, and compares the ends;
-- any two equations that nothing solves, as `AB = BA + 1` and `AB = BA`.
+- any two equations without solutions, as `AB = BA + 1` and `AB = BA`.
 
-Numbers that are equal to six decimals, as all small ones are, it takes for equal always; they are compared here.
+Math-verify accepts numbers that are equal to six decimals, as all small numbers are; this file compares numbers itself.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from .extraction import last_place, near
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out: the pool has one
 _PERCENT = re.compile(r"([0-9.]+)\s?\\?%")
-# Units were taken out before; plain expressions would be searched for in LaTeX that can't be read.
+# `notation` has removed units; without this list, plain expressions would be searched for in unreadable LaTeX.
 _LATEX = [
     math_verify.LatexExtractionConfig(
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     )
 ]
-_tolerance = 0.0  # of the comparison at work
+_tolerance = 0.0  # of the present comparison
 _library_equal = grader.sympy_numeric_eq
 
 
 def equal(question: Mapping[str, Any]) -> bool:
-    """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read. Takes as
-    long as it takes: whoever calls this bounds it."""
+    """Says whether the LaTeX `given` equals `reference`; without `given`, whether `reference` can be read. The caller
+    bounds its time."""
     global _tolerance
     if "given" not in question:
         return not isinstance(_parsed(str(question["reference"]))[0], str)
@@ -58,8 +58,8 @@ def equal(question: Mapping[str, Any]) -> bool:
 
 
 def _parsed(latex: str) -> list[Any]:
-    parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # text, where it can't be
-    with contextlib.suppress(TypeError, AttributeError):  # multiples of i have no order: there it stays a letter
+    parsed = math_verify.parse(f"${latex}$", _LATEX, parsing_timeout=cast(int, None))[:1]  # text if it is unreadable
+    with contextlib.suppress(TypeError, AttributeError):  # bounds with i have no order: i stays a letter
         return [tree.xreplace({x: sympy.I for x in tree.free_symbols if x.name == "i"}) for tree in parsed]
     return parsed
 
@@ -69,7 +69,7 @@ def _verified(reference: list[Any], given: list[Any]) -> bool:
 
 
 def _numbers_equal(wanted: Any, found: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """Compares as `grader.sympy_numeric_eq` does, but with a relative tolerance. Of sums, terms are compared."""
+    """Compares as `grader.sympy_numeric_eq` does, but with a relative tolerance. Sums are compared term by term."""
     expressions = isinstance(wanted, sympy.Expr) and isinstance(found, sympy.Expr)
     if not expressions or wanted.has(sympy.UnevaluatedExpr) or found.has(sympy.UnevaluatedExpr):
         return _library_equal(wanted, found, float_rounding, numeric_precision)
@@ -83,7 +83,7 @@ def _numbers_equal(wanted: Any, found: Any, float_rounding: int, numeric_precisi
     )
 
 
-grader.sympy_numeric_eq = _numbers_equal  # it is called for the numbers within sets, intervals, matrices, too
+grader.sympy_numeric_eq = _numbers_equal  # also called for numbers within sets, intervals and matrices
 
 
 def _brackets(latex: str) -> str:
@@ -105,9 +105,9 @@ def _same_sides(wanted: sympy.Eq, found: sympy.Eq) -> bool:
 def _solvable(equation: sympy.Eq) -> bool:
     try:
         return bool(sympy.solve(equation, equation.free_symbols))
-    except Exception:  # whatever sympy raises where it knows no way: math-verify hasn't compared solutions then, either
+    except Exception:  # sympy found no method: then math-verify hasn't compared solutions, either
         return True
 
 
-# The first comparison in a process builds tables for most of a second: before any answer's time is counted.
+# The first comparison in a process builds tables for most of a second; it is made here, before answers are timed.
 equal({"reference": r"x = \frac{1}{2}", "given": r"2x = 1", "strict": True})

@@ -1,4 +1,4 @@
-"""Finds rewards, by name in `REWARDS` or a user's by import path, and reads what they answer.
+"""Finds rewards, built-in ones by name in `REWARDS` or a user's by import path, and checks their answers.
 
 A reward is one of these:
 
@@ -6,7 +6,7 @@ A reward is one of these:
 - an object with `score(completion) -> Reward | float`, also `async`;
 - an object with `compute(prompts, responses)`, which returns a `Reward` or a number for each response of a batch.
 
-What is neither a `Reward` nor a finite number is no answer.
+An answer must be a `Reward` or a finite number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES = "a function, or an object with score(completion) or compute(prompts, re
 
 @dataclasses.dataclass(frozen=True)
 class FoundReward:
-    """The reward that a name stands for, or its class, of which `build` makes an object when it is needed."""
+    """The reward that a name stands for, or the reward's class; then `build` makes an object."""
 
     name: str
     field: str  # of the configuration, in messages
@@ -62,7 +62,7 @@ class FoundReward:
     arguments: Mapping[str, Any]
 
     def build(self) -> Any:
-        """Returns the reward. Raises `ConfigError` where its class refuses the arguments."""
+        """Returns the reward. Raises `ConfigError` if its class refuses the arguments."""
         if not inspect.isclass(self.value):
             return functools.partial(self.value, **self.arguments) if self.arguments else self.value
         try:
@@ -75,8 +75,8 @@ class FoundReward:
 
 
 def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> FoundReward:
-    """Returns what `name` stands for: a key of `REWARDS` or `module:attribute`. Raises `ConfigError` naming `field`
-    where there is no such thing, it is no reward, or it has no such `arguments`."""
+    """Returns the reward that `name` stands for: a key of `REWARDS` or `module:attribute`. Raises `ConfigError`, naming
+    `field`, if there is no such attribute, it is no reward, or it has no such `arguments`."""
     value = REWARDS.get(name)
     if ":" in name:
         kinds, module = (types.FunctionType, type), name.partition(":")[0]
@@ -95,17 +95,17 @@ def find(name: str, field: str = "reward", arguments: Mapping[str, Any] | None =
 
 
 def find_reward(name: str, field: str = "reward", arguments: Mapping[str, Any] | None = None) -> Any:
-    """Returns the reward of this name; of a class, an object. Raises `ConfigError` as `find` does."""
+    """Returns the reward of this name; an object if the reward is a class. Raises `ConfigError` as `find` does."""
     return find(name, field, arguments).build()
 
 
 class BuiltIn:
-    """The base of built-in rewards that are dataclasses of parameters. `name` is theirs in `REWARDS`, `kind` that by
-    which their calls are bounded."""
+    """The base of built-in rewards that are dataclasses of parameters. `name` is a reward's name in `REWARDS`; `kind`
+    selects the bounds of its calls."""
 
     name: ClassVar[str]
     kind: ClassVar[str] = "rule"
-    counted: ClassVar[tuple[str, ...]] = ()  # the names of what they count in `_counts`
+    counted: ClassVar[tuple[str, ...]] = ()  # names in `_counts`
     _counts: collections.defaultdict[str, float]
 
     def __post_init__(self) -> None:
@@ -114,14 +114,14 @@ class BuiltIn:
         check_fields(cast(Any, self), f"{self.name}.")
 
     def take_counts(self) -> dict[str, float]:
-        """Returns counts of what happened since the last call, by the names of metrics behind `rewards/`."""
+        """Returns the counts since the last call, by the names of metrics behind `rewards/`."""
         counts = {f"{self.name}/{name}": float(self._counts[name]) for name in self.counted}
         self._counts.clear()
         return counts
 
 
 def is_reward(value: Any) -> bool:
-    """Says whether a value is a reward, or the class of one."""
+    """Says whether a value is a reward or a reward's class."""
     if any(callable(getattr(value, method, None)) for method in ("score", "compute")):
         return True
     if inspect.isclass(value):
@@ -138,11 +138,11 @@ class Failing(enum.Enum):
     TIMED_OUT = "timed_out"
     RAISED = "raised"
     DIED = "died"  # its process ended, or needed too much memory
-    INVALID = "invalid"  # it answered, but with no reward
+    INVALID = "invalid"  # its answer is no reward
 
 
 class RewardFailure(Exception):
-    """A reward failed on a response, which is then scored 0 with the `reason`."""
+    """A reward failed on a response. The response is then scored 0 with the `reason`."""
 
     def __init__(self, failing: Failing, reason: str) -> None:
         super().__init__(reason)
@@ -150,11 +150,11 @@ class RewardFailure(Exception):
 
 
 def as_reward(result: Any) -> Reward:
-    """Returns a reward's answer as a `Reward`, with values of the types that it declares, which checkpoints hold; a
-    bool or a number of at least 1, but for rounding, is correct. Raises RewardFailure."""
+    """Returns a reward's answer as a `Reward`, whose values have the declared types, so that checkpoints can hold them.
+    True, or a number of at least 1 but for rounding, is correct. Raises RewardFailure."""
     if not isinstance(result, Reward):
         value = _number(result)
-        return Reward(value, value > 1.0 - 1e-6)  # shares of a sum, or of float32
+        return Reward(value, value > 1.0 - 1e-6)  # sums of shares, and float32, are rounded
     try:
         parts = {str(name): _number(value) for name, value in result.parts.items()}
         return Reward(_number(result.value), bool(result.correct), str(result.reason), parts, _number(result.seconds))
@@ -163,8 +163,8 @@ def as_reward(result: Any) -> Reward:
 
 
 def _number(value: Any) -> float:
-    """Returns a finite number of Python, numpy, JAX or the like, also an array without dimensions. Raises
-    RewardFailure."""
+    """Returns a finite number of Python, numpy, JAX or the like as a float, also from an array without dimensions.
+    Raises RewardFailure."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, numbers.Real | decimal.Decimal):
         raise RewardFailure(Failing.INVALID, f"returned {type(value).__name__}, expected Reward or a number")
@@ -172,12 +172,13 @@ def _number(value: Any) -> float:
         if not math.isfinite(number):
             raise RewardFailure(Failing.INVALID, f"returned {float(number)}")
         return float(number)
-    except (OverflowError, ValueError) as error:  # an integer or a fraction beyond floats, a signalling NaN
+    except (OverflowError, ValueError) as error:  # a number too large for a float, a signalling NaN
         raise RewardFailure(Failing.INVALID, f"returned {type(number).__name__}, which is no float: {error}") from None
 
 
 def as_batch(results: Any, count: int) -> list[Any]:
-    """Returns the answers to a batch of `count` responses, one for each. Raises RewardFailure for another number."""
+    """Returns a batched reward's answers, one for each of `count` responses. Raises RewardFailure for another number
+    of answers."""
     if callable(tolist := getattr(results, "tolist", None)):  # an array
         results = tolist()
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):

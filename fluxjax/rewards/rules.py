@@ -1,7 +1,7 @@
 """Rewards that compare text with the known answer: pure, a few microseconds each.
 
-`Reward.correct` is always the exact match of the normalised texts (of the numbers, for `number`), whatever shape
-`value` has: it is what accuracy counts.
+`Reward.correct`, which accuracy counts, is always the exact match of the normalised texts (of the numbers, for
+`number`), whatever shape `value` has.
 """
 
 import re
@@ -12,7 +12,7 @@ from .extraction import as_number, last_number
 
 EXACT_BONUS = 0.5  # the part of a shaped reward that only a fully right answer gets
 WRONG, RIGHT = Reward(0.0, False), Reward(1.0, True)
-# Signs of a formula but for the dollars and percents of a number; a number and a letter, or another number.
+# Matches signs of a formula, except a number's dollar and percent signs; a number beside a letter or another number.
 _FORMULA = re.compile(
     r"\\(?![$%])|[\^_{}\u221a\u03c0]|[0-9](?:!|(?![eE][-+]?[0-9])[A-Za-z])|[0-9](?![eE][-+]?[0-9])[^0-9,./]+.*[0-9]"
     r"|[0-9],(?:[^0-9].*|[0-9]{1,2}(?![0-9]))"
@@ -30,22 +30,22 @@ def exact(prompt: Prompt, text: str) -> Reward:
 
 
 def positions(prompt: Prompt, text: str) -> Reward:
-    """Gives half for the share of positions that are right, half for all of them.
+    """Gives half for the share of positions that are right, half for an entirely right text.
 
-    Characters are compared one by one, and the end of the text counts as one more: stopping in the right place is
-    a hit, stopping early or late is none. The share is of the longer of the two, so that length is never free.
+    Characters are compared one by one, and the end of the text counts as one more character: stopping at the right
+    length is a hit. The share is of the longer text's positions, so that length is never free.
     """
     return _shaped(normalise(prompt.answer), normalise(text))
 
 
 def digits(prompt: Prompt, text: str) -> Reward:
-    """Scores as `positions` does, blind to white space: for transcriptions of digits."""
+    """Scores transcriptions of digits as `positions` does, but ignores white space."""
     return _shaped("".join(prompt.answer.split()), "".join(text.split()))
 
 
 def number(prompt: Prompt, text: str) -> Reward:
     """Gives 1 if the last number in the text equals the last number in the answer: `1,000`, `1000.0` and `2000/2` are
-    one number. 0 if either has none."""
+    equal. Gives 0 if either text has no number."""
     given, wanted = _number(text), _number(prompt.answer)
     return RIGHT if given is not None and given == wanted else WRONG
 
@@ -56,20 +56,20 @@ def _number(text: str) -> Fraction | None:
 
 
 def no_answer(prompt: Prompt) -> str:
-    """Says why no text can be the prompt's answer; empty if one can."""
+    """Says why no text can be the prompt's answer; else empty."""
     return "" if normalise(prompt.answer) else "is empty"
 
 
 def no_number(prompt: Prompt) -> str:
-    r"""Says why the last number of the prompt's answer is not the answer, as in `10\sqrt{3}`; empty if it is. What
-    stands before `####` or in an earlier line is no part of it."""
+    r"""Says why the last number of the prompt's answer is not the answer, as in `10\sqrt{3}`; else empty. Text before
+    `####` or in an earlier line is no part of the answer."""
     last = prompt.answer.rpartition("####")[2].strip().rpartition("\n")[2]
     if _number(last) is None:
         return "has no number"
     return "is more than a number" if _FORMULA.search(last) else ""
 
 
-# By rule, the function that says why it can't grade a prompt's answer.
+# Rules, each with the function that says why the rule can't grade a prompt's answer.
 UNREADABLE = {exact: no_answer, positions: no_answer, digits: no_answer, number: no_number}
 
 

@@ -1,4 +1,4 @@
-"""Scoring of responses: the rewards of each source, protected from rewards that raise, hang or answer nonsense."""
+"""Scores responses by the rewards of each source; a reward that raises, hangs or answers nonsense can't end the run."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxjax.rewards")
 
-_KEPT = 65_536  # prompts of which the progress is remembered: far more than are in flight
+_KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
-_CLOSING_SECONDS = 5.0  # that the `close` of a reward may take
-_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards, which have processes of their own
+_CLOSING_SECONDS = 5.0  # for the `close` of a reward
+_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards that stay here; they have their own workers
 _LOGGED = 5  # failures of one reward that are logged one by one
-_WINDOW = 1000  # the share of failures is that of this many last responses
-_REASONS = 32  # different reasons that are told apart
+_WINDOW = 1000  # last responses over which the share of failures is computed
+_REASONS = 32  # reasons that are counted each; others are counted together
 _LENGTH = 200  # characters of a reason
 
 
 @dataclasses.dataclass(eq=False)
 class GuardedReward:
-    """One reward of one source. What it fails on is scored 0 with a reason, counted, and logged a few times.
-    `note(source, text)` is called for each failure, `give_up(line)` whenever there are too many."""
+    """One reward of one source. A failure is scored 0 with a reason, counted, and logged a few times. `note(source,
+    text)` is called for each failure, `give_up(line)` whenever there are too many."""
 
     source: str
     name: str
-    reward: Any  # None: it is made in its processes only
-    caller: Caller | None  # None: a built-in rule, which is called at once
+    reward: Any  # None: the reward is built only in its processes
+    caller: Caller | None  # None: a built-in rule, which is called directly
     max_failed: float
     note: Callable[[str, str], None]
     give_up: Callable[[str], object]
-    # By way of failing; whoever reads it clears it.
+    # Counts by way of failing; `Scorer.metrics` reads and clears them.
     since: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     _reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     _recent: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_WINDOW))
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward of one completion; what it fails on has the value 0 and the reason."""
+        """Returns the reward of one completion; a failure has the value 0 and the reason."""
         begin = time.monotonic()
         try:
             if self.caller is None:
@@ -63,7 +63,7 @@ class GuardedReward:
                 answer = await self.caller.answer(completion)
             reward = as_reward(answer)
             self._recent.append(False)
-        except Exception as error:  # whatever a user's object does when it is looked at must not end the run
+        except Exception as error:  # even reading a user's object may raise, and must not end the run
             failure = error if isinstance(error, RewardFailure) else RewardFailure(Failing.INVALID, said(error))
             self._failed(completion.prompt.id, failure)
             reward = Reward(0.0, False, failure.reason)
@@ -72,7 +72,7 @@ class GuardedReward:
         return dataclasses.replace(reward, seconds=time.monotonic() - begin)
 
     def unreadable(self, prompt: Prompt) -> str:
-        """Says why the reward can't grade the prompt's answer; empty if it can, or can't tell."""
+        """Says why the reward can't grade the prompt's answer; empty if it can, or if it has no such check."""
         rule = UNREADABLE.get(self.reward) if inspect.isfunction(self.reward) else None
         tells: Any = rule or getattr(self.reward, "unreadable", None)
         return str(tells(prompt)) if callable(tells) else ""
@@ -91,7 +91,7 @@ class GuardedReward:
         self.note(self.source, f"{self.name}: {reason}")
         scored, failed = len(self._recent), sum(self._recent)
         if scored >= JUDGED and failed > self.max_failed * scored:
-            self._recent.clear()  # a later run begins to count anew
+            self._recent.clear()  # a later run counts from 0
             self.give_up(
                 f"reward {self.name!r} of data.sources.{self.source} failed on {failed / scored:.0%} of the last "
                 f"{scored} responses, more than rewards.max_failed = {self.max_failed:g}; most often: "
@@ -101,9 +101,9 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights, which may change during the run; no weights: it has just one.
+    """The rewards of a source by name, and their weights, which may change during the run. A single reward has none.
 
-    Of several, the first one says what is correct. A reward that failed adds nothing to the sum.
+    The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
     """
 
     rewards: Mapping[str, GuardedReward]
@@ -116,7 +116,7 @@ class WeightedSum:
 
     @property
     def takes_time(self) -> bool:
-        """Says whether there is more to it than built-in rules."""
+        """Says whether any of the rewards is not a built-in rule."""
         return any(reward.caller is not None for reward in self.rewards.values())
 
     async def score(self, completion: Completion, progress: float) -> Reward:
@@ -137,7 +137,7 @@ class WeightedSum:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what its rewards want to have kept in checkpoints, by name."""
+        """Returns the states of its rewards for checkpoints, by name."""
         states = {name: getattr(reward.reward, "state_dict", None) for name, reward in self.rewards.items()}
         return {name: state() for name, state in states.items() if callable(state)}
 
@@ -150,8 +150,8 @@ class WeightedSum:
 class Scorer:
     """Scores each response by its source's rewards; `decode` turns token ids into the text.
 
-    The built-in rules run at once, all others in slots of their kind (`calls.py`). One that raises, takes too long or
-    returns neither a `Reward` nor a finite number gives a scored 0 with the reason.
+    Built-in rules run at once, all other rewards in slots of their kind (`calls.py`). If a reward raises, takes too
+    long, or returns neither a `Reward` nor a finite number, the response is scored 0 with the reason.
     """
 
     def __init__(
@@ -165,37 +165,37 @@ class Scorer:
         note: Callable[[str, str], None] = lambda source, text: None,
         give_up: Callable[[str], object] = log.error,
     ) -> None:
-        """`given` are rewards as objects, by source, or, where that has several, by the names of these: they replace
-        the configured ones. `progress` is that of the run, in [0, 1]. `note(source, text)` is told of each failure,
-        `give_up` of a reward that fails too often. Raises `ConfigError`."""
+        """`given` has objects that replace configured rewards, by source; for a source with several rewards, a mapping
+        of their names to objects. `progress` returns the run's progress, in [0, 1]. `note(source, text)` is called for
+        each failure, `give_up(line)` for a reward that fails too often. Raises `ConfigError`."""
         self.decode = decode
         self._settings, self._note, self._give_up = settings or RewardsConfig(), note, give_up
         self._progress = progress
         self._users_loop: UsersLoop | None = None
         self._rewards: list[GuardedReward] = []
         self._slots: dict[str, Slots] = {}  # by kind
-        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return what rewards count themselves
-        # Of responses with rewards that take time, since the last step: the seconds that each waited for its reward.
+        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return the rewards' own counts
+        # The seconds that each response waited for rewards other than rules, since the last `metrics`.
         self._seconds: list[float] = []
-        self._open = 0  # such responses that are still to be scored
+        self._open = 0  # responses that wait for such rewards
         self._begun: dict[int, float] = {}  # by draw: the progress when the first of its responses was scored
         given = dict(given or {})
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
         self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
-        self._held_out: dict[str, WeightedSum] = {}  # of sources that have rewards of their own for held-out prompts
+        self._held_out: dict[str, WeightedSum] = {}  # of sources with an `eval_reward`
         for name, source in sources.items():
             if source.eval_reward:
                 reward = self._guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")
                 self._held_out[name] = WeightedSum({"": reward}, {})
 
     def check_answers(self, texts: Mapping[str, Iterable[str]], held_out: bool = False) -> None:
-        """Takes in the prompts and answers of each source, by turns, and warns of those of the first 500 answers that a
-        reward can't grade. Raises `ConfigError` where their share is above `rewards.max_unreadable`."""
+        """Reads each source's `texts`, a prompt and its answer alternately, and warns of answers, among the first 500,
+        that a reward can't grade. Raises `ConfigError` if their share is above `rewards.max_unreadable`."""
         for name, prompts_and_answers in texts.items():
             some = list(itertools.islice(prompts_and_answers, 2 * _LOOKED_AT))
             pairs = [(text, answer) for text, answer in zip(some[::2], some[1::2], strict=True) if answer]
-            prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # a record without one is skipped
+            prompts = [Prompt("", name, text, answer) for text, answer in pairs]  # records without answers are skipped
             rewards = (held_out and self._held_out.get(name)) or self._training[name]
             for reward in rewards.rewards.values():
                 found = [f"{prompt.answer[:80]!r} {why}" for prompt in prompts if (why := reward.unreadable(prompt))]
@@ -213,9 +213,9 @@ class Scorer:
     # --- scoring --------------------------------------------------------------------------------
 
     async def score(self, prompt: Prompt, response: Response) -> Reward:
-        """Returns the reward of one response. Never raises for what a reward does; `KeyError` for an unknown source.
+        """Returns the reward of one response. A reward's failure never raises; an unknown source raises `KeyError`.
 
-        Up to its first wait it reads the run's progress, which decides the weights of all responses to the prompt."""
+        Before its first `await` it reads the run's progress, which sets the weights for all responses to the prompt."""
         rewards = self._training[prompt.source]
         progress = self._of_prompt(prompt.draw) if rewards.changes else 0.0
         text = self.decode(response.token_ids)
@@ -240,7 +240,7 @@ class Scorer:
             self._open -= 1
 
     def _of_prompt(self, draw: int) -> float:
-        """Returns the progress by which a prompt is weighed: samples of one group are compared, by the same weights."""
+        """Returns the progress that sets a prompt's weights: equal for all its samples, which are compared."""
         if draw not in self._begun:
             self._begun[draw] = self._progress()
             if len(self._begun) > _KEPT:
@@ -248,8 +248,8 @@ class Scorer:
         return self._begun[draw]
 
     def metrics(self) -> dict[str, float]:
-        """Returns what rewards did since the last call, by the names in `metrics.jsonl` (docs/rewards.md, "What is
-        measured"): seconds, counts, and shares in [0, 1]; nothing where only rules were at work."""
+        """Returns the metrics of rewards since the last call, by their names in `metrics.jsonl` (docs/rewards.md, "What
+        is measured"): seconds, counts, and shares in [0, 1]; empty if only rules were called, and none failed."""
         seconds, self._seconds = sorted(self._seconds), []
         usages = {kind: slots.usage() for kind, slots in self._slots.items()}
         used = {kind: usage for kind, usage in usages.items() if usage[1]}
@@ -277,7 +277,7 @@ class Scorer:
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns JSON: what rewards want to have kept, and by which progress prompts are weighed."""
+        """Returns JSON: the states of rewards, and the progress that sets each prompt's weights."""
         return {
             "begun": [[draw, progress] for draw, progress in self._begun.items()],
             "training": {name: rewards.state_dict() for name, rewards in self._training.items()},
@@ -285,14 +285,14 @@ class Scorer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; checkpoints of earlier releases have nothing."""
+        """Restores the result of `state_dict`; in checkpoints of earlier releases it is empty."""
         self._begun = dict(state.get("begun", []))
         for part, sums in (("training", self._training), ("held_out", self._held_out)):
             for name, rewards in sums.items():
                 rewards.load_state_dict(state.get(part, {}).get(name, {}))
 
     def close(self) -> None:
-        """Ends processes and threads; calls `close` of the rewards that have it, and waits a moment for that."""
+        """Ends processes and threads; calls each reward's `close`, if it has one, and waits a few seconds for it."""
         for reward in self._rewards:
             if reward.caller is not None:
                 reward.caller.close()
@@ -342,8 +342,8 @@ class Scorer:
         return self._rewards[-1]
 
     def _called(self, found: FoundReward, is_object: bool) -> tuple[Any, Caller | None]:
-        """Returns a reward and what calls it: nothing calls a built-in rule; processes make and call all others, unless
-        their kind is a built-in one or a part of them has to be here."""
+        """Returns a reward and its caller: None for a built-in rule. Processes build and call a user's reward by import
+        path, unless it is asynchronous, keeps state or has a kind of `_HERE`; this process calls all others."""
         if inspect.isfunction(found.value) and found.value in UNREADABLE and not found.arguments:
             return found.value, None
         from .calls import Callee, LocalCaller, ProcessCaller, Slots, UsersLoop
@@ -359,7 +359,7 @@ class Scorer:
             return None, ProcessCaller(found, *bounds_of(callee.kind))
         reward = found.build()
         bounds, slots = bounds_of(Callee.of(reward).kind)
-        if callable(call_within := getattr(reward, "call_within", None)):  # it ends by itself, with its own reason
+        if callable(call_within := getattr(reward, "call_within", None)):  # it ends a call itself, with its own reason
             call_within(bounds.seconds)
         if (take_counts := getattr(reward, "take_counts", None)) is not None:
             self._counting.append(take_counts)

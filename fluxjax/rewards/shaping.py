@@ -1,6 +1,6 @@
-"""Rewards for how an answer is written, not for what it says: its format, and DAPO's penalty for length.
+"""Rewards for the form of an answer, not for its content: its format, and DAPO's penalty for length.
 
-They are parts of a mixture: `correct` says whether the form is as it should be.
+They are parts of a mixture; their `correct` says whether the form is right.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ _THOUGHT_AND_ANSWER = re.compile(
 
 @dataclasses.dataclass(eq=False)
 class Format(BuiltIn):
-    """Gives 1 if the whole text has the format, else 0.
+    """Gives 1 if the entire text has the format, else 0.
 
-    That is `<think>…</think><answer>…</answer>`: each tag once, something in both, white space only elsewhere
-    (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). With a `pattern`: what `re.fullmatch` says with it, a full stop
-    being any character. A pattern may take for ever for some text, so that it is matched in a process that is killed
-    after `seconds`; the text has no such format then.
+    The format is `<think>…</think><answer>…</answer>`: each tag once, text in both pairs, only white space outside them
+    (DeepSeek-R1, arXiv:2501.12948, section 2.2.2). A `pattern` replaces it: the text must match by `re.fullmatch`, with
+    a full stop for any character. A pattern may take for ever for some text, so it is matched in a process that is
+    killed after `seconds`; then the text counts as not matching.
     """
 
     name = kind = "format"
@@ -63,7 +63,7 @@ class Overlong(BuiltIn):
 
     For a response of n tokens, with `most_tokens` as L_max and `interval` as L_cache: 0 up to L_max - L_cache, -1
     beyond L_max, and (L_max - L_cache - n) / L_cache in between. The paper has 20,480 and 4,096; `most_tokens`
-    should be `rollout.max_new_tokens`. A text whose tokens nobody counted, such as a held-out answer's, gets 0.
+    should be `rollout.max_new_tokens`. A text without a count of tokens, such as a held-out answer, gets 0.
     """
 
     name = "overlong"

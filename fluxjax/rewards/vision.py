@@ -1,7 +1,7 @@
 """Rewards for questions about pictures: choices, numbers, transcriptions, boxes, lists.
 
 Each compares the text with the prompt's answer in a few milliseconds, however long and odd the text is. All but
-`EditDistance` look for the answer where the text marks one (`extraction.explicit_answer`).
+`EditDistance` and `BoxOverlap` use the answer that the text marks (`extraction.explicit_answer`).
 """
 
 import dataclasses
@@ -25,10 +25,11 @@ _BETWEEN_ITEMS = re.compile(r"->|→|[\n;,>]")
 
 @dataclasses.dataclass(frozen=True)
 class NumericAnswer(BuiltIn):
-    """Gives 1 if the marked number, or else the last of the text, is near the prompt's answer.
+    """Gives 1 if the marked number, or else the text's last number, is near the prompt's answer.
 
-    Near is within `tolerance` times the answer, or within `absolute` of it. 5 % is the "relaxed accuracy" of ChartQA
-    (arXiv:2203.10244, section 5.1). `12 %` is 0.12. Raises ValueError if the prompt's answer has no number.
+    It is near if it differs by at most `tolerance` times the answer, or by at most `absolute`. 5 % is ChartQA's
+    "relaxed accuracy" (arXiv:2203.10244, section 5.1). `12 %` is 0.12. Raises ValueError if the prompt's answer has no
+    number.
     """
 
     name = "numeric"
@@ -51,10 +52,10 @@ class NumericAnswer(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class EditDistance(BuiltIn):
-    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L the longer one's length.
+    """Gives 1 - d / L: d is the Levenshtein distance of the text and the prompt's answer, L the greater length.
 
-    That is the similarity of ANLS (arXiv:1905.13648, section 4) with its `threshold` of 0.5: what is less similar
-    gets 0. The text is what `<answer>` tags enclose, if there are any. White space is counted as single spaces.
+    This is the similarity of ANLS (arXiv:1905.13648, section 4) with its `threshold` of 0.5: a less similar text gets
+    0. If there are `<answer>` tags, only the text between them counts. A run of white space counts as one space.
     """
 
     name = "edit_distance"
@@ -78,10 +79,10 @@ class EditDistance(BuiltIn):
 
 @dataclasses.dataclass(frozen=True)
 class OrderedList(BuiltIn):
-    """Gives the share of places that have the right item, of the longer list; 1 is the whole list in its order.
+    """Gives the share of the longer list's positions that have the right item; 1 for the complete list in its order.
 
-    A list is JSON, or items between commas, semicolons, arrows or lines; of a text without a marked answer, the last
-    line that is not empty. `graded=False`: 1 for the whole list, else 0.
+    A list is JSON, or items between commas, semicolons, arrows or lines. A text without a marked answer has its list in
+    the last line that is not empty. With `graded=False` it gives 1 for the complete list, else 0.
     """
 
     name = "ordered_list"
@@ -125,11 +126,11 @@ def _items(text: str) -> Sequence[str]:
 # --- choices ----------------------------------------------------------------------------------
 
 LETTERS = "ABCDEFGHIJ"
-_LONGEST = 1000  # characters of what may be an answer; a longer one is none
+_LONGEST = 1000  # characters of an answer; a longer text chooses nothing
 _OPTION_LINE = re.compile(r"^[ \t]{0,9}\(?([A-J])[).:]", re.MULTILINE)
 _OPTION_INLINE = re.compile(r"(?<!\S)\(?([A-J])\)")
 _BEGINS = re.compile(r"[\s*(\[]{0,4}([A-Ja-j])(?:[)\]*.:]{1,4}|$)\s{0,9}")
-# A letter by itself. "A" and "I" are words, too, unless in brackets or before what tells of an answer.
+# A letter by itself. "A" and "I" are words if a word in lower case follows, except "is", "or" and "and".
 _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\b|and\b)[a-z]))(?![\w'\u2019])")
 
 
@@ -137,8 +138,8 @@ _LETTER = re.compile(r"\(([A-J])\)|(?<![\w'\u2019])([B-HJ]|[AI](?!\s+(?!is\b|or\
 class Choice(BuiltIn):
     """Gives 1 if the text chooses the option that the prompt's answer names: by letter, or by the option's text.
 
-    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is what the text marks as its answer,
-    else its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. One that names two options is none.
+    Options are read from the prompt: `A. cat`, `(A) cat`, `A) cat`. The choice is in the answer that the text
+    marks, else in its last line that is not empty: `B`, `(B)`, `B. cat`, `the cat`. Two named options are no choice.
     """
 
     name = "choice"
@@ -160,8 +161,8 @@ class Choice(BuiltIn):
 
 
 def options_of(question: str) -> dict[str, str]:
-    """Returns the options of a question by letter; none unless there are A and B. They stand at the beginning of lines,
-    or, where none do, in brackets within one."""
+    """Returns the options of a question by letter; empty unless there are A and B. Options stand at the beginning of
+    lines, or, if there are none, behind letters in brackets within a line."""
     question = question[-TAIL:]
     for pattern in (_OPTION_LINE, _OPTION_INLINE):
         options = _options(question, list(pattern.finditer(question)))
@@ -171,7 +172,7 @@ def options_of(question: str) -> dict[str, str]:
 
 
 def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
-    """The text between marks in alphabetical order, up to the end of its line; what stands before an A is none."""
+    """Returns the text behind each mark in alphabetical order, up to the end of its line; an A begins anew."""
     options: dict[str, str] = {}
     for index, mark in enumerate(marks):
         if mark[1] == "A":
@@ -183,7 +184,7 @@ def _options(question: str, marks: Sequence[re.Match[str]]) -> dict[str, str]:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters that the text chooses: one, if it is clear; where no options are known, perhaps any."""
+    """Returns the letters that the text chooses: one, if the choice is clear. Without `options`, any letter counts."""
     if len(text) > _LONGEST:
         return set()
     plain = normalise(text)
@@ -202,7 +203,8 @@ def _letters(text: str, known: set[str]) -> set[str]:
 
 
 def _named(plain: str, options: Mapping[str, str]) -> set[str]:
-    """The letters of options whose text stands in `plain` as whole words, but not within that of another of them."""
+    """Returns the letters of options whose text stands in `plain` as complete words, unless within a longer option's
+    text that stands there, too."""
     held = {
         letter: option
         for letter, option in options.items()
@@ -224,18 +226,18 @@ _BOX = re.compile(rf"[\[(]{_N},{_N}(?:,|\)\s{{0,9}},\s{{0,9}}\(){_N},{_N}[\])]")
 
 @dataclasses.dataclass(frozen=True)
 class BoxOverlap(BuiltIn):
-    """Gives the sum of IoU over matched boxes, divided by the greater number of boxes: a box too many costs.
+    """Gives the sum of IoU over matched boxes, divided by the greater number of boxes, so that superfluous boxes cost.
 
     A box is `[x1, y1, x2, y2]`, `(x1,y1),(x2,y2)` or JSON with such lists (`[{"bbox_2d": [..], "label": ".."}]`), with
     x1 < x2 and y1 < y2, in the unit of the prompt's answer. Labels are not compared. Boxes are matched one to one, for
-    the greatest sum. With a `threshold` above 0, a pair counts 1 from that IoU on, else 0. Raises ValueError if the
-    prompt's answer has no box.
+    the greatest sum. With a `threshold` above 0, a pair counts 1 if its IoU reaches the threshold, else 0. Raises
+    ValueError if the prompt's answer has no box.
     """
 
     name = "boxes"
     threshold: float = within(0.0, "[0, 1]")
-    correct_from: float = within(0.5, "(0, 1]")  # IoU of every pair from which the answer counts as right
-    most_boxes: int = positive(100)  # more of them get 0
+    correct_from: float = within(0.5, "(0, 1]")  # least IoU of every pair in a right answer
+    most_boxes: int = positive(100)  # a text with more boxes gets 0
 
     async def score(self, completion: Completion) -> Reward:
         wanted = boxes_in(completion.prompt.answer)
@@ -258,22 +260,22 @@ class BoxOverlap(BuiltIn):
 
 
 def _matched(overlaps_NM: Float64[np.ndarray, "N M"]) -> Float64[np.ndarray, " K"]:
-    """The overlaps of the pairs, min(N, M) of them, whose sum is the greatest."""
+    """Returns the overlaps of the min(N, M) pairs with the greatest sum."""
     if 1 in overlaps_NM.shape:
         return overlaps_NM.max(keepdims=True).reshape(1)
-    # Not above: it takes most of a second, and every process that scores imports this file.
+    # Imported here, because it takes most of a second, and every process that scores imports this file.
     from scipy.optimize import linear_sum_assignment
 
     return overlaps_NM[linear_sum_assignment(overlaps_NM, maximize=True)]
 
 
 def boxes_in(text: str) -> Float64[np.ndarray, "N 4"]:
-    """The boxes of a text, in order, as x1, y1, x2, y2."""
+    """Returns the boxes of a text, in order, as x1, y1, x2, y2."""
     return np.array([match.groups() for match in _BOX.finditer(text)], np.float64).reshape(-1, 4)
 
 
 def iou(first_N4: Float64[np.ndarray, "N 4"], second_M4: Float64[np.ndarray, "M 4"]) -> Float64[np.ndarray, "N M"]:
-    """Intersection over union of each pair of boxes; 0 for a box without an area."""
+    """Returns the intersection over union of each pair of boxes; 0 if both lack an area."""
     low_NM2 = np.maximum(first_N4[:, None, :2], second_M4[None, :, :2])
     high_NM2 = np.minimum(first_N4[:, None, 2:], second_M4[None, :, 2:])
     common_NM = np.prod(np.maximum(high_NM2 - low_NM2, 0.0), axis=-1)

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of actions, each with its moment; of equal moments, the action put in first is done first."""
+"""Virtual time: a queue of actions, each with its time; of actions at equal times, the first added is done first."""
 
 import heapq
 import math
@@ -9,11 +9,11 @@ Handle = list  # [time, serial, action or None]; opaque to callers
 
 
 class ClockError(RuntimeError):
-    """Something is to happen in the past, or never."""
+    """An action's time is in the past, or not finite."""
 
 
 class Clock:
-    """`now` is in seconds and begins at 0. Nothing is real time; a run takes as long as its actions take to compute."""
+    """A virtual clock: `now` is in seconds and begins at 0. A run takes only the time that its actions compute."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,16 +31,16 @@ class Clock:
         return handle
 
     def after(self, delay: float, action: Action) -> Handle:
-        """Calls `action` in `delay` seconds; otherwise like `at`."""
+        """Calls `action` in `delay` seconds, as `at` does."""
         return self.at(self.now + delay, action)
 
     def cancel(self, handle: Handle | None) -> None:
-        """Takes an action back; does nothing if the action has been done or cancelled already."""
+        """Cancels an action; does nothing if the action has been done or cancelled already."""
         if handle is not None:
             handle[2] = None
 
     def run(self) -> None:
-        """Does all actions, also those put in meanwhile."""
+        """Does all actions, also actions that are added meanwhile."""
         while self._queue:
             time, _, action = heapq.heappop(self._queue)
             if action is not None:

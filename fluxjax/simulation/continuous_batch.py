@@ -1,6 +1,6 @@
 """The contents of a simulated engine, without time: samples that run, samples that wait, and the cache they share.
 
-Tokens are counted by steps: a running sample has one token more for each decode step since it was let in.
+Tokens are counted by steps: a running sample has one more token for each decode step since it was let in.
 """
 
 import bisect
@@ -14,7 +14,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 class SampleProgress(NamedTuple):
-    """The tokens of a sample so far; `segments` are their (weight version, tokens)."""
+    """The number of a sample's tokens so far; `segments` are (weight version, number of tokens)."""
 
     rid: str
     sample: int
@@ -23,7 +23,7 @@ class SampleProgress(NamedTuple):
 
 
 class Sequence:
-    """A sample on its way to `total` tokens behind a prompt of `prompt` tokens."""
+    """A sample that will have `total` tokens behind a prompt of `prompt` tokens."""
 
     __slots__ = ("generated", "joined", "mark", "prompt", "rid", "sample", "segments", "total", "waits")
 
@@ -31,7 +31,7 @@ class Sequence:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
         self.joined = 0  # the step at which it was let in
         self.mark = -1  # the step that makes its last token; -1: the sample does not run
-        self.segments = begun  # of what was generated before it was let in
+        self.segments = begun  # of the tokens generated before it was let in
         self.generated = sum(tokens for _, tokens in begun)
         self.waits = True
 
@@ -47,18 +47,18 @@ class Batch:
         self.running: dict[Sequence, None] = {}  # in the order in which they were let in
         self.waiting = 0
         self.preemptions = self.decoded = 0
-        self._queue: deque[Sequence] = deque()  # samples that wait, and some that are gone
-        self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some that are stale
+        self._queue: deque[Sequence] = deque()  # samples that wait, and some removed samples
+        self._marks: list[tuple[int, int, Sequence]] = []  # heap of (mark, serial, sample), with some stale entries
         self._serial = 0
         self._versions = [(0, version)]  # (first step, version)
-        self._watermark = kv_limit // 100  # tokens kept free when a sample is let in: else it might be thrown out soon
+        self._watermark = kv_limit // 100  # free tokens after a sample is let in: else it might soon be expelled
 
     def add(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
         self.waiting += 1
 
     def fits(self, sequence: Sequence, kv: int) -> bool:
-        """Tells whether a sample may be let in, with `kv` tokens in the cache."""
+        """Says whether a sample may be let in, with `kv` tokens in the cache."""
         running = len(self.running)
         if not running:
             return True
@@ -66,7 +66,7 @@ class Batch:
         return running < self.max_running and kv + sequence.prompt + sequence.generated + room <= self.kv_limit
 
     def admit(self) -> int:
-        """Lets in waiting samples in their order, as far as there is room; returns the tokens to compute for that."""
+        """Lets in waiting samples in their order while there is room; returns the number of tokens to prefill."""
         queue, computed = self._queue, 0
         while self.waiting:
             sequence = queue[0]
@@ -89,13 +89,13 @@ class Batch:
         self.kv += sequence.prompt + sequence.generated
 
     def preempt(self) -> None:
-        """Throws out the youngest samples until each of the others has room for a token."""
+        """Expels the samples let in last until each other sample has room for a token."""
         while self.kv + len(self.running) > self.kv_limit:
             self._expel(next(reversed(self.running)))
             self.preemptions += 1
 
     def expel_all(self) -> None:
-        """Makes all running samples wait again, in the same order, before those that waited already."""
+        """Makes all running samples wait again, in the same order, before samples that already waited."""
         for sequence in tuple(reversed(self.running)):
             self._expel(sequence)
 
@@ -106,7 +106,7 @@ class Batch:
         self.waiting += 1
 
     def remove(self, sequence: Sequence) -> SampleProgress:
-        """Takes a sample out, whether it runs or waits, and returns what it has."""
+        """Removes a running or waiting sample, and returns its tokens so far."""
         progress = SampleProgress(sequence.rid, sequence.sample, *self._generated(sequence))
         if sequence.waits:
             sequence.waits = False
@@ -118,8 +118,8 @@ class Batch:
         return progress
 
     def horizon(self) -> int:
-        """Returns the steps until a sample ends or the cache is full. A sample must run, and each have room for a
-        token."""
+        """Returns the number of steps until a sample ends or the cache is full. At least one sample must run, and each
+        running sample have room for a token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
             heapq.heappop(marks)
@@ -133,7 +133,7 @@ class Batch:
         self.decoded += tokens
 
     def ended(self) -> list[SampleProgress]:
-        """Removes the samples that have their last token and returns them, in the order in which they were let in."""
+        """Removes and returns the samples that have their last token, in the order in which they were let in."""
         marks, steps, found = self._marks, self.steps, []
         while marks and marks[0][0] <= steps:
             mark, _, sequence = heapq.heappop(marks)
@@ -142,11 +142,11 @@ class Batch:
         return found
 
     def _generated(self, sequence: Sequence) -> tuple[int, Segments]:
-        """Returns the tokens of a sample and their (version, tokens)."""
+        """Returns the number of a sample's tokens, and their segments."""
         if sequence.waits:
             return sequence.generated, sequence.segments
         segments = list(sequence.segments)
-        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # when the sample was let in
+        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # as the sample was let in
         for (first, version), (end, _) in pairwise([*self._versions[served:], (self.steps, -1)]):
             if tokens := end - max(first, sequence.joined):
                 if segments and segments[-1][0] == version:
@@ -155,7 +155,7 @@ class Batch:
         return sequence.generated + self.steps - sequence.joined, tuple(segments)
 
     def change_version(self, version: int) -> None:
-        """Counts the steps from here on as those of `version`."""
+        """Counts the steps from now on as steps of `version`."""
         if version != self.version:
             self.version = version
             self._versions.append((self.steps, version))

@@ -1,8 +1,8 @@
-"""Random numbers as functions of names (seed, kind, draw, attempt, sample), so that order changes nothing. Then faults
-by such numbers: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+"""Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls. Then faults by
+such numbers: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
-A plan is asked, it does nothing itself. Its answers are functions of seed and names, so a run that goes another way
-meets the same faults where it does the same things.
+A plan only answers questions. Its answers are functions of seed and names, so runs of different policies meet the same
+faults for the same engines, responses and versions.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 
 def key(*names: int) -> int:
-    """Mixes whole numbers, each of which matters, into 64 bits (the finaliser of splitmix64, chained)."""
+    """Mixes all of the whole numbers into 64 bits (the finaliser of splitmix64, chained)."""
     mixed = 0
     for name in names:
         mixed = (mixed + name + 0x9E3779B97F4A7C15) & _MASK
@@ -39,7 +39,7 @@ def exponential(mean: float, *names: int) -> float:
 
 
 def generator(*names: int) -> np.random.Generator:
-    """Returns a stream of random numbers for these names alone."""
+    """Returns a stream of random numbers that depends only on these names."""
     return np.random.Generator(np.random.Philox(key=key(*names)))
 
 
@@ -47,34 +47,34 @@ def generator(*names: int) -> np.random.Generator:
 class FaultRates:
     """Rates of faults: never by default. Intervals and durations (s) are means of exponential distributions."""
 
-    crash_every: float = not_negative(0.0)  # seconds between two of one engine; 0: never
-    down: float = not_negative(60.0)  # seconds until it is up again
-    slow_every: float = not_negative(0.0)  # seconds between two slow spells of one engine; 0: never
+    crash_every: float = not_negative(0.0)  # seconds between two crashes of an engine; 0: never
+    down: float = not_negative(60.0)  # seconds until a crashed engine is up again
+    slow_every: float = not_negative(0.0)  # seconds between two slow spells of an engine; 0: never
     slow_for: float = not_negative(120.0)  # seconds that a slow spell lasts
-    slow_factor: float = positive(4.0)  # times as long for everything
+    slow_factor: float = positive(4.0)  # an engine's work takes so many times as long in a slow spell
     lost: float = within(0.0, "[0, 1]")  # probability that a response never arrives
     doubled: float = within(0.0, "[0, 1]")  # probability that a response arrives twice
     late: float = within(0.0, "[0, 1]")  # probability that a response arrives late
-    delay: float = not_negative(30.0)  # seconds, of late replies, and between the two of a doubled one
+    delay: float = not_negative(30.0)  # seconds, of late replies, and between the two copies of a doubled reply
     slow_sync: float = within(0.0, "[0, 1]")  # probability that an engine takes long to load new weights
-    sync_delay: float = not_negative(30.0)  # seconds
-    reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never comes: only a time-out ends it
+    sync_delay: float = not_negative(30.0)  # seconds that such an engine takes longer
+    reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never arrives: only a time-out ends it
 
     def validate(self, prefix: str = "") -> None:
-        """Raises `ConfigError` for what can't be, naming the field behind `prefix`."""
+        """Raises `ConfigError`, naming the field behind `prefix`, for an impossible value."""
         check_fields(self, prefix)
         if (chance := self.lost + self.doubled + self.late) > 1:
             raise ConfigError(f"{prefix}lost + doubled + late is {chance:g}; probabilities must not be more than 1")
 
 
 class FaultPlan:
-    """The faults of one run. `replies` and the like are for draws, attempts and samples as in `Workload.samples`."""
+    """The faults of one run. Draws, attempts and samples are named as in `Workload.samples`."""
 
     def __init__(self, rates: FaultRates, seed: int) -> None:
         self.rates, self.seed = rates, seed
 
     def crashes(self, engine: int) -> Iterator[tuple[float, float]]:
-        """Yields (time of a crash, seconds until the engine is up again), without end; nothing where there are none."""
+        """Yields (time of a crash, seconds until the engine is up again), endlessly; nothing without crashes."""
         return self._spells(self.rates.crash_every, self.rates.down, _CRASH, _DOWN, engine)
 
     def slow_spells(self, engine: int) -> Iterator[tuple[float, float]]:
@@ -93,8 +93,8 @@ class FaultPlan:
             count += 1
 
     def replies(self, draw: int, attempt: int, sample: int) -> tuple[float, ...]:
-        """Returns the seconds after its end at which a response arrives: `(0.0,)` if all is well; none, a late one or
-        two if not."""
+        """Returns the times at which a response arrives, in seconds after its end: `(0.0,)` without a fault; with a
+        fault no time, a late time, or two times."""
         rates = self.rates
         chance = rates.lost + rates.doubled + rates.late
         if not chance:
@@ -108,13 +108,13 @@ class FaultPlan:
         return (delay,) if dice < rates.lost + rates.late else (0.0, delay)
 
     def sync_delay(self, version: int, engine: int) -> float:
-        """Returns the seconds that an engine takes longer than it should to load the weights of `version`."""
+        """Returns the additional seconds that an engine takes to load the weights of `version`."""
         rates = self.rates
         if not rates.slow_sync or uniform(self.seed, _SYNC, version, engine) >= rates.slow_sync:
             return 0.0
         return exponential(rates.sync_delay, self.seed, _DELAY, version, engine)
 
     def reward_hangs(self, draw: int, attempt: int, sample: int) -> bool:
-        """Tells whether scoring this response never ends by itself."""
+        """Says whether scoring this response never ends by itself."""
         chance = self.rates.reward_hangs
         return chance > 0 and uniform(self.seed, _REWARD, draw, attempt, sample) < chance

@@ -1,12 +1,12 @@
 """Seconds that the stages of RL training take on a cluster of GPUs: decoding, prefill, training, rewards, weight sync.
 
-Physics first: bytes read and FLOPs, over what a data sheet promises. What remains are the fitted constants below, found
-from the figures that Flexes publishes for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
+A time is bytes read and FLOPs, divided by a data sheet's rates; overheads and utilisations are constants below, some
+fitted to Flexes' figures for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
 GPUs, for three tasks; the time-out of its sandbox (30 s, hit by 5 % of the responses, figure 7a) turns the 13 % that
 rewards of code take into seconds: a step takes about 235. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs,
-math, rewards behind rollouts. `tests/simulation/test_calibration.py` holds the model against all of them.
+math, with rewards hidden by rollouts. `tests/simulation/test_calibration.py` compares the model with all these figures.
 
-Attention's own FLOPs are left out: at the mean length of a response they are 3 % of those of the weights.
+Attention's own FLOPs are left out: at the mean length of a response they are 3 % of the weights' FLOPs.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ MEMORY = 80e9  # bytes of a GPU
 BANDWIDTH = 3.35e12  # bytes a second of its memory
 NVLINK = 400e9  # bytes a second between GPUs of a host (FlexRL, section 6)
 NETWORK = 50e9  # bytes a second into a host: 400 Gbps InfiniBand
-SANDBOX_LIMIT = 30.0  # seconds of a code sandbox at most
+SANDBOX_LIMIT = 30.0  # most seconds of a code sandbox
 
-# --- assumed, because no figure has it ------------------------------------------------------------------
+# --- assumed, because no figure gives them --------------------------------------------------------------
 
 MEMORY_FRACTION = 0.6  # of a GPU's memory for rollout (the usual setting of veRL), weights included
-WORKSPACE = 2e9  # bytes of that for activations
+WORKSPACE = 2e9  # bytes of rollout's memory for activations
 BANDWIDTH_UTILISATION = 0.8  # of the memory's bandwidth, in decode steps
 ALL_REDUCE = 12e-6  # seconds that an all-reduce of a decode step costs beside its bytes
 SYNC = 1.0  # seconds that a weight sync costs beside its bytes
-BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of a step beside those of the policy's forward pass
+BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a step, in forward passes
 
 # --- fitted to Flexes: the nine shares of Table 1 and the 124.2 s of Table 3, least squares ---------------
 
 STEP = 4.6e-3  # seconds of a decode step beside its bytes
 TRAIN_UTILISATION = 0.34  # of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
-SPLIT = 0.29  # of that, where pipeline or context parallelism is added (14B: Table 1; 32B is assumed to be alike)
+SPLIT = 0.29  # factor on it with pipeline or context parallelism (14B: Table 1; 32B is assumed to be alike)
 MATH = 10.7e-3  # seconds of a rule, one after the other (Table 1: 5 %)
 JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the response (Table 1: 7 %)
 
@@ -53,9 +53,9 @@ def parameters(model: ModelSizes) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The seconds of one model's stages on one cluster. `utilisation` is that of training; `scale` makes every GPU so
-    many times as fast (compute and memory alike). Times on more GPUs are those on one, divided: nothing is lost to
-    scale."""
+    """The seconds of one model's stages on one cluster. `utilisation` is training's; every GPU is `scale` times as fast
+    (compute and memory alike). Training's time is one GPU's, divided by the number of GPUs: it loses nothing to
+    scale. A decode step adds all-reduces and a fixed overhead."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION
@@ -67,8 +67,8 @@ class Hardware:
     # --- engines of `degree` GPUs -----------------------------------------------------------------------
 
     def step_seconds(self, batch: int, degree: int) -> float:
-        """Returns the seconds of a decode step of `batch` samples, more than 0, without reading the cache: the weights
-        are read, or the FLOPs take longer; two all-reduces a layer; the engine's own overhead."""
+        """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache: the longer of reading
+        the weights and computing; two all-reduces a layer; the engine's own overhead."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)
@@ -85,7 +85,7 @@ class Hardware:
         return flops / (PEAK_FLOPS * LINEAR_UTILISATION * self.scale * degree) + STEP
 
     def kv_limit(self, degree: int) -> int:
-        """Returns the tokens that the cache holds, beside the weights. Raises ValueError where the weights don't
+        """Returns the number of tokens that the cache holds, beside the weights. Raises ValueError if the weights don't
         fit."""
         room = degree * (self.memory_fraction * MEMORY - WORKSPACE) - 2 * parameters(self.model)
         if room <= 0:
@@ -94,7 +94,7 @@ class Hardware:
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of the keys and values of one token, all layers."""
+        """The bytes of the keys and values of one token in all layers."""
         return 2 * self.model.layers * self.model.kv_heads * self.model.head_size * self.model.value_bytes
 
     # --- the other stages -------------------------------------------------------------------------------
@@ -110,8 +110,7 @@ class Hardware:
         return seconds + (optimizer if update else 0.0)
 
     def sync_seconds(self) -> float:
-        """Returns the seconds until all engines have new weights: every host takes all of them in, all hosts at
-        once."""
+        """Returns the seconds until all engines have new weights: all hosts receive all weights at the same time."""
         return 2 * parameters(self.model) / NETWORK + SYNC
 
     def reward_seconds(self, task: str, tokens: int, sandbox: float = 0.0) -> float:
@@ -123,7 +122,7 @@ class Hardware:
 
 
 _SPLIT = TRAIN_UTILISATION * SPLIT
-HARDWARE = {  # of each model in Flexes' evaluation (section 6)
+HARDWARE = {  # by model of Flexes' evaluation (section 6)
     "7b": Hardware(QWEN2_5_7B),
     "14b": Hardware(QWEN2_5_14B, _SPLIT),
     "32b": Hardware(QWEN2_5_32B, _SPLIT),

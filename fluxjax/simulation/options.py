@@ -1,7 +1,7 @@
 """The configuration of `python -m fluxjax.simulate`: the sections of a run, and one for the cluster.
 
-Only the sections that decide what happens when mean something here. The others, which say how tokens are computed, must
-stay as they are: setting one is refused, because nothing would come of it.
+A simulation reads only the sections that schedule work. The other sections, which say how tokens are computed, must
+keep their defaults: another value is refused, because it would have no effect.
 """
 
 import dataclasses
@@ -28,33 +28,33 @@ class Rewards(enum.Enum):
     """The scheduling of rewards: the time at which responses are scored, and their time-outs and GPUs (Flexes, section
     4.3)."""
 
-    SYNCHRONOUS = "synchronous"  # when nothing is generated any more, as in verl
+    SYNCHRONOUS = "synchronous"  # after all generation, as in verl
     ASYNCHRONOUS = "asynchronous"  # each response as it ends
-    SCHEDULED = "scheduled"  # so, with adaptive time-outs of sandboxes, and judges on the GPUs of the engines
+    SCHEDULED = "scheduled"  # as it ends, with adaptive time-outs of sandboxes, and judges on the engines' GPUs
 
 
 @dataclasses.dataclass(slots=True)
 class SimulationConfig:
     model: Model = Model.QWEN_14B  # 7b, 14b or 32b: Qwen2.5
-    gpus: int = positive(32)  # for everything
-    train_gpus: int = not_negative(0)  # of them for training alone; 0: engines and trainer take turns on all of them
+    gpus: int = positive(32)  # all GPUs of the cluster
+    train_gpus: int = not_negative(0)  # GPUs for training alone; 0: engines and trainer share all GPUs, in turn
     degree: int = positive(2)  # GPUs of an engine
     max_running: int = positive(256)  # samples that an engine decodes at once
     speed: float = positive(1.0)  # of every GPU, compute and memory alike, in H800s
     memory_fraction: float = within(0.6, "[0, 1]")  # of a GPU's memory for rollout, weights included
     median: float = positive(550.0)  # tokens of a response
-    spread: float = not_negative(1.05)  # standard deviation of the logarithm of its length
-    shared: float = within(0.5, "[0, 1]")  # what of that variance is the prompt's
-    tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; as many prompts of each
+    spread: float = not_negative(1.05)  # standard deviation of the logarithm of a response's length
+    shared: float = within(0.5, "[0, 1]")  # share of that logarithm's variance that is the prompt's
+    tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; equally many prompts of each
     prompts: int = positive(10_240)  # in the data set
-    epochs: int = not_negative(0)  # times that it is drawn; 0: as often as it takes
+    epochs: int = not_negative(0)  # times that the data set is drawn; 0: no bound
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
-    rules: int = positive(1)  # rewards of math that are computed at once
-    sandboxes: int = positive(512)  # of code
-    judges: int = positive(8)  # on GPUs of their own; scheduled: as many as there are GPUs
-    reward_limit: float = positive(30.0)  # seconds until a reward that does not come is a 0
-    reply_limit: float = positive(300.0)  # seconds until a response that does not come counts as lost
-    recompute: bool = True  # new weights: caches of running responses are computed anew
+    rules: int = positive(1)  # math rewards that are computed at once
+    sandboxes: int = positive(512)  # code rewards that are computed at once
+    judges: int = positive(8)  # judges, on GPUs of their own; scheduled: one on each of `gpus`
+    reward_limit: float = positive(30.0)  # seconds until a missing reward counts as 0
+    reply_limit: float = positive(300.0)  # seconds until a missing response counts as lost
+    recompute: bool = True  # caches of running responses are computed anew for new weights
     drift: float = not_negative(0.1)  # standard deviation of a token's log-ratio between two versions of the weights
     evaluation_seconds: float = not_negative(0.0)
     checkpoint_seconds: float = not_negative(0.0)
@@ -75,7 +75,7 @@ class SimulationConfig:
 
 @dataclasses.dataclass(slots=True)
 class SimulateConfig(Config):
-    """A run's configuration with a cluster. `unread` are the sections and fields that mean nothing here."""
+    """A run's configuration with a cluster. `unread` are the sections and fields that a simulation does not read."""
 
     simulation: SimulationConfig = dataclasses.field(default_factory=SimulationConfig)
     unread: ClassVar[tuple[str, ...]] = (
@@ -86,7 +86,7 @@ class SimulateConfig(Config):
     )
 
     def validate(self) -> None:
-        """Raises `ConfigError` for a cluster that can't be, naming the field, its value and the fix."""
+        """Raises `ConfigError` for an impossible cluster, naming the field, its value and the fix."""
         default = type(self)()
         check_fields(self)
         for field in self.unread:

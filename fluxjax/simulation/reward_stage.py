@@ -1,12 +1,12 @@
 """The reward stage of a simulated cluster: rules, sandboxes and judges, each a queue in front of some workers.
 
 `SimulationConfig.rewards` sets when scoring begins and how long it may take: verl's way, Flexes' asynchronous rewards,
-or its reward scheduler (section 4.3). Of the scheduler:
+or its reward scheduler (section 4.3). With the scheduler:
 
 - A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). The anchor is the longest run of a right
-  response so far, of the same prompt, or where there is none yet, of any.
-- Judges share the GPUs of the engines, one a GPU. What that costs either is left out: by the paper neither fills a GPU,
-  and streaming the judge's layers from host memory costs little.
+  response so far, to the same prompt, or, if it has no right response yet, to any prompt.
+- Judges share GPUs, one on each. The cost of sharing is left out: by the paper neither an engine nor a judge fills a
+  GPU, and streaming the judge's layers from host memory costs little.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .hardware import SANDBOX_LIMIT
 from .options import Rewards, SimulationConfig
 from .workload import Samples
 
-LEAST, RELAXED = 2.0, 1.5  # seconds of a sandbox at least; times the anchor
+LEAST, RELAXED = 2.0, 1.5  # the least seconds of a sandbox; the factor on the anchor
 
 
 class Servers:
@@ -33,7 +33,7 @@ class Servers:
         self._free = [0.0] * count
 
     def submit(self, now: float, seconds: float) -> float:
-        """Takes a job of `seconds`, handed in at `now`, which never goes back; returns the time at which it is done."""
+        """Submits a job of `seconds` at `now`, and returns the time of its end; `now` must not decrease."""
         end = max(now, self._free[0]) + seconds
         heapq.heapreplace(self._free, end)
         return end
@@ -56,19 +56,19 @@ class Scoring:
         workers = {"math": settings.rules, "code": settings.sandboxes, "judge": judges}
         self._servers = {task: Servers(count) for task, count in workers.items()}
         self._anchors: dict[str, float] = {}  # by id of the prompt: seconds
-        self._anchor = 0.0  # the longest of them
+        self._anchor = 0.0  # the largest anchor
         self._held: list[Callable[[], None]] = []
         self.timed_out = 0
 
     def score(self, request: Request, response: Response, samples: Samples, tokens: int, step: int) -> None:
-        """Scores a response, now or when the rollout is over; `tokens` are those of prompt and response."""
+        """Scores a response, now or after the rollout; `tokens` counts the tokens of prompt and response."""
         if self.settings.rewards is Rewards.SYNCHRONOUS:
             self._held.append(partial(self._score, request, response, samples, tokens, step))
         else:
             self._score(request, response, samples, tokens, step)
 
     def rollout_over(self) -> None:
-        """Begins what was held back: nothing is generated any more."""
+        """Begins the scoring that waited for the end of generation."""
         held, self._held = self._held, []
         for job in held:
             job()

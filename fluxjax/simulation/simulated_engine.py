@@ -2,16 +2,16 @@
 
 It works as vLLM and SGLang do, in steps. At the end of each step the engine
 
-1. preempts the youngest samples while the cache has no room for one more token of everybody; what they had is dropped
+1. preempts the youngest samples while the cache lacks room for one more token of every sample; their cache is dropped
    and computed anew when there is room (Flexes, section 4.2),
 2. lets in waiting samples in their order, as far as cache and `max_running` allow, and fills the cache with their
-   prompts and what they had generated: a step of prefill, in which nobody else goes on,
-3. or else decodes: one token for every running sample.
+   prompts and generated tokens: a step of prefill, in which no other sample gets a token,
+3. or, if it let in no sample, decodes: one token for every running sample.
 
-Time is not walked through token by token. While nothing enters or leaves, the time of n steps is a sum in closed form,
-so the engine jumps to the next step at which something happens: a sample's last token, a full cache. What comes from
-outside (a new sample, an abort, an update) cuts the jump short at the end of the step that is under way. An event costs
-O(log n). `continuous_batch.py` has the samples and the cache, without time.
+Time is not simulated token by token. While no sample enters or leaves, the time of n steps is a sum in closed form, so
+the engine jumps to the next step with an event: a sample's last token, a full cache. A call from outside (a new sample,
+an abort, an update) cuts the jump short at the end of the step under way. An event costs O(log n).
+`continuous_batch.py` has the samples and the cache, without time.
 """
 
 import bisect
@@ -28,7 +28,7 @@ OnFinish = Callable[[SampleProgress], object]
 class Jump:
     """`steps` decode steps from time `anchor` (s) on.
 
-    Each takes a little longer than the one before, because the cache grows by as much: step i = 0, 1, ... takes
+    Each step takes a little longer than the last, because the cache grows by equal amounts: step i = 0, 1, ... takes
     `first + i * growth` seconds, so n steps take n first + growth n (n - 1) / 2.
     """
 
@@ -38,7 +38,7 @@ class Jump:
         self.anchor, self.first, self.growth, self.steps = anchor, first, growth, steps
 
     def end(self, steps: int) -> float:
-        """Returns the time at which so many steps are done."""
+        """Returns the time at which `steps` steps are done."""
         return self.anchor + (steps * self.first + self.growth * (steps * (steps - 1) // 2))
 
     def elapsed(self, now: float) -> int:
@@ -46,7 +46,7 @@ class Jump:
         return bisect.bisect(range(1, self.steps + 1), now, key=self.end)
 
     def cut(self, done: int, now: float) -> None:
-        """Returns the jump after `done` steps: only the step that is under way at `now`; no step if none is."""
+        """Reduces the jump, after `done` steps, to the step under way at `now`; to no step if a step ends at `now`."""
         self.anchor, self.first = self.end(done), self.first + self.growth * done
         self.steps = 0 if self.anchor >= now else 1
 
@@ -65,7 +65,7 @@ class SimulatedEngineError(RuntimeError):
 
 class SimulatedEngine:
     """An engine of `degree` GPUs. It calls `on_finish` when a sample has all its tokens; the callback may submit and
-    abort."""
+    abort samples."""
 
     def __init__(
         self,
@@ -80,23 +80,23 @@ class SimulatedEngine:
         self.batch = Batch(cost.kv_limit(degree), max_running, version)
         self.prefilled = 0  # tokens computed to fill the cache
         self.phase = Phase.IDLE
-        self._step_seconds: dict[int, float] = {}  # by the number of samples, as they occur
+        self._step_seconds: dict[int, float] = {}  # by the number of samples; filled when first needed
         self._kv_seconds = cost.kv_seconds(degree)
         self._updates: list[tuple[float, int, bool, Action | None]] = []
         self.paused = self._cut = False
-        self._newest = version  # the weights that it was told to serve
-        self._inside = False  # a callback runs: what it asks for takes effect when it returns
+        self._newest = version  # the newest weights that `update` ordered
+        self._inside = False  # a callback runs: its calls take effect when it returns
         self._slowdown = 1.0
         self._jump = Jump(0.0, 1.0, 0.0, 0)
         self._handle: Handle | None = None
-        self._busy, self._since = 0.0, -1.0  # seconds of work, and the time since which the engine works; -1: it rests
+        self._busy, self._since = 0.0, -1.0  # seconds of earlier work; when work began, -1: at rest
         self.on_finish = on_finish
         self._samples: dict[tuple[str, int], Sequence] = {}  # by request and number
 
     def submit(self, rid: str, sample: int, prompt_tokens: int, total_tokens: int, begun: Segments = ()) -> None:
-        """Takes in a sample that ends with `total_tokens` generated tokens, of which those of `begun` exist already; it
-        waits while the engine is down. Raises SimulatedEngineError if there is such a sample, if it has nothing left to
-        generate or can never fit."""
+        """Adds a sample that ends with `total_tokens` generated tokens; the tokens of `begun` exist already. It waits
+        while the engine is down. Raises SimulatedEngineError if the engine has this sample already, if the sample has
+        no tokens left to generate, or if it can never fit."""
         batch, had = self.batch, sum(tokens for _, tokens in begun)
         if had >= total_tokens or prompt_tokens + total_tokens > batch.kv_limit:
             raise SimulatedEngineError(
@@ -106,13 +106,13 @@ class SimulatedEngine:
         if (rid, sample) in self._samples:
             raise SimulatedEngineError(f"{rid}/{sample} is here already")
         sequence = self._samples[rid, sample] = Sequence(rid, sample, prompt_tokens, total_tokens, begun)
-        first = not batch.waiting  # behind others it can't be let in, and what they wait for is an event of its own
+        first = not batch.waiting  # a sample behind others can't be let in before them
         batch.add(sequence)
         if self.phase is Phase.IDLE or (first and batch.fits(sequence, self.kv_tokens)):
             self._interrupt()
 
     def abort(self, name: str) -> list[SampleProgress]:
-        """Ends a request (`rid`) or one sample (`rid/i`) and returns what each sample had; [] for what isn't here."""
+        """Ends a request (`rid`) or one sample (`rid/i`), and returns the tokens of each sample; [] if none is here."""
         rid, _, sample = name.partition("/")
         found = [key for key in self._samples if key[0] == rid and (not sample or key[1] == int(sample))]
         if found:
@@ -120,7 +120,7 @@ class SimulatedEngine:
         return [self.batch.remove(self._samples.pop(key)) for key in found]
 
     def pause(self) -> None:
-        """Stands still after the step under way, until `resume`. Running samples keep their cache."""
+        """Pauses after the step under way, until `resume`. Running samples keep their cache."""
         self.paused = True
         self._interrupt()
 
@@ -129,21 +129,21 @@ class SimulatedEngine:
         self._interrupt()
 
     def update(self, seconds: float, version: int, recompute: bool, done: Action | None = None) -> None:
-        """Loads new weights: stands still for `seconds` from the end of the step under way, then generates under
-        `version`. `recompute` fills the cache anew under the new weights. `done` is called when they are loaded, unless
-        the engine is down or crashes before: then it has them when it is up again. Updates follow one another."""
+        """Loads new weights: pauses for `seconds` from the end of the step under way, then generates under `version`.
+        `recompute` fills the cache anew under the new weights. `done` is called when the weights are loaded, unless the
+        engine is down or crashes before: then it has the weights when it is up again. Updates follow one another."""
         self._newest = version
         if self.up:
             self._updates.append((seconds, version, recompute, done))
             self._interrupt()
 
     def slow_down(self, factor: float) -> None:
-        """Makes everything take `factor` times as long as it should, from the next step on."""
+        """Makes every step take `factor` times as long as normally, from the next step on."""
         self._slowdown = factor
         self._interrupt()
 
     def crash(self) -> list[str]:
-        """Loses everything that is here and returns the ids of its requests. The engine is down until `recover`."""
+        """Loses all samples and returns the ids of their requests. The engine is down until `recover`."""
         self._settle()
         self.clock.cancel(self._handle)
         self._updates.clear()
@@ -156,7 +156,7 @@ class SimulatedEngine:
         return list(lost)
 
     def recover(self) -> None:
-        """Brings the engine up after a crash, with the newest weights that it was told to serve."""
+        """Brings the engine up after a crash, with the newest weights that `update` ordered."""
         if not self.up:
             self.phase = Phase.IDLE
             self.batch.change_version(self._newest)
@@ -172,7 +172,7 @@ class SimulatedEngine:
 
     @property
     def decoded(self) -> int:
-        """The tokens generated so far, those of aborted samples included."""
+        """The number of tokens generated so far, including the tokens of aborted samples."""
         return self.batch.decoded + self._elapsed() * len(self.batch.running)
 
     @property
@@ -182,7 +182,7 @@ class SimulatedEngine:
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds spent in steps so far. Standing still for an update or a pause is not work."""
+        """The seconds spent in steps so far, without updates and pauses."""
         return self._busy + (self.clock.now - self._since if self._since >= 0 else 0.0)
 
     @property
@@ -194,18 +194,18 @@ class SimulatedEngine:
     # --- steps in time ------------------------------------------------------------------------------
 
     def _elapsed(self) -> int:
-        """The number of steps of the jump that are done but not yet counted by the batch."""
+        """Returns the number of steps of the jump that are done but not yet counted by the batch."""
         return self._jump.elapsed(self.clock.now) if self.phase is Phase.DECODE else 0
 
     def _settle(self) -> None:
-        """Brings the batch up to now; what is left of the jump is the step under way."""
+        """Advances the batch to the present, and reduces the jump to the step under way."""
         if self.phase is Phase.DECODE:
             done = self._elapsed()
             self.batch.advance(done)
             self._jump.cut(done, self.clock.now)
 
     def _interrupt(self) -> None:
-        """Decides anew what to do next as soon as possible: now, or at the end of the step under way."""
+        """Has the engine decide anew as soon as possible: now, or at the end of the step under way."""
         self._settle()
         if self._inside or self._cut:
             return
@@ -218,7 +218,7 @@ class SimulatedEngine:
             self._handle = self.clock.at(self._jump.end(self._jump.steps), self._decode_ended)
 
     def _go(self) -> None:
-        """Decides, between two steps, what is next."""
+        """Begins the next step, update or pause."""
         self._cut = False
         if self.phase is Phase.DOWN:
             return

@@ -1,8 +1,8 @@
-"""The rollout side of a simulated cluster: requests on engines, new weights for them, and what goes wrong with both.
+"""The rollout side of a simulated cluster: requests on engines, new weights for engines, and the faults of both.
 
-Every sample has its length from the `Workload`; a response that goes on keeps the one that it was begun with. An engine
-that crashed is down for a while; requests for it are held back until it is up, with the newest weights that were
-meant for it. A response that is lost on the way is noticed after `reply_limit` seconds.
+Every sample has its length from the `Workload`; a continued response keeps its first length. An engine that crashed is
+down for a while; requests for it wait until it is up, with the newest weights that were published to it. A lost
+response is noticed after `reply_limit` seconds.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SHOWN = 8  # engines in the Gantt picture
 
 @dataclasses.dataclass(slots=True)
 class Generation:
-    """A request, with its responses as they are or will be."""
+    """A request, with its present and future responses."""
 
     request: Request
     samples: Samples
@@ -38,7 +38,7 @@ class Generation:
 @dataclasses.dataclass(eq=False)
 class Rollout:
     """Runs requests on engines and reports to `post`. `newest` has the last generation of each draw. Raises ValueError
-    for engines of a degree that does not divide the GPUs for rollout, or those of a host."""
+    for a degree that does not divide the GPUs for rollout, or a host's GPUs."""
 
     clock: Clock
     settings: SimulationConfig
@@ -52,8 +52,8 @@ class Rollout:
         self.newest: dict[int, Generation] = {}
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
-        self._open: dict[str, Generation] = {}  # by rid: those of which a sample is on the engine
-        self._seconds, self._busy_since = 0.0, -1.0  # with a request open, and since when; -1: none is
+        self._open: dict[str, Generation] = {}  # by rid: generations with a sample on the engine
+        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; when requests were last opened
         self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
         self._build(self.settings.degree, version=0)
 
@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far in which a request was on an engine."""
+        """The seconds so far with a request on an engine."""
         return self._seconds + (self.clock.now - self._busy_since if self._open else 0.0)
 
     @property
@@ -116,15 +116,15 @@ class Rollout:
             self.clock.after(self.settings.reply_limit, partial(self.post, failed))
 
     def _response(self, opened: Generation, progress: SampleProgress) -> Response:
-        """Returns a sample's response. At the very moment of its last token a response is over, even if it is
-        aborted."""
+        """Returns a sample's response. A response with its last token has ended, even if it is aborted at that
+        moment."""
         rid, sample, tokens, segments = progress
         finish = "length" if tokens >= self.work.max_new_tokens else "stop"
         finish = finish if tokens >= opened.samples.lengths[sample] else ABORTED
         return response(f"{rid}/{sample}", opened.request.prompt.draw, sample, segments, finish)
 
     def _close(self, opened: Generation, samples: int) -> None:
-        """Notes that so many of a request's samples do not run any more."""
+        """Notes that `samples` of a request's samples do not run any more."""
         opened.left -= samples
         if opened.left > 0:
             return
@@ -136,7 +136,7 @@ class Rollout:
             self._seconds += now - self._busy_since
 
     def abort(self, name: str) -> None:
-        """Ends a request or one of its samples; what it has is reported as aborted."""
+        """Ends a request or one of its samples; the tokens so far are reported as aborted responses."""
         opened = self._open.get(name.partition("/")[0])
         if opened is None:
             return
@@ -144,7 +144,7 @@ class Rollout:
         found = engine.abort(name)
         if engine.up:
             self.aborted += len(found)
-        else:  # what waits for an engine was never launched
+        else:  # samples that wait for an engine that is down were never launched
             self.launched -= len(found)
         if found:
             self._close(opened, len(found))
@@ -152,14 +152,14 @@ class Rollout:
             self.post(ResponseFinished(self._response(opened, progress)))
 
     def forget(self, draw: int) -> None:
-        """Drops what is known of a prompt that nothing will be asked about any more."""
+        """Drops the generation of a prompt that is no longer needed."""
         self.newest.pop(draw, None)
 
     # --- weights ------------------------------------------------------------------------------------
 
     def publish(self, order: PublishWeights, done: Callable[[], None]) -> None:
-        """Loads new weights; `done` is called when all engines that are up have them, the others load them when they
-        come up."""
+        """Loads new weights. `done` is called when all engines that are up have them; other engines load them when
+        they come up."""
         engines = order.engines or range(len(self.engines))
         self._loading = {index for index in engines if self.engines[index].up}
         self._loaded = done
@@ -179,8 +179,8 @@ class Rollout:
                 self._loaded()
 
     def sleep(self, engines: set[int]) -> set[int]:
-        """Takes the GPUs of some engines away until `wake`; what runs there stands still. Returns the engines that did
-        not sleep already."""
+        """Pauses some engines until `wake`, so that their GPUs are free. Returns the engines that did not sleep
+        already."""
         awake = {index for index in engines if not self.engines[index].paused}
         for index in sorted(awake):
             self.engines[index].pause()
@@ -198,13 +198,13 @@ class Rollout:
     # --- engines ------------------------------------------------------------------------------------
 
     def set_parallelism(self, degree: int) -> None:
-        """Replaces the engines, on which nothing is generated, by others on the same GPUs, with the oldest weights that
-        any of them had. Raises ValueError like the class."""
+        """Replaces the idle engines by engines of another degree on the same GPUs, with the oldest weights of the
+        replaced engines. Raises ValueError like the class."""
         past, before = self._totals(), self.engines
         self._build(degree, min(engine.version for engine in before))
         self._past = past
         for engine in before:
-            engine.crash()  # a last step may be under way, for samples that were aborted
+            engine.crash()  # a last step of aborted samples may be under way
 
     def _totals(self) -> list[float]:
         engines, span = self.engines, self.clock.now - self._since
@@ -222,14 +222,14 @@ class Rollout:
         return int(self._totals()[3])
 
     def utilisation(self) -> tuple[float, float]:
-        """Returns (part of the GPUs' time in which their engine worked, tokens decoded as part of the most that were
-        possible) since the beginning."""
+        """Returns (the share of the GPUs' time in which their engine worked, the decoded tokens as a share of the most
+        possible ones) since the beginning."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
 
     def crash(self, index: int) -> None:
-        """Loses everything on an engine; weights that it is loading will be there when it is up again."""
+        """Loses all samples on an engine; it has the weights that it was loading when it is up again."""
         self.crashes += 1
         lost = self.engines[index].crash()
         for rid in lost:
@@ -240,12 +240,12 @@ class Rollout:
 
 
 def meet_incidents(rollout: Rollout, faults: FaultPlan, over: Callable[[], bool]) -> None:
-    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. Engines that a change of degree removed
-    meet nothing."""
+    """Lets engines crash and slow down as a `FaultPlan` says, until `over()`. The faults of an engine that a change of
+    degree removed have no effect."""
     clock = rollout.clock
 
     def meet(index: int, crashes: bool, spells: Iterator[tuple[float, float]], begins: bool) -> None:
-        """Begins or ends a spell of an engine; its end calls for the next one."""
+        """Begins or ends a spell of an engine; the end of a spell schedules the next spell."""
         if index < len(rollout.engines):
             engine = rollout.engines[index]
             if not crashes:

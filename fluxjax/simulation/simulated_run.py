@@ -18,13 +18,13 @@ from .virtual_cluster import Cluster, StepRecord, Watch
 
 
 def make_cluster(config: SimulateConfig, watch: Watch | None = None) -> Cluster:
-    """Makes a cluster with the coordinator and the policy that a run of this configuration has."""
+    """Makes a cluster with the coordinator and the policy of a run of this configuration."""
     cache = config.simulation.hardware().kv_limit(config.simulation.degree)
     return Cluster(config, make_coordinator(config, kv_tokens=cache, kv_reserved=0), watch)
 
 
 def run(cluster: Cluster) -> None:
-    """Runs `cluster.run()` without garbage collection: nothing in it refers to itself in a circle."""
+    """Runs `cluster.run()` without garbage collection: it makes no objects that refer to each other in a circle."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -36,7 +36,7 @@ def run(cluster: Cluster) -> None:
 
 
 def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
-    """Sums up a run in what JSON can hold. Times are virtual but for `wall_seconds`."""
+    """Returns the summary of a run, as JSON values. Times are virtual but for `wall_seconds`."""
     config, ledger, records = cluster.config, cluster.coordinator.ledger, cluster.records
     rollout, now = cluster.rollout, cluster.clock.now
     used = cluster.utilisation()
@@ -71,7 +71,7 @@ def summary(cluster: Cluster, wall_seconds: float) -> dict[str, Any]:
 
 
 def _step_times(records: Sequence[StepRecord]) -> dict[str, dict[str, float | int]]:
-    """Computes mean and median seconds of all steps, and of short and long rounds where there are such."""
+    """Returns mean and median seconds of all steps, and of short and long rounds if the policy has them."""
     kinds = {"all": records} if records else {}
     kinds |= {kind: [r for r in records if r.round == kind] for kind in dict.fromkeys(r.round for r in records) if kind}
     return {kind: _times(some) for kind, some in kinds.items()}
@@ -91,13 +91,13 @@ def _times(records: Sequence[StepRecord]) -> dict[str, float | int]:
     }
 
 
-# --- what is shown ------------------------------------------------------------------------------------
+# --- display ------------------------------------------------------------------------------------------
 
 _EVERY = 5.0  # seconds between two lines
 
 
 class ProgressLine:
-    """Prints a line on standard error every few seconds; to be called with every message of a run and its time."""
+    """Prints a line on standard error every few seconds. Call it with every message of a run and the message's time."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -110,7 +110,7 @@ class ProgressLine:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints what `summary` returned as a table."""
+    """Prints the result of `summary` as a table."""
     title = (
         f"{result['policy']}, {result['model']} on {result['gpus']:,} simulated GPUs ({result['engines']:,} engines)"
     )

@@ -1,8 +1,8 @@
-"""A cluster in virtual time that carries out what the real coordinator says, as `fluxjax.runtime` does in real time.
+"""A cluster in virtual time that carries out the real coordinator's instructions, as `fluxjax.runtime` in real time.
 
-Everything that takes time is an event of the clock: decoding, rewards, training, weight sync, replies that come late.
-Events are handed to the coordinator one after the other, and its instructions are begun in their order. Training takes
-the GPUs away from the engines, which stand still meanwhile, or has GPUs of its own (`train_gpus`).
+All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
+one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes
+the engines' GPUs; the engines then pause meanwhile.
 """
 
 import dataclasses
@@ -24,30 +24,30 @@ from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .workload import Workload
 
-PATIENCE = 1e5  # seconds in which nothing is heard, after which nothing ever will be: faults alone keep the clock going
+PATIENCE = 1e5  # seconds without an event after which none will follow: only faults keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
-Watch = Callable[[float, messages.Event | messages.Instruction], None]  # time and what is heard or said
+Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes the time and the message
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step of a run. Seconds are virtual. A step lasts from the end of the optimizer step before to the end of its
+    """One step of a run. Seconds are virtual. A step lasts from the end of the last optimizer step to the end of its
     own."""
 
     step: int
-    round: str  # short, long; empty where the policy does not distinguish
+    round: str  # short or long; empty for policies without such rounds
     end: float
     seconds: float
-    rollout: float  # of `seconds`: something was generated
+    rollout: float  # seconds of the step with a request on an engine
     train: float
-    longest: int  # tokens of the longest response that arrived
+    longest: int  # tokens of the longest response that ended
     trained_tokens: int  # of responses
-    lag_mean: float  # versions, over the tokens trained on
+    lag_mean: float  # versions, over the trained tokens
     lag_max: int
 
 
 class StuckError(RuntimeError):
-    """The coordinator waits for something that will never happen."""
+    """The coordinator waits for an event that will never happen."""
 
 
 class Cluster:
@@ -72,16 +72,16 @@ class Cluster:
         self.train_gpu_seconds = 0.0
         self._drawn = 0
         self._round = ""
-        self._rollout_seconds, self._preemptions = 0.0, 0  # at the end of the step before
+        self._rollout_seconds, self._preemptions = 0.0, 0  # totals at the end of the last step
         self._train_seconds, self._trained_tokens = 0.0, 0  # of the step under way
         self._lags: Counter[int] = Counter()
         self._inbox: deque[messages.Event] = deque()
         self._busy = False
-        self._heard = 0.0  # when the last event came
+        self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if that can't be, or what the coordinator
-        raises."""
+        """Runs until the coordinator is finished. Raises StuckError if it never will be, and the coordinator's
+        errors."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
         self.clock.run()
@@ -92,7 +92,7 @@ class Cluster:
         return self.coordinator.finished
 
     def post(self, event: messages.Event) -> None:
-        """Hands the coordinator an event, now. Speculative sync learns from the time of it."""
+        """Hands the coordinator an event, now. Speculative sync learns from the event's time."""
         if self.config.speculative_sync:
             self._inbox.append(messages.Tick(self.clock.now))
         self._inbox.append(event)
@@ -150,7 +150,7 @@ class Cluster:
 
     @_carry_out.of(messages.Lend)
     def _lend(self, order: messages.Lend) -> None:
-        """Lends the engines at once: everything that ran there was parked before this."""
+        """Lends the engines at once: their requests were parked before."""
         self.rollout.lend(set(order.engines))
         self.clock.after(0.0, partial(self.post, messages.Lent(order.engines)))
 
@@ -169,8 +169,8 @@ class Cluster:
     def _compute(
         self, step: int, groups: Sequence[Group], gpus: int, lanes: list[str], update: bool, then: Callable[[], None]
     ) -> None:
-        """Computes gradients on so many GPUs of sleeping engines; 0: on those that training has, or takes from all
-        engines."""
+        """Computes gradients on `gpus` GPUs of lent engines; if it is 0, on training's own GPUs, or on all GPUs, whose
+        engines sleep meanwhile."""
         work, now = self.work, self.clock.now
         responses = sum(sample.response.num_tokens for group in groups for sample in group.samples)
         prompts = sum(work.prompt_tokens(group.prompt.draw) * len(group.samples) for group in groups)
@@ -253,8 +253,8 @@ class Cluster:
     # --- totals -------------------------------------------------------------------------------------
 
     def utilisation(self) -> dict[str, float]:
-        """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer that has the GPU works.
-        `throughput`: the same, but an engine counts by the tokens that it decodes, over the most that it could."""
+        """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer on the GPU works.
+        `throughput`: the same, but an engine counts by its decoded tokens, divided by the most possible ones."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)
@@ -267,11 +267,11 @@ class Cluster:
 
 
 def _lags(groups: Iterable[Group], version: int) -> Counter[int]:
-    """Counts the tokens trained on by the number of versions that they are old."""
+    """Counts the trained tokens by their age in versions."""
     counts: Counter[int] = Counter()
     for sample in (sample for group in groups for sample in group.samples):
         versions = sample.response.versions
-        if versions and versions[0] == versions[-1]:  # within a response they only grow
+        if versions and versions[0] == versions[-1]:  # versions only grow within a response
             counts[version - versions[0]] += len(versions)
         else:
             for token_version, count in Counter(versions).items():

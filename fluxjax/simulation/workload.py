@@ -1,12 +1,12 @@
-"""Prompts and their answers: how long answers are, whether they are right, how long a sandbox runs.
+"""Prompts and their answers: the answers' lengths, whether they are right, the seconds of a sandbox.
 
-The length of a response is lognormal, half of it (in the variance of the logarithm) the prompt's, half the sample's
-own. Median and spread are those that Flexes reports (section 2.2): 75 % of the responses are below twice the median,
-the longest of a step's 1,024 is 26 to 32 times as long. Halves, because then the longest response that tail batching
-accepts in a short round is a ninth of the longest without it (section 3: "up to 8.9 times"). What a prompt shows
-(source, length of its text) tells part of its own half, so that lengths can be predicted, but not well.
+The length of a response is lognormal; half of the variance of its logarithm is the prompt's, half the sample's. Flexes
+reports median and spread (section 2.2): 75 % of the responses are below twice the median, the longest of a step's 1,024
+is 26 to 32 times as long. With halves, the longest response that tail batching accepts in a short round is a ninth of
+the longest without it (section 3: "up to 8.9 times"). A prompt's source and the length of its text tell a part of the
+prompt's half, so that lengths can be predicted, but not well.
 
-Everything is a function of seed, draw, attempt and sample; the versions of the weights change nothing.
+All values are functions of seed, draw, attempt and sample; the versions of the weights have no influence.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from .faults import generator
 from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 from .options import SimulationConfig
 
-_SOURCE, _TEXT = 0.1, 0.35  # of the variance of a prompt's effect on lengths: told by its source, by its text's length
+_SOURCE, _TEXT = 0.1, 0.35  # shares of the variance of a prompt's effect: from its source, from its text's length
 _OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
-_CHARACTERS = 4  # a token of text
-_HANGS = 1.645  # beyond it lie 5 % of a normal distribution: sandboxes that hit the limit (Flexes, figure 7a)
+_CHARACTERS = 4  # of a token's text
+_HANGS = 1.645  # 5 % of normal numbers are larger: sandboxes that hit the limit (Flexes, figure 7a)
 _PROMPTS, _ORDER, _SAMPLES = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples of one generation of a prompt as they will be, [n] each: tokens, whether right, and the seconds for
+    """The n future samples of one generation of a prompt: their tokens, whether they are right, and the seconds for
     which a sandbox would run (0 for other tasks)."""
 
     lengths: list[int]
@@ -55,8 +55,8 @@ def _repeated(value: float, count: int) -> tuple[Any, ...]:
 
 
 def response(rid: str, draw: int, sample: int, segments: Segments, finish: str = "stop") -> Response:
-    """Makes a response of the weight versions that `segments`, (version, tokens) each, say; ids and log-probs are all
-    0. Tuples are shared between responses of equal length."""
+    """Makes a response with the weight versions of `segments`, each (version, tokens); ids and log-probs are all 0.
+    Responses of equal length share tuples."""
     if len(segments) == 1:
         versions = _repeated(*segments[0])
     else:
@@ -66,7 +66,7 @@ def response(rid: str, draw: int, sample: int, segments: Segments, finish: str =
 
 
 class Workload:
-    """A data set of `settings.prompts` prompts, drawn epoch after epoch in another order each, and their answers."""
+    """A data set of `settings.prompts` prompts, in another order in each epoch, and their answers."""
 
     def __init__(self, seed: int, settings: SimulationConfig, max_new_tokens: int) -> None:
         tasks, size, spread, shared = settings.tasks, settings.prompts, settings.spread, settings.shared
@@ -83,20 +83,20 @@ class Workload:
         self._source = source.tolist()
         self._tokens = np.clip(150 * np.exp(0.6 * text), 10, LONGEST_PROMPT).astype(int).tolist()
         self._log_length = (math.log(settings.median) + spread * math.sqrt(shared) * effect).tolist()
-        # Right with the probability of a normal variable below this: long answers are those to hard questions; many
+        # A response is right if a normal number is below its prompt's ease. Hard questions have long answers; many
         # prompts are always or never answered rightly, so groups without variance occur.
         self._ease = (0.4 - 0.6 * effect + 1.2 * difficulty).tolist()
         self._orders: dict[int, list[int]] = {}
 
     def index(self, draw: int) -> int:
-        """The index in the data set of the prompt that is drawn."""
+        """Returns the index of a draw's prompt in the data set."""
         epoch, place = divmod(draw, self.size)
         if epoch not in self._orders:
             self._orders[epoch] = generator(self.seed, _ORDER, epoch).permutation(self.size).tolist()
         return self._orders[epoch][place]
 
     def prompt(self, draw: int) -> Prompt:
-        """The prompt of a draw; its source is its task."""
+        """Returns the prompt of a draw; its source is its task."""
         index = self.index(draw)
         task = self.tasks[self._source[index]]
         text = _text(self._tokens[index] * _CHARACTERS)
@@ -108,8 +108,8 @@ class Workload:
         return self._tokens[self.index(draw)]
 
     def samples(self, draw: int, attempt: int, count: int) -> Samples:
-        """Draws the first `count` samples of a generation; a sample does not depend on how many there are. Another
-        attempt is another throw of the dice, for the same prompt."""
+        """Returns the first `count` samples of a generation; a sample does not depend on `count`. Another attempt at
+        the prompt has other random numbers."""
         index = self.index(draw)
         length, right, hang, pace = generator(self.seed, _SAMPLES, draw, attempt).standard_normal((count, 4)).T
         lengths = np.exp(self._log_length[index] + self._own * length)

@@ -1,1 +1,1 @@
-"""Finds out what a run needs of each device before it runs: its programs compiled without data, weights or GPUs."""
+"""Computes a run's memory on each device before it runs, from its programs compiled without data, weights or GPUs."""

@@ -1,4 +1,4 @@
-"""Memory of a device by kind, in each phase of a step; whether it fits; and which settings would make it fit."""
+"""A device's memory by kind, in each phase of a step; whether a run fits; and the settings that would make it fit."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-ENGINE, CACHE = "engine weights", "KV cache"  # of all engines of a device; training's arrays are cut over all devices
+ENGINE, CACHE = "engine weights", "KV cache"  # of a device's engines; arrays of training are cut over all devices
 
 
 def in_gib(size: float) -> str:
-    """Bytes as GiB in words; what is small keeps three digits."""
+    """Returns bytes as GiB in words; sizes below 1 GiB have three digits."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Bytes on the fullest device. `resident` are those of the arrays that stay through all of a step, by kind.
-    `temporaries` and `results` are those of each program, by name."""
+    """Bytes on the fullest device. `resident` arrays stay through all of a step, by kind. `temporaries` and `results`
+    are the bytes of each program, by name."""
 
     resident: Mapping[str, float]
     gradients: float  # of a step, summed over its microbatches
@@ -26,12 +26,12 @@ class Account:
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
-    merged: float = 0.0  # weights with their adapters added (LoRA), while engines are given new ones
-    servers: float = 0.0  # memory of servers on the same device, while they are awake; training is not, then
+    merged: float = 0.0  # weights with their adapters added (LoRA), while they are published
+    servers: float = 0.0  # memory of servers on the same device while they are awake; training then waits
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """Bytes by phase and kind. With rollout servers, `temporaries` has no programs of engines, and no phase is
-        theirs."""
+        """Returns bytes by phase and kind. With rollout servers, `temporaries` lacks the engines' programs, and the
+        result lacks their phases."""
 
         def held(more: Mapping[str, float]) -> dict[str, float]:
             return {kind: size for kind, size in {**self.resident, **more}.items() if size}
@@ -39,7 +39,7 @@ class Account:
         def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
             return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
 
-        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next one is placed early
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next is placed early
         phases = {
             "accumulate": during("accumulate", gradients | batches),
             "update": during("update", gradients),
@@ -53,7 +53,7 @@ class Account:
         return phases | {"publish": held(awake | {"merged weights": self.merged, "temporaries": self.largest_weight})}
 
     def totals(self) -> dict[str, float]:
-        """Bytes by phase."""
+        """Returns bytes by phase."""
         return {phase: sum(kinds.values()) for phase, kinds in self.phases().items()}
 
     def peak(self) -> tuple[str, float]:
@@ -70,17 +70,17 @@ class Account:
         return dataclasses.replace(self, temporaries={**self.temporaries, program: max(size, 0.0)})
 
     def with_cache(self, share: float) -> Account:
-        """The account with `share` of the tokens in the caches."""
+        """Returns the account with `share` of the tokens in the caches."""
         return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
-        """The account with `share` of the slots, each with as much of the cache as now: a round of decoding reads and
-        writes a part of it for each."""
+        """Returns the account with `share` of the slots. Each slot keeps its part of the cache, which a round of
+        decoding reads and writes."""
         account = self.with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
-        """The account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
+        """Returns the account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
         resident = {kind: size if kind in (ENGINE, CACHE) else size / factor for kind, size in self.resident.items()}
         cut = dataclasses.replace(
             self, resident=resident, gradients=self.gradients / factor, merged=self.merged / factor
@@ -96,15 +96,15 @@ class RowGrowth:
     slope: float  # bytes a token
 
     def account(self, account: Account, tokens: int) -> Account:
-        """The account with rows of so many tokens."""
+        """Returns the account with rows of `tokens` tokens."""
         more = (tokens - self.tokens) * self.slope
         account = account.with_temporaries("accumulate", account.temporaries["accumulate"] + more)
         share = tokens / self.tokens
-        scored = account.temporaries["logprobs"] * max(share, 1.0)  # what does not grow with the row is not known
+        scored = account.temporaries["logprobs"] * max(share, 1.0)  # the part that does not grow is unknown
         return dataclasses.replace(account.with_temporaries("logprobs", scored), batch=share * account.batch)
 
     def largest(self, account: Account, usable: float, step: int = 256) -> int:
-        """The tokens of the longest row with which all phases fit, a multiple of `step`; 0 if none fits."""
+        """Returns the tokens of the longest row with which all phases fit, a multiple of `step`; 0 if no row fits."""
         low, high = 0, 1
         while high < 1 << 20 and self.account(account, high * step).bytes <= usable:
             low, high = high, 2 * high
@@ -117,7 +117,7 @@ class RowGrowth:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Settings that make a run fit, or bring it nearer, and what it then needs."""
+    """Settings that make a run fit, or need less memory, and the bytes that the run then needs."""
 
     settings: tuple[str, ...]
     bytes: float
@@ -126,13 +126,13 @@ class Remedy:
         return f"{' '.join(self.settings)}  ->  {in_gib(self.bytes)} GiB"
 
 
-# A setting, as on the command line, and the account with it; None where it changes nothing.
+# Returns a setting, as on the command line, and the account with that setting; None if it changes nothing.
 Change: TypeAlias = Callable[[Account], tuple[str, Account] | None]
 
 
 def remedies(account: Account, usable: float, changes: Sequence[Change]) -> list[Remedy]:
-    """Each of the changes that alone makes the run fit; where none does, the first few of them together, which may not
-    suffice either."""
+    """Returns each change that alone makes the run fit. If none does, returns one remedy of several changes, up to the
+    first with which the run fits; it may not fit even with all."""
     alone = [found for change in changes if (found := change(account)) is not None]
     if fitting := [Remedy((setting,), changed.bytes) for setting, changed in alone if changed.bytes <= usable]:
         return fitting

@@ -1,5 +1,5 @@
-"""The pre-flight itself: compiles what a run would, adds up what a device holds, and says what fits, or which changes
-of settings would make it fit, each with what the run would then need."""
+"""The pre-flight itself: compiles a run's programs, adds up a device's memory, and says whether the run fits, or which
+changes of settings would make it fit, each with the memory that the run would then need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the quickest to the one that needs least
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the quickest to the smallest
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 
@@ -42,8 +42,8 @@ class DeviceRoom:
     """The memory of a device."""
 
     memory: float  # bytes
-    usable: float  # bytes of that, by JAX
-    said_by: str  # the setting that says so, and its value
+    usable: float  # bytes that JAX may use
+    said_by: str  # the setting that bounds `usable`, and its value
 
     def __str__(self) -> str:
         return f"{in_gib(self.usable)} of {in_gib(self.memory)} GiB with {self.said_by}"
@@ -58,13 +58,13 @@ class Verdict:
     room: DeviceRoom
     remat: Remat  # as configured, or as chosen
     layers: int  # decoder layers of the model
-    compiled_layers: int  # fewer: memory and collectives are extrapolated from this and twice this
+    compiled_layers: int  # if fewer than `layers`, sizes are extrapolated from this and twice this number
     account: Account
     programs: Mapping[str, Compiled]
-    host: int  # bytes of a process while weights are loaded, beside what Python and XLA take
-    largest_row: int | None  # tokens; 0: none fits; None: nobody asked
+    host: int  # bytes of a process while weights are loaded, beside the memory of Python and XLA
+    largest_row: int | None  # tokens; 0: no row fits; None: not computed
     row: int  # tokens, as configured
-    remedies: Sequence[Remedy]  # where it does not fit
+    remedies: Sequence[Remedy]  # empty if the run fits
 
     @property
     def fits(self) -> bool:
@@ -86,7 +86,7 @@ class Verdict:
         return max(program.offloaded for program in self.programs.values())
 
     def answer(self) -> list[str]:
-        """Says in lines whether the run fits, and if not, with which settings it would."""
+        """Returns lines that say whether the run fits, and if not, with which settings it would fit."""
         phase, peak = self.account.peak()
         fits = "FITS" if self.fits else "DOES NOT FIT"
         lines = [f"{fits}: the peak is {in_gib(peak)} GiB ({phase}); JAX may use {self.room}."]
@@ -152,10 +152,10 @@ def check(
 ) -> Verdict:
     """Compiles the largest shape of each program for `devices`, each of which has `room`.
 
-    `layers`: so many decoder layers, and twice as many, are compiled, and the needs of all layers are extrapolated
-    along a straight line; 0, or half of the model's or more: all are compiled. With `sharding.remat` auto, the first of
-    `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled no further. `never_sampled` is that
-    of `RunShapes.of`.
+    Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
+    along a straight line; if `layers` is 0 or at least half of the model's, programs of all layers are compiled. With
+    `sharding.remat` auto, the first of `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled
+    no further. `RunShapes.of` describes `never_sampled`.
     Raises ConfigError for settings that can't work.
     """
     depth = model.text.num_layers
@@ -166,7 +166,7 @@ def check(
     def compiled(remat: Remat, names: Sequence[str]) -> tuple[RunShapes, Account]:
         changed = with_remat(config, remat)
         run = RunShapes.of(changed, model, devices, usable=room.usable)
-        sized = copy.deepcopy(changed)  # programs of fewer layers have the cache that the whole model leaves room for
+        sized = copy.deepcopy(changed)  # programs of fewer layers have the cache of the complete model
         sized.rollout.kv_tokens = run.engine.cache.k_LCKSH.shape[1] * PAGE_TOKENS
         shallow, whole = compiled_at_depth(sized, model, devices, names, few, progress, never_sampled)
         first.update(shallow)
@@ -176,7 +176,7 @@ def check(
     quickest, *smaller = REMATS if config.sharding.remat is Remat.AUTO else [config.sharding.remat]
     run, account = compiled(quickest, PROGRAMS if config.rollout.engine is RolloutEngine.JAX else PROGRAMS[:3])
     for remat in smaller:
-        if account.totals()["accumulate"] <= room.usable:  # no other phase depends on it
+        if account.totals()["accumulate"] <= room.usable:  # no other phase depends on remat
             break
         run, account = compiled(remat, ["accumulate"])
     fits = account.bytes <= room.usable
@@ -195,7 +195,7 @@ def check(
         compiled_layers=few,
         account=account,
         programs=programs,
-        host=largest_tensor * (4 + 4),  # as read, in four bytes at most, and as float32
+        host=largest_tensor * (4 + 4),  # as read, at most 4 bytes a value, and as float32
         largest_row=None if rows is None else rows.largest(account, room.usable),
         row=config.packing.tokens_per_row,
         remedies=found,
@@ -205,14 +205,14 @@ def check(
 def _rows(
     run: RunShapes, few: int, first: Mapping[str, Compiled], programs: Mapping[str, Compiled], progress: Progress
 ) -> RowGrowth:
-    """Measures how temporaries grow with a row, by rows of twice the configured length in `few` layers."""
+    """Measures the growth of temporaries with a row, from rows of twice the configured length in `few` layers."""
     tokens = run.config.packing.tokens_per_row
     longer = copy.deepcopy(run.config)
     longer.packing.tokens_per_row = 2 * tokens
     fewer = RunShapes.of(longer, with_layers(run.model, few), run.devices)
     grown = fewer.compiled(["accumulate"], progress)["accumulate"].temporaries
     slope = (grown - first["accumulate"].temporaries) / tokens
-    # What the other layers add grows with the row, too, but for their gradients.
+    # The other layers' temporaries grow with the row, too, but for their gradients.
     further_layers = programs["accumulate"].temporaries - first["accumulate"].temporaries
     further_layers -= run.trained - fewer.trained
     return RowGrowth(tokens, slope + max(further_layers, 0.0) / tokens)
@@ -233,15 +233,15 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom)
 
 
 def with_remat(config: Config, remat: Remat) -> Config:
-    """A copy of the configuration with this rematerialisation."""
+    """Returns a copy of the configuration with this rematerialisation."""
     changed = copy.deepcopy(config)
     changed.sharding.remat = remat
     return changed
 
 
 def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: Progress) -> list[Change]:
-    """The changes of settings that may make the run fit, in the order in which they would be tried. `few` layers are
-    compiled where something must be."""
+    """Returns the changes of settings that may make the run fit, in the order in which they are tried. A change that
+    needs a program compiles it with `few` layers."""
     config = run.config
 
     @functools.cache
@@ -282,7 +282,7 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
 
     def fewer_slots(account: Account) -> tuple[str, Account] | None:
         if config.rollout.kv_tokens:
-            return None  # the cache is as large with fewer
+            return None  # the cache's size does not depend on slots
         slots = config.rollout.slots
         for count in range(slots // LEAST_SLOTS * LEAST_SLOTS, 0, -LEAST_SLOTS):
             if count < slots and account.with_slots(count / slots).bytes <= usable:

@@ -1,7 +1,7 @@
-"""The largest batches that a configuration allows: composed from made-up prompts as real ones are, kept as shapes.
+"""The largest batches that a configuration allows, as shapes: composed from made-up prompts as a run composes.
 
-Where sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: these are the
-largest that a few steps of made-up lengths asked for. Rows and patches are as long as `packing` allows.
+If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: here they are the
+largest sizes in a few steps of made-up lengths. Rows and patches are as long as `packing` allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..batch.share import Outline, Piece, Share, TrainGroup
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # of made-up lengths
-TEXT_TOKENS = 16  # of a prompt beside its image, at least
+TEXT_TOKENS = 16  # least number of a prompt's tokens beside its image
 
 
 def vision_of(model: AnyConfig) -> VisionConfig | None:
@@ -33,14 +33,14 @@ def vision_of(model: AnyConfig) -> VisionConfig | None:
 
 
 def longest_prompt(config: Config, model: AnyConfig) -> ModelInput:
-    """A prompt as long as the rollout allows, with as large an image as its tokens, the settings and a device's patches
-    allow. Raises ConfigError where there is no room for any."""
+    """Returns a prompt as long as the rollout allows, with the largest image that its tokens, the settings and a
+    device's patches allow. Raises ConfigError if there is no room for an image."""
     tokens = config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
     return prompt(config, model, tokens)
 
 
 def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) -> ModelInput:
-    """A prompt of so many tokens; as much of it as may be is one image, if there is to be one."""
+    """Returns a prompt of `tokens` tokens. With `image`, a vision model's prompt has one image, as large as allowed."""
     token_ids, positions = np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32)
     features, vision_input = np.full(tokens, -1, np.int32), None
     vision = vision_of(model)
@@ -61,7 +61,7 @@ def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) ->
 
 
 def largest_batch(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
-    """The largest microbatch on so many devices, as shapes."""
+    """Returns the largest microbatch on `num_devices` devices, as shapes."""
     compose = _largest_rows if isinstance(config.sharding.strategy, FSDP) else _largest_spread
     batch = compose(config, model, num_devices)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
@@ -81,7 +81,7 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
 
 def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
     vision = vision_of(model)
-    shapes = ShapeBook(most=1 << 20)  # an entry for whatever is asked for
+    shapes = ShapeBook(most=1 << 20)  # an entry for each request
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
     room = composer.room
@@ -98,8 +98,8 @@ def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> Train
 def _made_up_step(
     config: Config, model: AnyConfig, room: Room, num_devices: int, step: int
 ) -> tuple[list[Group], dict[int, PreparedPrompt]]:
-    """Groups that fill nine tenths of the devices' rows, by draw, and their prompts; many are short and few long, but
-    for step 0, where all are as long as may be."""
+    """Returns groups that fill nine tenths of the devices' rows, and their prompts by draw. Many groups are short and
+    few long; in step 0 all are as long as allowed."""
     rollout, dice = config.rollout, np.random.default_rng(step)
     left = int(0.9 * room.tokens * num_devices)
     patches_left = int(0.8 * room.whole_patches * num_devices)

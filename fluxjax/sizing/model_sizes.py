@@ -14,9 +14,9 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 
 
 def model_sizes(config: Config, file: str = "") -> AnyConfig:
-    """Returns the sizes in `file`, a Hugging Face config.json; by default that of the folder `model.path`, or the
-    shipped one of that folder's name. Raises ConfigError where there is no such file, or for an architecture that is
-    not supported."""
+    """Returns the sizes in `file`, a Hugging Face config.json; by default in the config.json of the folder
+    `model.path`, or else in the shipped file of that folder's name. Raises ConfigError if there is no such file, or for
+    an architecture that is not supported."""
     path = config.model.path
     shipped = SHIPPED / f"{pathlib.Path(path).name}.json"
     if file:

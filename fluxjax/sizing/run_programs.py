@@ -1,4 +1,4 @@
-"""A run's programs, compiled for devices that may not be there: what each allocates and sends.
+"""A run's programs, compiled for devices that this machine may lack, and the bytes that each allocates and sends.
 
 Arguments are shapes with shardings, so that nothing is allocated. Only the largest shape of each program is compiled.
 """
@@ -36,7 +36,7 @@ from .schedule import CollectiveTraffic, traffic
 
 # A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
 ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(]flash_kernels_\w+\)*/')
-Progress = Callable[[str], None]  # is told which program is compiled next
+Progress = Callable[[str], None]  # takes the name of the program that is compiled next
 
 
 @jax.tree_util.register_dataclass
@@ -45,11 +45,11 @@ class Compiled:
     """A compiled program, as one device sees it. Sizes in bytes."""
 
     temporaries: float
-    results: float  # that lie in no argument's place
+    results: float  # bytes of results that do not replace an argument
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
     seconds: float  # of compiling
     offloaded: float  # temporaries in the host's memory
-    # whether it launches the Triton kernels of attention; else that is portable
+    # whether it launches the Triton kernels of attention; else attention is portable
     triton: bool = dataclasses.field(metadata={"static": True})
 
     @staticmethod
@@ -63,7 +63,7 @@ class Compiled:
         return Compiled(temporaries, results, traffic(hlo), seconds, offloaded, bool(ATTENTION_CALL.search(hlo)))
 
     def either(self, following: Compiled) -> Compiled:
-        """Returns sizes that suffice for this program and a following one, which never run at the same time."""
+        """Returns sizes that suffice for this program and a following program; they never run at the same time."""
         return dataclasses.replace(
             self,
             temporaries=max(self.temporaries, following.temporaries),
@@ -73,8 +73,8 @@ class Compiled:
         )
 
     def beyond(self, deeper: Compiled, factor: float) -> Compiled:
-        """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; no size is below
-        zero."""
+        """Extrapolates along the straight line from `self` (at 0) through `deeper` (at 1) to `factor`; sizes below
+        zero become zero."""
 
         def at(first: float, second: float) -> float:
             return max(first + factor * (second - first), 0.0)
@@ -94,7 +94,7 @@ class RunShapes:
     learner: Learner
     batch: TrainBatch  # on the mesh
     engine: EngineArrays
-    critic: Critic | None = None  # whose programs need less than the learner's: they have no logits
+    critic: Critic | None = None  # its programs need less than the learner's: they have no logits
 
     @staticmethod
     def of(
@@ -104,9 +104,9 @@ class RunShapes:
         never_sampled: tuple[int, ...] | None = None,
         usable: float = math.inf,
     ) -> RunShapes:
-        """`never_sampled` are the tokens that an engine is told never to generate; by default those that stand for
-        media. `usable` bytes of a device bound the caches of its engines, as they will in the run. Raises ConfigError
-        for what can't be compiled ahead, and for batches that no device holds."""
+        """Returns the shapes of a run. `never_sampled` are tokens that engines never generate; by default the tokens
+        that stand for media. `usable` bytes of a device bound its engines' caches, as in the run. Raises ConfigError
+        for settings whose programs can't be compiled ahead, and for batches that no device holds."""
         if isinstance(config.sharding.strategy, ODC):
             raise ConfigError(
                 "sharding.strategy is odc, which makes a program of each layer; the pre-flight does not compile these: "
@@ -124,7 +124,7 @@ class RunShapes:
         batch = learner.gradients.strategy.place(batch)
         servers = config.servers.servers * config.parallelism.degree
         embedded = config.rollout.engine is RolloutEngine.JAX
-        # Servers of the smallest degree, which have the most on each device, start before the first step, too.
+        # Servers of the smallest degree need the most memory on a device; they, too, start before the first step.
         arrays = engine_arrays(config, abstract, devices, 0 if embedded else degrees(config, servers)[0])
         critic = Critic(config, abstract, mesh=mesh) if algorithm.critic else None
         shapes = RunShapes(config, model, devices, learner, batch, arrays, critic)
@@ -145,14 +145,14 @@ class RunShapes:
         return -(-engine_count(self.config, self.devices) * self.config.parallelism.degree // len(self.devices))
 
     def servers(self, usable: float) -> float:
-        """The bytes of a device that rollout servers have while they are awake, out of `usable` bytes."""
+        """Returns the bytes of a device that rollout servers have while they are awake, out of `usable` bytes."""
         servers = self.config.servers
         if self.engines_a_device or not servers.colocated:
             return 0.0
         return SERVER_MEMORY * max(usable - sum(self.resident().values()), 0.0)
 
     def check_servers(self, usable: float) -> None:
-        """Raises ConfigError where a server on these devices would have no room for weights and one sequence."""
+        """Raises ConfigError if a server on these devices has no room for its weights and one sequence."""
         config, share = self.config, self.servers(usable)
         longest = pages_for(config.rollout.max_sequence_tokens) / self.engine.cache.k_LCKSH.shape[1]
         needed = bytes_on_device(self.engine.params) + longest * bytes_on_device(self.engine.cache)
@@ -165,13 +165,13 @@ class RunShapes:
 
     @property
     def trained(self) -> float:
-        """Bytes on the fullest device of the weights that are trained."""
+        """The bytes on the fullest device of the weights that are trained."""
         return bytes_on_device(self.learner.trained(self.learner.params))
 
     def resident(self) -> dict[str, float]:
-        """Bytes on the fullest device of all arrays that stay through a step, without the caches, by kind."""
+        """Returns the bytes on the fullest device of all arrays that stay through a step, without caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
-        reference = params if settings.reference else self.learner.trained(params)  # the rest is the learner's
+        reference = params if settings.reference else self.learner.trained(params)  # other weights are the learner's
         return {
             "master weights": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),
@@ -192,7 +192,7 @@ class RunShapes:
         for name in names:
             progress(f"compiling {name}, {self.model.text.num_layers} layers")
             found[name] = Compiled.of(lowered[name])
-        if "prefill" in found and "features" in lowered:  # the one runs behind the other
+        if "prefill" in found and "features" in lowered:  # prefill runs after features
             found["prefill"] = found["prefill"].either(Compiled.of(lowered["features"]))
         return found
 
@@ -206,8 +206,8 @@ def compiled_at_depth(
     progress: Progress,
     never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """Returns (the programs of the model with `few` layers, those of all its layers). The latter are extrapolated along
-    the straight line through `few` and twice as many layers, unless `few` are all."""
+    """Returns (the programs of the model with `few` layers, its programs with all layers). The second are extrapolated
+    along the straight line through `few` and twice as many layers, unless `few` are all layers."""
     depth = model.text.num_layers
     shallow = model if few == depth else with_layers(model, few)
     first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)
@@ -218,14 +218,14 @@ def compiled_at_depth(
 
 
 def _begun(config: Config) -> list[int]:
-    """The lengths of the responses that an engine may have to prefill with their prompt, as long as they get."""
+    """Returns the greatest lengths of responses that an engine may have to prefill with their prompt."""
     moved = config.stream_trainer or config.parallelism.enabled
     goes_on = isinstance(config.policy, AprilConfig | AdaptiveAsyncConfig) or moved
     return [config.rollout.max_new_tokens] * config.rollout.group_size if goes_on else []
 
 
 def cache_tokens(config: Config) -> int:
-    """The tokens in the cache of an engine: as configured, or as many as all slots may need."""
+    """Returns the tokens in the cache of an engine: as configured, or as many as all slots may need."""
     rollout = config.rollout
     return rollout.kv_tokens or EngineLimits(rollout.slots, rollout.max_sequence_tokens, 0).pages * PAGE_TOKENS
 
@@ -233,7 +233,7 @@ def cache_tokens(config: Config) -> int:
 def engine_arrays(
     config: Config, model: Decoder, devices: Sequence[Any], degree: int = 0, kv_tokens: int = 0
 ) -> EngineArrays:
-    """Returns the arrays that an engine of `degree` devices with a cache of `kv_tokens` keeps (0: as configured)."""
+    """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens` (0: as configured)."""
     rollout, dtype = config.rollout, config.model.compute_dtype.value
     kept = kv_tokens or rollout.kv_tokens
     limits = EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, kv_tokens=kept)
@@ -241,7 +241,7 @@ def engine_arrays(
 
 
 def bytes_on_device(tree: PyTree) -> float:
-    """The bytes that a device holds of these arrays; the largest share, where shares differ."""
+    """Returns the bytes that a device holds of these arrays; the largest share if shares differ."""
     total = 0.0
     for x in jax.tree.leaves(tree):
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
@@ -250,5 +250,5 @@ def bytes_on_device(tree: PyTree) -> float:
 
 
 def with_layers(model: AnyConfig, layers: int) -> AnyConfig:
-    """Returns the sizes of the model with so many decoder layers."""
+    """Returns the sizes of the model with `layers` decoder layers."""
     return dataclasses.replace(model, text=dataclasses.replace(model.text, num_layers=layers), extra="{}")

@@ -1,7 +1,7 @@
-"""Reads a scheduled HLO module, the text of a compiled program: which collectives run, how large, and behind what.
+"""Reads a scheduled HLO module, the text of a compiled program: its collectives, their sizes, the work that hides them.
 
 Every computation of the module lists its instructions in the order in which they start. An asynchronous collective is a
-pair of instructions, `all-gather-start` and `all-gather-done`; what is listed between the two runs meanwhile.
+pair of instructions, `all-gather-start` and `all-gather-done`; instructions between the two run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # others by the digits at the end
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # others by their first digits
 
 FASTER = 8  # an H100 writes to its memory about eight times as fast as NVLink brings data (3.35 TB/s, 450 GB/s)
 
@@ -34,11 +34,11 @@ _LOOPS = ("while", "conditional", "call")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollectiveTraffic:
-    """The collectives of one kind in a run of a program, loops counted as often as they turn."""
+    """The collectives of one kind in a run of a program; a loop's collectives count for each iteration."""
 
     count: float = 0.0
-    bytes: float = 0.0  # of the larger side: what a gather returns, what a scatter takes
-    exposed: float = 0.0  # of `count`: nothing that takes time runs beside them
+    bytes: float = 0.0  # of the larger side: a gather's result, a scatter's operand
+    exposed: float = 0.0  # collectives that no long work hides
     exposed_bytes: float = 0.0
 
 
@@ -51,9 +51,9 @@ class _Instruction:
 
 
 def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
-    """The collectives of a run of the program, by kind (`KINDS`), as one device sees them.
+    """Returns the collectives of a run of the program, by kind (`KINDS`), as one device sees them.
 
-    The turns of a loop count where XLA knows them, else once; of a conditional, all branches count. A collective is
+    A loop counts as often as XLA says that it iterates, else once; all branches of a conditional count. A collective is
     exposed unless a matrix product, a loop, or kernels that write `FASTER` times as many bytes run beside it.
     """
     computations, main = _computations(hlo)
@@ -79,7 +79,7 @@ def traffic(hlo: str) -> dict[str, CollectiveTraffic]:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Returns the instructions of every computation by its name, and the name of the program's own."""
+    """Returns the instructions of every computation by its name, and the name of the entry computation."""
     found: dict[str, list[_Instruction]] = {}
     name, main = "", ""
     for line in hlo.splitlines():
@@ -93,13 +93,13 @@ def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveTraffic:
-    """The traffic of the collective that ends with the instruction at `place`."""
+    """Returns the traffic of the collective that ends with the instruction at `place`."""
     end = instructions[place]
     start, size = place, _bytes(end.shape)
     if end.operation.endswith("-done"):
         begun = re.match(r"[^%]*(%[^\s,)]+)", end.rest)[1]  # type: ignore[index]
         start = next(at for at, instruction in enumerate(instructions) if instruction.name == begun)
-        # A start has operands and results, but for all-reduce, whose two are of one size.
+        # A start's shape has operands and results; all-reduce's has only results, as large as its operands.
         size = max(size, _bytes(instructions[start].shape) - size)
     beside = instructions[start + 1 : place]
     written = sum(_bytes(running.shape) for running in beside if running.operation == "fusion")
@@ -108,7 +108,7 @@ def _collective(instructions: Sequence[_Instruction], place: int) -> CollectiveT
 
 
 def _takes_long(instruction: _Instruction) -> bool:
-    """Says whether the instruction is a loop or a matrix product: what a transfer of any size may hide behind."""
+    """Says whether the instruction is a loop or a matrix product: either may hide a transfer of any size."""
     if instruction.operation in (*_LOOPS, "dot"):
         return True
     return instruction.operation in ("custom-call", "fusion") and bool(_MATRIX_PRODUCT.search(instruction.rest))

@@ -96,7 +96,7 @@ def _conclusions(verdict: Verdict) -> list[str]:
 
 
 def draw(verdict: Verdict, title: str, file: pathlib.Path) -> None:
-    """Draws memory by phase as stacked bars, with a line at what JAX may use."""
+    """Draws memory by phase as stacked bars, with a line at the memory that JAX may use."""
     phases = verdict.account.phases()
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -1,7 +1,6 @@
-"""Devices that are not there: XLA compiles for them by a description of the GPU, and runs nothing on them.
+"""Descriptions of devices that this machine lacks: XLA compiles for a described GPU, and runs nothing.
 
-Two packages are needed, no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt`, of the version of jaxlib, or those of
-CUDA 13.
+Two packages are needed, but no GPU: `jax-cuda12-plugin` and `jax-cuda12-pjrt` (or CUDA 13's), in jaxlib's version.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ..base.errors import ConfigError
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = pathlib.Path(__file__).parent / "targets"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX names it
-FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin where it is not in the environment
+FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin if the environment has no plugin
 CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A number of hosts with so many devices each, all of one kind: `1x8xh100`."""
+    """Hosts with equally many devices each, all of one kind: `1x8xh100`."""
 
     hosts: int
     devices_per_host: int
@@ -34,7 +33,7 @@ class Topology:
 
     @staticmethod
     def parse(text: str) -> Topology:
-        """Raises ConfigError, which lists the kinds, for anything but `HOSTSxDEVICESxKIND`."""
+        """Reads `HOSTSxDEVICESxKIND`. Raises ConfigError, which lists the kinds, for other text."""
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", text.lower())
         if match is None or match[3] not in kinds():
             raise ConfigError(
@@ -53,13 +52,13 @@ class Topology:
 
     @property
     def memory(self) -> int:
-        """Bytes of a device."""
+        """The bytes of a device's memory."""
         match = re.search(r"device_memory_size: (\d+)", self.description)
         assert match is not None, f"{self.kind}.txtpb says nothing of memory"
         return int(match[1])
 
     def devices(self) -> list[Any]:
-        """The devices, host by host. The CUDA plugin must be there: see `find_plugin`."""
+        """Returns the devices, host by host. Needs the CUDA plugin: see `find_plugin`."""
         from jax.experimental import topologies
 
         described = topologies.get_topology_desc(
@@ -72,12 +71,13 @@ class Topology:
 
 
 def kinds() -> list[str]:
-    """The kinds of device that the package describes."""
+    """Returns the kinds of device that the package describes."""
     return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
 
 
 def memory_fraction(default: float) -> float:
-    """The part of a device's memory that JAX may use. Raises ConfigError where the environment gives no number."""
+    """Returns the part of a device's memory that JAX may use. Raises ConfigError if the environment's value is no
+    number."""
     given = os.environ.get(MEMORY_FRACTION, "")
     try:
         return float(given or default)
@@ -86,10 +86,10 @@ def memory_fraction(default: float) -> float:
 
 
 def find_plugin(folder: str = "") -> None:
-    """Lets JAX find its CUDA plugin: in `folder`, in the folder that FLUXJAX_AOT names, in the checkout's .aot (where
-    `bash scripts/test.sh aot` puts it), or in the environment.
+    """Lets JAX find its CUDA plugin: in `folder`, in the folder that FLUXJAX_AOT names, in the checkout's .aot (from
+    `bash scripts/test.sh aot`), or in the environment.
 
-    Call it before JAX is imported: from then on JAX runs on the CPU and touches no GPU. Raises ConfigError where the
+    Call it before JAX is imported: from then on JAX runs on the CPU and touches no GPU. Raises ConfigError if the
     plugin is absent, or of another version than jaxlib.
     """
     jaxlib = importlib.metadata.version("jaxlib")
@@ -114,7 +114,7 @@ def find_plugin(folder: str = "") -> None:
 
 
 def plugin_packages(path: list[str]) -> tuple[str, str]:
-    """Returns the names of JAX's CUDA plugin and of its compiler: of the CUDA whose plugin is on `path`, else of 12."""
+    """Returns the names of JAX's CUDA plugin and of its compiler: for the CUDA whose plugin is on `path`, else 12."""
     return next((names for names in map(_packages, CUDA) if _version(names[0], path)), _packages(CUDA[0]))
 
 

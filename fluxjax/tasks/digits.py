@@ -22,10 +22,10 @@ class DigitsRecipe:
     seed: int = 0
     train: int = 6000  # strips
     held_out: int = 400
-    train_scans: int = 1400  # of 1,797 scans; the rest is held out
+    train_scans: int = 1400  # of 1,797 scans; the other scans are held out
     warm_start: int = 400  # strips with answers for the warm start, the same number of every length
-    warm_start_scans: int = 1  # scans of each digit; the warm start sees no others
-    cell: int = 16  # pixels, square, one digit
+    warm_start_scans: int = 1  # scans of each digit that the warm start uses
+    cell: int = 16  # pixels of the side of a digit's square
     max_digits: int = 12
     length_exponent: float = 1.5  # P(n digits) ~ n ** -length_exponent
     # The three variations apply to training digits; held-out digits stay as scanned.
@@ -36,7 +36,7 @@ class DigitsRecipe:
     question: str = "<image>Digits?"
 
     def enlarged(self, cell: int) -> DigitsRecipe:
-        """Returns the recipe whose pictures are so large that a digit is a square of `cell` pixels."""
+        """Returns the recipe with pictures enlarged so that a digit's square has sides of `cell` pixels."""
         return dataclasses.replace(self, cell=cell, shift=self.shift * cell / self.cell)
 
     def build(self, folder: pathlib.Path) -> None:

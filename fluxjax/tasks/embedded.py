@@ -38,7 +38,7 @@ from ..base.process import cache_folder
 from ..config.run_folder import lock_file
 
 Record: TypeAlias = Mapping[str, object]
-Recipe: TypeAlias = Any  # `StringsRecipe`, or its like in `digits.py` and `pans.py`
+Recipe: TypeAlias = Any  # a `StringsRecipe`, `DigitsRecipe` or `PansRecipe`
 RECIPES: Mapping[str, Recipe] = ByName(
     __name__,
     {"digits": "digits:DigitsRecipe", "pans": "pans:PansRecipe", "reverse": "embedded:StringsRecipe"},
@@ -49,8 +49,8 @@ RECIPES: Mapping[str, Recipe] = ByName(
 def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = None, cell: int = 0) -> pathlib.Path:
     """Returns the folder of an embedded data set (`train.jsonl`, `eval.jsonl`, media), built if it is missing.
 
-    With `cell`, pictures are enlarged until a digit is a square of `cell` pixels. Raises `ConfigError` for an unknown
-    name, `DataError` if the data set cannot be written.
+    With `cell`, pictures are enlarged: a digit to a square of `cell` pixels a side, a clip's frame to `2 * cell` a
+    side. Raises `ConfigError` for an unknown name, `DataError` if the data set cannot be written.
     """
     if name not in RECIPES:
         raise ConfigError(
@@ -69,7 +69,7 @@ def ensure(name: str, root: str | pathlib.Path = "", recipe: Recipe | None = Non
 
 
 def digest(recipe: Recipe) -> str:
-    """Returns 12 hexadecimal digits of a hash of everything that determines the content."""
+    """Returns 12 hexadecimal digits of a hash of the recipe, which determines the content."""
     text = json.dumps([type(recipe).__name__, dataclasses.asdict(recipe)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -77,7 +77,7 @@ def digest(recipe: Recipe) -> str:
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
     """Creates `folder` by `write(temporary folder)`, unless it exists already.
 
-    Raises `DataError` if the disk is full or the folder cannot be written to; nothing is left behind then.
+    Raises `DataError` if the disk is full or the folder cannot be written to; then no file remains.
     """
     if folder.is_dir():
         return
@@ -87,7 +87,7 @@ def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> N
             if folder.is_dir():  # another process built it while this one waited
                 return
             prefix = f".{folder.name}.building-"
-            for dead in folder.parent.glob(f"{prefix}*"):  # this process holds the lock: nobody writes there
+            for dead in folder.parent.glob(f"{prefix}*"):  # this process holds the lock: nobody writes to them
                 shutil.rmtree(dead, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
                 temporary = pathlib.Path(name)
@@ -115,7 +115,7 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
-    """Writes `NAME.jsonl` for each name of `sizes`, with as many records from `make(NAME, index)`; returns all records.
+    """Writes `NAME.jsonl` for each name of `sizes`, with so many records from `make(NAME, index)`; returns all records.
 
     Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
     each quarter.

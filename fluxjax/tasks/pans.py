@@ -1,4 +1,4 @@
-"""Clips panned over real photographs: in which direction does the picture move? h264 in MP4, a second each.
+"""Clips panned over real photographs, as h264 in MP4, a second each: in which direction does the picture move?
 
 The photographs ship with scikit-image and scikit-learn. No training clip uses a photograph of the held-out clips.
 """
@@ -25,7 +25,7 @@ class PansRecipe:
     version: int = 2  # grows when the code below changes the data
     seed: int = 0
     train: int = 4000  # clips
-    warm_start: int = 60  # the first training clips, whose answers the warm start sees
+    warm_start: int = 60  # training clips, the first ones, for the warm start
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation have no texture in which motion shows.
@@ -38,20 +38,20 @@ class PansRecipe:
         "phantom.png",
     )
     photo_side: int = 160  # pixels of the shorter side, after scaling down
-    size: int = 32  # pixels, square, of the window
-    side: int = 32  # pixels of the square clip, to which the window is enlarged
+    size: int = 32  # pixels of the side of the square window
+    side: int = 32  # pixels of the side of the square clip; the window is enlarged to it
     frames: int = 8
     fps: int = 8
     speeds: tuple[int, ...] = (2,)  # pixels a frame
     min_contrast: float = 18.0  # standard deviation of the pixels over the clip
-    # mean gradient along either axis, over the contrast: edges along one axis show no motion along it
+    # mean gradient along each axis, divided by the contrast: edges along an axis show no motion along it
     min_gradient: float = 0.25
     contrast: float = 55.0  # every clip is brought to this standard deviation, about mid-grey
     crf: int = 20
     question: str = "<video>Direction?"
 
     def enlarged(self, cell: int) -> PansRecipe:
-        """Returns the recipe whose pictures are so large that a digit is a square of `cell` pixels."""
+        """Returns the recipe with clips enlarged to squares of `2 * cell` pixels a side."""
         return dataclasses.replace(self, side=2 * cell)
 
     def build(self, folder: pathlib.Path) -> None:
@@ -80,7 +80,7 @@ class PansRecipe:
 
 
 def load_photos(recipe: PansRecipe) -> dict[str, np.ndarray]:
-    """Reads photographs by name, uint8 [height, width, 3], scaled down, from the disk: nothing is downloaded."""
+    """Returns photographs by name, uint8 [height, width, 3], scaled down; reads installed files, downloads nothing."""
     import skimage
     from sklearn.datasets import load_sample_image
 
@@ -129,7 +129,7 @@ def _enlarged(clip: np.ndarray, side: int) -> np.ndarray:
 
 
 def encode(frames: np.ndarray, recipe: PansRecipe) -> bytes:
-    """Returns an MP4 file. One encoder thread: the same frames give the same bytes."""
+    """Returns an MP4 file. It uses one encoder thread, so that the same frames give the same bytes."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=recipe.fps)
@@ -164,7 +164,7 @@ def _pan(
 
 
 def _has_texture(clip: np.ndarray, recipe: PansRecipe) -> bool:
-    """Returns True if motion along either axis can be seen in every frame."""
+    """Returns True if every frame has enough texture to show motion along either axis."""
     spread = clip.std()
     grey = clip.mean(-1)
     across = np.abs(grey[:, :, 2:] - grey[:, :, :-2]).mean((1, 2)).min()

@@ -1,1 +1,1 @@
-"""Scheduling policies, which decide the next instructions, one in each file; and the helpers that they consult."""
+"""Scheduling policies, which decide the next instructions, one in each file; and helpers of policies."""

@@ -1,23 +1,22 @@
 """Generation runs ahead of training, as far as measured staleness allows (Flux, component 1).
 
-One number, the async ratio, says how far: prompts are submitted as long as
+One number, the async ratio, decides how many prompts are submitted. Prompts are submitted as long as
 
     submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
 
 (AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At 0 this is the
 synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the staleness
-of the trained data stays at its target. If staleness is far above the target, or `SYNC_INTERVAL` steps have passed
-without a barrier, a barrier lets all running responses end and be trained on before new prompts begin.
+of the trained data stays at its target. If staleness is far above the target, or more than `SYNC_INTERVAL` steps have
+passed without a barrier, a barrier lets all running responses end and be trained on before new prompts begin.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for a group that would become too
 old by missing the step; a prompt that still became too old is generated again.
 
-Of more groups than a step needs, `compose` chooses those that it trains on (Flux, component 4): a pure function of
+If there are more groups than a step needs, `compose` chooses among them (Flux, component 4): a pure function of
 groups, seed and step. Candidates are ordered: as drawn or, with `stalest`, stalest first; with `curriculum` easy groups
-first, with that order among equals. Then they are taken from each stratum in proportion to its candidates (`stratify`:
-strata by staleness; `diversity`: by source and kinds of media). With `lengths`, those of a stratum are taken that are
-about as long as the first candidate. Groups that would soon be too old are taken before all others, so no group
-starves.
+first, with that order among equals. Then candidates are taken from each stratum in proportion to its size (`stratify`:
+strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives candidates about as
+long as the first of all. Groups that would soon be too old are taken before all others, so no group starves.
 """
 
 import dataclasses
@@ -37,21 +36,21 @@ from .rounds import Base, generate
 
 # Flux's constants.
 GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # of the controller of the ratio
-RATIOS = 0.1, 0.9  # between which the controller moves the ratio
-EMA = 0.9  # of the previous estimate of staleness, in the next one
-TOLERANCE = 0.05  # engines are synchronised before anything new begins if staleness exceeds the target by more
-SYNC_INTERVAL = 10  # steps between two forced barriers at most
+RATIOS = 0.1, 0.9  # bounds of the controller's ratio
+EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
+TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more
+SYNC_INTERVAL = 10  # a barrier is forced after more steps without a barrier
 KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
 VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1
 
-_CHOICE = 2  # candidates considered for each one taken, if lengths are to be similar
+_CHOICE = 2  # candidates considered for each one that is taken, with `lengths`
 
 
 @dataclasses.dataclass(eq=False)
 class AdaptiveAsync(Base):
-    """The policy of the module's docstring. `ratio`, `staleness` and `barriers` are for displays; `seed` is for
-    `compose`."""
+    """The policy that the module's docstring describes. Displays read `ratio`, `staleness` and `barriers`; `seed` is
+    for `compose`."""
 
     settings: AdaptiveAsyncConfig = dataclasses.field(default_factory=AdaptiveAsyncConfig)
     seed: int = 0
@@ -64,8 +63,8 @@ class AdaptiveAsync(Base):
         self._pid = Pid(ratio, low, high, kp=GAINS["kp"], ki=GAINS["ki"], kd=GAINS["kd"])
         self.staleness = 0.0  # moving average
         self.barriers = 0  # barriers forced so far
-        self.barrier = False  # nothing new begins until all running responses are trained on
-        self.since_sync = 0  # steps
+        self.barrier = False  # no prompt begins until all running responses are trained on
+        self.since_sync = 0  # steps since the last barrier
         self.seen = -1  # the step whose metrics were observed last
 
     @property
@@ -113,8 +112,8 @@ class AdaptiveAsync(Base):
         return [PublishWeights(coordinator.version, idle)] if idle else []
 
     def _boundary(self, coordinator: Coordinator) -> Sequence[Instruction]:
-        """Returns what is due after a step, while engines run on; at the end and at a stop the engines are emptied
-        first."""
+        """Returns the evaluation, checkpoint or end that is due after a step. Engines run on; at the end and at a stop
+        their responses are parked first."""
         ledger, awaiting = coordinator.ledger, coordinator.awaiting
         if awaiting.keys() & {Train, Evaluate, SaveCheckpoint, PublishWeights, DrawPrompts}:
             return []
@@ -134,7 +133,7 @@ class AdaptiveAsync(Base):
             return []
         if scored < needed and not (coordinator.exhausted and scored == ledger.live):
             return []
-        # these come first, once the new weights are published
+        # evaluations and checkpoints come first, once the new weights are published
         if coordinator.evaluation_due() or coordinator.checkpoint_due():
             return []
         limit, version = self.settings.max_staleness, coordinator.version
@@ -175,7 +174,7 @@ class AdaptiveAsync(Base):
         return generate(coordinator, entries, size, size, keep=lambda entry: entry.born > oldest, engines=engines)
 
     def _usable(self, coordinator: Coordinator) -> list[int]:
-        """Returns the engines that get new requests: all, or those that serve the newest weights already."""
+        """Returns the engines that get new requests: all, or only engines that already serve the newest weights."""
         fleet = coordinator.fleet
         if self.ratio and self.settings.interrupt:
             return list(range(len(fleet)))
@@ -200,12 +199,12 @@ class AdaptiveAsync(Base):
 
 
 def staleness(metrics: Mapping[str, float], max_staleness: int) -> float:
-    """Returns the distance between the policy and the one that generated its data, in [0, 1] (Flux, component 1).
+    """Returns the distance between the policy and the policy that generated its data, in [0, 1] (Flux, component 1).
 
-    The weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour || policy) in
-    nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean number of
-    versions between generation and training, `staleness/lag_mean`. A step without them (a batch that no engine
-    generated) has staleness 0.
+    It is the weighted sum of three metrics of a step, each divided by the value that counts as 1: KL(behaviour ||
+    policy) in nats, `staleness/kl`; `log1p` of the variance of importance weights, `staleness/variance`; the mean
+    number of versions between generation and training, `staleness/lag_mean`. A step without these metrics (a batch that
+    no engine generated) has staleness 0.
     """
     kl = metrics.get("staleness/kl", 0.0) / KL_NORMALIZER
     variance = math.log1p(max(metrics.get("staleness/variance", 0.0), 0.0)) / VARIANCE_NORMALIZER
@@ -254,8 +253,8 @@ def compose(
     stalest groups before others. `prefer` names options of the module's docstring; without any, the other
     groups are taken in draw order.
 
-    `version` is the trainer's, `progress` that of the run, in [0, 1]. Raises `ValueError` for fewer than `count`
-    groups, and for a group that is more than `max_staleness` versions old.
+    `version` is the trainer's, `progress` is the run's, in [0, 1]. Raises `ValueError` for fewer than `count` groups,
+    and for a group that is more than `max_staleness` versions old.
     """
     ordered = sorted(groups, key=lambda group: group.prompt.draw)
     if not 0 <= count <= len(ordered):
@@ -312,8 +311,7 @@ def _choose(
         members = [i for i in rest if strata[i] == stratum]
         wanted = quota - sum(strata[i] == stratum for i in urgent)
         if lengths:
-            # The first candidate is nearest to itself: it is taken, whatever its length, and not passed over again and
-            # again.
+            # The first candidate has distance 0, so that it is taken, whatever its length, and never passed over.
             members = sorted(members[: _CHOICE * wanted], key=lambda i: abs(lengths[i] - anchor))
         chosen.update(members[:wanted])
     return chosen
@@ -322,7 +320,7 @@ def _choose(
 def _quotas(
     sizes: Mapping[Hashable, int], least: Mapping[Hashable, int], count: int, rng: np.random.Generator
 ) -> dict[Hashable, int]:
-    """Returns the number to take from each stratum: proportional to its size and at least `least`, by largest
+    """Returns the number of groups to take from each stratum: proportional to its size and at least `least`, by largest
     remainders; chance breaks ties."""
     quotas: dict[Hashable, int] = {}
     open_, left, total = dict(sizes), count, sum(sizes.values())

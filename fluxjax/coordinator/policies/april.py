@@ -1,9 +1,10 @@
-"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, and no token is thrown away.
+"""Active partial rollouts (APRIL; Flux, component 2): more prompts than a step needs, continued over rounds.
 
 A round ends with the first complete groups. The tokens of the other groups stay in the books with their log-probs and
 versions; these groups continue in the next round under the new weights. So a response may have several versions; the
 algorithm's importance correction accounts for that. Prompts that are predicted to end first are submitted first. A
-round waits for prompts that would become older than `max_staleness` versions by missing it.
+round waits for prompts that would become older than `max_staleness` versions by missing it; groups that still become
+too old lose their tokens and are generated again.
 """
 
 import dataclasses

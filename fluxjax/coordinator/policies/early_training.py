@@ -1,20 +1,20 @@
 """Training that begins before a round is over: two helpers, consulted by policies that train in rounds.
 
-The stream trainer: gradients of complete groups while the rest of the round is generated (Flexes, section 4.4).
+The stream trainer: gradients of complete groups while other responses are generated (Flexes, section 4.4).
 
 Engines run out of work towards the end of a round. At milestones of its progress, the helper projects the peak of the
 caches: can half of the engines hold all running responses? If so, the other half is lent to training until the round is
-over. The responses on lent engines continue elsewhere: their tokens stay, their cache is computed again. The devices of
-the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for the end of
-the round, so that no older weights are trained on than without this helper.
+over. The responses on lent engines continue on other engines: their tokens stay, their cache is computed again. The
+devices of the lent engines then compute the gradients of complete groups, a few groups at a time. The update waits for
+the end of the round, so that the trained tokens are no older than without this helper.
 
 Speculative sync: training begins before a batch is complete, if the batch is predicted to be complete in time.
 
 Source: Flux, insight 2 and its table ("predicts long-tail rollouts, starts training early"). The gradients of the
 complete groups take some time. If the missing responses are predicted to end within that time, with at least the set
-confidence, these gradients are computed now, on the trainer's devices; the update waits for the rest of the batch. So
-training stays exactly as on-policy as without it. A wrong prediction costs only time, and only if engines and trainer
-share devices: the running responses then end later.
+confidence, these gradients are computed now, on the trainer's devices; the update waits for the missing groups. So
+training stays exactly as on-policy as without the helper. A wrong prediction costs only time, and only if engines and
+trainer share devices: the running responses then end later.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ class StreamTrainer:
     """A helper that round policies consult when they would wait. `lent` and `refused` are for displays."""
 
     chunk: int = 0  # groups a portion; 0: an eighth of a step
-    first: float = 0.2  # share of a round's responses at which engines to lend are first looked for
-    last: float = 0.5  # share at which they are last looked for
-    every: float = 0.05  # share from one look to the next
+    first: float = 0.2  # share of a round's ended responses at which lending is first considered
+    last: float = 0.5  # share at which lending is last considered
+    every: float = 0.05  # share between two milestones
     lent: int = dataclasses.field(default=0, init=False)  # rounds in which engines were lent
-    refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection refused it
+    refused: int = dataclasses.field(default=0, init=False)  # milestones at which the projection refused to lend
     _looked: float = dataclasses.field(default=0.0, init=False)  # progress of the round at the last milestone
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ def projected_tokens(coordinator: Coordinator) -> float:
     """Predicts the tokens in all caches when all running responses have their predicted lengths.
 
     Responses of a group begin together and grow at the same pace: a running response is at least as long as the group's
-    ended ones.
+    ended responses.
     """
     total, reserved = 0.0, coordinator.settings.kv_reserved
     for entry in coordinator.ledger.at(PromptStage.RUNNING):
@@ -99,9 +99,9 @@ def _progress(coordinator: Coordinator) -> float:
 
 @dataclasses.dataclass(eq=False)
 class SpeculativeSync:
-    """A helper that policies which train in rounds ask when they would wait."""
+    """A helper that round policies consult when they would wait."""
 
-    confidence: float = 0.5  # that the rest ends while gradients of what is there are computed
+    confidence: float = 0.5  # least probability that the missing responses end while gradients are computed
     begun: int = dataclasses.field(default=0, init=False)  # times that training began early
     _next: float = dataclasses.field(default=0.0, init=False)  # time of the next prediction
 
@@ -124,8 +124,8 @@ class SpeculativeSync:
 
 
 def probability(coordinator: Coordinator, seconds: float) -> float:
-    """Returns the predicted probability that the groups which the batch lacks are complete within `seconds`; their
-    rewards may come later. If more prompts run than are needed, the likeliest count."""
+    """Returns the predicted probability that the batch's missing groups are complete within `seconds`; their rewards
+    may arrive later. If more prompts run than are needed, the likeliest prompts count."""
     ledger = coordinator.ledger
     missing = coordinator.settings.prompts_per_step - ledger.count(
         PromptStage.COMPLETE, PromptStage.SCORED, PromptStage.TRAINING

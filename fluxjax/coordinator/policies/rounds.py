@@ -25,7 +25,7 @@ NO_VARIANCE = "dynamic sampling finds no difference between its responses"
 
 
 class EngineLost(RunGivenUp):
-    """Prompt after prompt fails on the engines and no response arrives: going on would only burn the data."""
+    """Prompt after prompt fails on the engines and no response arrives: a longer run would only use up the data."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -51,7 +51,7 @@ class Base:
 
     def _again(self, coordinator: Coordinator, entry: Entry) -> Sequence[messages.Instruction]:
         """Generates a lost group again: samples depend only on the prompt's seed, so this adds no bias."""
-        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still be running
+        abort = messages.Abort(messages.request_id(entry.prompt.draw, entry.attempt))  # responses may still run
         if entry.failures < coordinator.settings.max_attempts:
             return [abort, *generate(coordinator, [entry], entry.n, entry.need, avoid=entry.engine)]
         accepted = coordinator.ledger.accepted
@@ -81,9 +81,9 @@ class Base:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Rounds(Base, abc.ABC):
-    """The base of policies that train in rounds: subclasses define a round's beginning, its course, and the groups that
-    it trains on. While a round waits, `stream` and `speculative` may train on complete groups. No token that is more
-    than `max_staleness` versions old is trained on."""
+    """The base of policies that train in rounds: subclasses define a round's beginning, its course, and its groups.
+    While a round waits, `stream` and `speculative` may train on complete groups. No token that is more than
+    `max_staleness` versions old is trained on."""
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None
@@ -115,7 +115,7 @@ class Rounds(Base, abc.ABC):
 
     @abc.abstractmethod
     def _round(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
-        """Returns the instructions within a round. Must not end the round while `coordinator.awaiting` something."""
+        """Returns the instructions within a round. Must not end the round unless `coordinator.awaiting` is empty."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
         """Returns whether a stop ends the round at once: with dynamic sampling, its step may end late or never. Scored
@@ -161,7 +161,7 @@ class Rounds(Base, abc.ABC):
                 )
 
     def _other_degree(self, coordinator: Coordinator) -> int:
-        """Returns the number of devices that an engine is to have from now on; 0: no change, or not yet."""
+        """Returns the number of devices that an engine should have from now on; 0 if it does not change now."""
         planner, ledger = coordinator.parallelism, coordinator.ledger
         if planner is None or planner.degree == coordinator.fleet.degree or self._in_round(coordinator):
             return 0
@@ -173,16 +173,16 @@ class Rounds(Base, abc.ABC):
             return []
         for helper in self._helpers:
             helper.reset()
-        if lent := coordinator.fleet.lent:  # nothing was trained: the lent engines serve the present weights
+        if lent := coordinator.fleet.lent:  # no step was trained: the lent engines get the present weights
             return [messages.PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
-        # requests that were lost after a park, and began again
+        # running requests here were lost after a park, and began again
         if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):
             return [entry.park(keep=True) for entry in begun]
         return self._due(coordinator) or self._begin(coordinator)
 
     def _moving(self, coordinator: Coordinator) -> Sequence[Entry]:
-        """Returns the deferred prompts of lent engines, which continue elsewhere under the same weights."""
+        """Returns the deferred prompts of lent engines: they continue on other engines under the same weights."""
         if not coordinator.fleet.lent:
             return []
         deferred = coordinator.ledger.at(PromptStage.DEFERRED)
@@ -207,7 +207,7 @@ def generate(
     avoid: int = -1,
 ) -> Sequence[messages.Instruction]:
     """Generates each entry on the engine of `engines` (empty: of all) that is not lent and has the least predicted
-    work. Entries to `keep` continue the parts of their responses, with as many responses as before."""
+    work. Entries with `keep(entry)` continue their begun responses, with as many responses as before."""
     fleet = coordinator.fleet
     loads, requests = list(fleet.load), []
     for entry in entries:
@@ -228,7 +228,7 @@ class Synchronous(Rounds):
 
     One step: draw P prompts, generate G responses to each under one weight version, score each response as soon as it
     ends, train on all P groups in draw order, publish the new weights. Evaluations and checkpoints come between steps,
-    when nothing is in flight. All that follows from the books: the policy has no state of its own.
+    when no prompt is in flight. The policy reads only the books, and has no state of its own.
     """
 
     def _in_round(self, coordinator: Coordinator) -> bool:

@@ -1,16 +1,16 @@
 """Tail batching: rounds that do not wait for a few long responses (Flexes, section 3).
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first complete
-groups win; the other prompts are deferred. Once a step's worth of deferred prompts waits, they get a *long round*,
-which launches nothing in excess and cuts nothing off. So no prompt is lost, and the newest weights have generated all
-trained tokens.
+groups win; the other prompts are deferred. Once a step's worth of deferred prompts waits, they get a *long round*: it
+launches no excess prompts or responses and cuts none off. So no prompt is lost, and the newest weights have generated
+all trained tokens.
 
 With `max_staleness`, a long round also generates new prompts for its step, and the groups of its deferred prompts are
-*held*: they join this step and the next ones, a few in each, so that every step has its share of long prompts. Such a
+*held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. Such a
 group may then be `max_staleness` versions old.
 
-With dynamic sampling (Flexes, section 7) a round goes on until enough groups have differing rewards; the others are
-skipped, never deferred, and new prompts are launched instead.
+With dynamic sampling (Flexes, section 7) a round continues until enough groups have differing rewards; groups of equal
+rewards are skipped, never deferred, and new prompts are launched instead.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class TailBatching(Rounds):
-    """Launches `prompts` and `responses` for each needed one, in short rounds (the paper's eta)."""
+    """Launches `prompts` prompts and `responses` responses for each needed one, in short rounds (the paper's eta)."""
 
-    prompts: float | str = 2.0  # a text: a schedule of the coordinator's
+    prompts: float | str = 2.0  # a text means a schedule of the coordinator's
     responses: float | str = 1.0
     max_staleness: int = 1  # 0: the groups of a long round are a step by themselves
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" during a round
@@ -83,7 +83,7 @@ class TailBatching(Rounds):
         return self._close(coordinator, needed)
 
     def _close(self, coordinator: Coordinator, needed: int) -> Sequence[Instruction]:
-        """Closes the round without waiting for running responses; of more groups than needed, the lowest draws win."""
+        """Closes the round without waiting for running responses; if it has too many groups, the lowest draws win."""
         ledger = coordinator.ledger
         if self._held_unscored(coordinator):
             return []
@@ -118,17 +118,17 @@ class TailBatching(Rounds):
         return set(first[: min(share, needed)])
 
     def _needed(self, coordinator: Coordinator) -> int:
-        """Returns the number of groups that the step needs beside the held ones that join it."""
+        """Returns the number of groups that the step needs beside the held groups that join it."""
         return coordinator.settings.prompts_per_step - len(self._joining & coordinator.ledger.entries.keys())
 
     def _count(self, coordinator: Coordinator, *stages: PromptStage) -> int:
-        """Returns the number of prompts at these stages, without the held ones."""
+        """Returns the number of prompts at these stages that are not held."""
         entries = coordinator.ledger.entries
         held = sum(draw in entries and entries[draw].stage in stages for draw in self.held)
         return coordinator.ledger.count(*stages) - held
 
     def _held_unscored(self, coordinator: Coordinator) -> int:
-        """Returns the number of held prompts without a scored group: the round ends after they have one."""
+        """Returns the number of held prompts without a scored group: the round waits until they have one."""
         entries = coordinator.ledger.entries
         return sum(draw in entries and entries[draw].stage is not PromptStage.SCORED for draw in self.held)
 
@@ -137,7 +137,7 @@ class TailBatching(Rounds):
         return max(unscored, 0) + self._held_unscored(coordinator)
 
     def _wanted(self, coordinator: Coordinator) -> int:
-        """Returns the number of prompts that this round should have under way, beside the held ones."""
+        """Returns the number of prompts that this round should have under way, beside held prompts."""
         needed = self._needed(coordinator)
         if self.round == "long":
             return needed

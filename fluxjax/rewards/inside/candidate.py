@@ -1,7 +1,7 @@
-"""Runs the code of a response: as a program, or to answer calls of what it defines, one line of plain data each.
+"""Runs the code of a response: as a program, or to answer calls of its functions, one line of plain data each.
 
-This process knows the code and its input, or the arguments of the calls that it is asked for. It knows neither the
-tests nor what they expect, and nothing that it says but values of calls, or a program's output, is listened to.
+This process knows the code and its input, or the arguments of requested calls. It knows neither the tests nor the
+expected values, and only its calls' values, or its program's output, count.
 """
 
 import ast
@@ -17,8 +17,8 @@ from . import plain
 
 
 def run_program(path: str) -> None:
-    """Runs the file as a program of its own, with its own input and output."""
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module `site` makes them otherwise
+    """Runs the file as a main program, on this process's input and output."""
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site`, which may be off, defines them
     with open(path) as file:
         source = file.read()
     module = sys.modules["__main__"]
@@ -30,7 +30,7 @@ def run_program(path: str) -> None:
 
 
 def answer_calls(path: str) -> None:
-    """Answers requests on standard input until it ends. What the code prints goes nowhere."""
+    """Answers requests on standard input until it ends. The code's prints are dropped."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -46,7 +46,7 @@ def answer_calls(path: str) -> None:
 
 
 def _load(module: types.ModuleType, code: str, setup: str, entry_point: str) -> None:
-    """Runs `code` after `setup`, or as the rest of it where `setup` ends within the function that is asked for."""
+    """Runs `code` after `setup`, or as the rest of `setup` if `code` continues the function `entry_point`."""
     pieces = [setup, code] if _stands_alone(code, entry_point) else [setup + code]
     for piece in pieces:
         exec(compile(piece, "solution.py", "exec"), module.__dict__)
@@ -62,7 +62,7 @@ def _stands_alone(code: str, entry_point: str) -> bool:
 
 
 class Objects:
-    """The objects that tests may name by number: the code's module (number 0), and results that are no plain data."""
+    """The objects that tests name by number: the code's module (number 0), and results that are not plain data."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
@@ -82,7 +82,7 @@ class Objects:
                 return plain.encode(target(*arguments, **keywords), self.keep)
             case "get":
                 return self.keep(target) if callable(target) else plain.encode(target, self.keep)
-            case "contents":  # its items, to be copied once, and the length that it claims; None for what it has not
+            case "contents":  # (items or None, the length that the object claims or None)
                 items = iter(target) if hasattr(target, "__iter__") else None
                 return plain.encode((items, len(target) if hasattr(target, "__len__") else None), self.keep)
         raise plain.NotPlain("an unknown request")
@@ -108,6 +108,6 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
     except BaseException as error:
         try:
             message = str(error)[:500]
-        except BaseException:  # it is the code's own
+        except BaseException:  # the code's class may define `__str__`
             message = ""
         return {"raised": [[kind.__name__ for kind in type(error).__mro__], message]}

@@ -1,8 +1,7 @@
-"""Runs the tests of a task against code that is in another process, and says what came out.
+"""Runs the tests of a task against code in another process, and writes the verdict.
 
-A test sees a stand-in for each function or class of the code. A call sends its arguments as plain data, and what the
-test compares is plain data. The verdict is the last line of standard error; standard input and output are the
-conversation.
+A test sees a stand-in for each function or class of the code. A call sends its arguments as plain data, and the test
+compares plain data. The verdict is the last line of standard error; standard input and output are the conversation.
 """
 
 import ast
@@ -19,15 +18,15 @@ from typing import Any
 
 from . import plain
 
-_QUIET = ("StopIteration", "StopAsyncIteration")  # would end a test's loop over `map(candidate, ...)` before its time
+_QUIET = ("StopIteration", "StopAsyncIteration")  # they would silently end a test's loop over `map(candidate, ...)`
 
 
 class Gone(Exception):
-    """The code's process has ended or talks nonsense. Once it has, no test passes."""
+    """The code's process has ended or broken the protocol. After that no test passes."""
 
 
 class Raised(Exception):
-    """The code raised an exception that is not one of Python's own."""
+    """The code raised an exception of a type that is not built in."""
 
 
 class Conversation:
@@ -39,7 +38,7 @@ class Conversation:
         self._contents: dict[Any, Any] = {}  # of objects, since the code was last called
 
     def hear(self) -> Any:
-        """Returns the value that comes next. Raises what the code raised, or `Gone`."""
+        """Returns the next value from the code's process. Raises the code's exception, or `Gone`."""
         if self.broken:
             raise Gone(self.broken)
         try:
@@ -71,8 +70,8 @@ class Conversation:
         return self.hear()
 
     def contents(self, number: int, path: tuple[str, ...]) -> tuple[Any, Any]:
-        """Returns the items of an object and its length, None for what it has not. They are copied once: it can't say
-        one thing to `len` and another to a loop."""
+        """Returns the items of an object and its length, None for either that it lacks. They are copied once, so that
+        `len` and a loop agree."""
         if (number, path) not in self._contents:
             items, length = self.ask(number, path, "contents")
             self._contents[number, path] = (None, length) if items is None else (items := list(items), len(items))
@@ -80,7 +79,7 @@ class Conversation:
 
 
 def _exception(names: list[str], message: str) -> Exception:
-    """Returns an exception of the first of these types that is Python's own, so that tests can expect it."""
+    """Returns an exception of the first built-in type in `names`, so that tests can expect it; else a `Raised`."""
     for name in names:
         kind = getattr(builtins, name, None)
         if name not in _QUIET and isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
@@ -92,9 +91,9 @@ def _exception(names: list[str], message: str) -> Exception:
 
 
 class StandIn:
-    """Stands for a function, class or object of the code: it can be called, and asked for attributes and items.
+    """Stands for a function, class or object of the code: it can be called, and has attributes and items.
 
-    It equals nothing but itself, and is neither true nor false: an answer that is no plain data passes no comparison.
+    It equals only itself, and is neither true nor false: an answer that is not plain data passes no comparison.
     """
 
     def __init__(self, conversation: Conversation, number: int, path: tuple[str, ...] = ()) -> None:
@@ -115,7 +114,7 @@ class StandIn:
 
     def __len__(self) -> int:
         conversation, *target = self._at
-        return conversation.contents(*target)[1]  # a TypeError where there is none
+        return conversation.contents(*target)[1]  # None, which raises TypeError, if it has no length
 
     def __getitem__(self, key: Any) -> Any:
         return self._method("__getitem__", key)
@@ -139,7 +138,7 @@ def _number(value: Any) -> dict[str, int]:
 
 
 def solution(conversation: Conversation, names: Iterable[str]) -> types.ModuleType:
-    """Returns the module that tests import the code from, as `solution`; `from solution import *` gives `names`."""
+    """Returns the module `solution`, from which tests import the code; `from solution import *` imports `names`."""
     module = types.ModuleType("solution")
     module.__getattr__ = StandIn(conversation, 0).__getattr__  # type: ignore[method-assign]
     module.__all__ = list(names)  # type: ignore[attr-defined]
@@ -151,7 +150,7 @@ def run_tests(path: str) -> None:
     conversation = Conversation()
     verdicts = os.fdopen(os.dup(2), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # what tests print is no verdict
+    for standard in (0, 1, 2):  # tests' prints must not reach the verdict
         os.dup2(nowhere, standard)
     with open(path) as file:
         task = json.load(file)
@@ -159,7 +158,7 @@ def run_tests(path: str) -> None:
         print(json.dumps({"passed": False, "reason": why, "unusable": True}), file=verdicts, flush=True)
         os._exit(0)
     try:
-        conversation.hear()  # whether it has loaded
+        conversation.hear()  # raises if the code did not load
         sys.modules["solution"] = solution(conversation, wanted(task["tests"], task["setup"], task["entry_point"]))
         failure = run(task, sys.modules["solution"])
     except BaseException as error:  # tests may end as they like
@@ -174,10 +173,10 @@ def run_tests(path: str) -> None:
 
 
 def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
-    """Returns the names that tests use and nothing but the code can define, in their order; `entry_point` is one.
+    """Returns the names that tests use and only the code can define, in their order; among them a used `entry_point`.
 
-    A name that the tests or `setup` define or import themselves, or that Python has, is none of these: code that
-    defines `abs` or `math` does not replace that of the tests.
+    It leaves out names that the tests or `setup` define or import, and names of Python: the code's own `abs` or `math`
+    does not replace the tests'.
     """
     nodes = [node for source in (complete(setup), tests) for node in ast.walk(ast.parse(source))]
     bound = set(dir(builtins))
@@ -197,8 +196,7 @@ def wanted(tests: str, setup: str, entry_point: str) -> list[str]:
 
 
 def unusable(tests: str) -> str:
-    """Says why no code could pass these tests here: they are no Python, or import what is not installed. Empty if some
-    may."""
+    """Says why no code could pass these tests here: they are no Python, or import a missing package. Else empty."""
     try:
         body = ast.parse(tests).body
     except SyntaxError as error:
@@ -214,8 +212,8 @@ def unusable(tests: str) -> str:
 
 
 def complete(setup: str) -> str:
-    """Returns code that compiles: where it ends at the head of a function, which the response goes on with, a body of
-    `pass` stands there."""
+    """Returns `setup` as code that compiles: if it ends at the head of a function for the response to continue, `pass`
+    is added as the body. Empty if it still does not compile."""
     for end in ("", "    pass\n", "\n    pass\n"):
         try:
             ast.parse(setup + end)
@@ -226,7 +224,7 @@ def complete(setup: str) -> str:
 
 
 def run(task: dict[str, Any], solution: types.ModuleType) -> str:
-    """Returns what failed, an empty text if nothing did. What a test raises comes through."""
+    """Returns the failure, an empty text if there is none. Raises the exceptions of tests."""
     if not task["tests"]:
         return _compare(getattr(solution, task["entry_point"]), task["inputs"], task["outputs"])
     if "random" in task["tests"] + task["setup"]:
@@ -264,7 +262,7 @@ def asserts(tests: str) -> bool:
 
 
 def _call(function: types.FunctionType) -> int:
-    """Calls a test, once for each combination that `pytest.mark.parametrize` gives it. Returns how often."""
+    """Calls a test, once for each combination of its `pytest.mark.parametrize`. Returns the number of calls."""
     combinations: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
@@ -277,7 +275,7 @@ def _call(function: types.FunctionType) -> int:
 
 
 def _ran(result: Any) -> None:
-    """Raises TypeError for a test that was called, but has not run."""
+    """Raises TypeError if calling a test returned a coroutine or a generator, which did not run."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError("a test that is a coroutine or a generator is not supported")
 
@@ -319,7 +317,7 @@ def _compare(function: Any, inputs: list[list[Any]], outputs: list[Any]) -> str:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Compares plain data as JSON writes it: tuples are lists, and floats are equal within 1e-9 of the larger."""
+    """Compares plain data as JSON writes it: tuples are lists, and floats are equal within 1e-9 of the larger one."""
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):
@@ -333,7 +331,7 @@ def same(given: Any, expected: Any) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Returns one line: the line of the tests that failed, and what was raised."""
+    """Returns the failed line of the tests and the error, as one line of text."""
     line, trace = "", error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == "tests":

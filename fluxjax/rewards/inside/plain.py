@@ -1,8 +1,8 @@
-"""Plain data as lines of JSON: all that ever passes between tests and the code that they test.
+"""Plain data as lines of JSON: the only data between tests and the code that they test.
 
-A value that arrives is made of Python's own types, whatever object was sent: none that claims to equal everything, none
-that runs code when it is compared, printed or unpacked. What JSON knows stands for itself, any other value is a dict
-with one key, the name of its type. Nothing is evaluated and nothing unpickled.
+A received value consists of built-in types, whatever object was sent: it cannot claim to equal everything, nor run code
+when it is compared, printed or unpacked. A value of JSON's types stands for itself, any other value is a dict with one
+key, the name of its type. No code is evaluated and no data unpickled.
 """
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 LONGEST_LINE = 16 << 20  # bytes
-MOST_ITEMS = 100_000  # of an iterator, which may have no end
+MOST_ITEMS = 100_000  # items of an iterator, which may be endless
 _EXACT = 1 << 53  # larger integers travel in hexadecimal: Python refuses long decimals, which take quadratic time
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -27,12 +27,12 @@ _ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
 }
-_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # which take longer to import than most tests to run
+_MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # importing them takes longer than most tests
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class NotPlain(Exception):
-    """A value is no plain data, or a line is not of this protocol. The message says which."""
+    """A value is not plain data, or a line is not of this protocol; the message says which."""
 
 
 def _refuse(value: Any) -> Any:
@@ -40,8 +40,8 @@ def _refuse(value: Any) -> Any:
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
-    """Returns a value as `json` can write it. Subclasses become the type they derive from; `encode_object` encodes what
-    is no plain data.
+    """Returns a value as `json` can write it. Subclasses become their built-in base type; `encode_object` encodes
+    other objects.
 
     Raises `NotPlain`.
     """
@@ -59,7 +59,7 @@ def encode(value: Any, encode_object: Callable[[Any], Any] = _refuse) -> Any:
     if isinstance(value, (list, *_VIEWS)):
         return _encode_items(value, encode_object)
     for name in ("tuple", "set", "frozenset", "deque"):
-        if isinstance(value, _COLLECTIONS[name]):  # type: ignore[arg-type]  # of these four, the type itself
+        if isinstance(value, _COLLECTIONS[name]):  # type: ignore[arg-type]  # these four values are types
             return {name: _encode_items(value, encode_object)}
     if isinstance(value, Iterator):
         return {"iterator": _encode_items(value, encode_object)}
@@ -81,7 +81,7 @@ def _encode_items(values: Iterable[Any], encode_object: Callable[[Any], Any]) ->
 
 
 def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
-    """Returns the value that `encode` was given; `object_at(n)` returns what was encoded as `{"object": n}`.
+    """Returns the value that `encode` was given; `object_at(n)` returns the object of `{"object": n}`.
 
     Raises `NotPlain` for anything that `encode` does not write.
     """
@@ -109,7 +109,7 @@ def decode(data: Any, object_at: Callable[[int], Any] = _refuse) -> Any:
 
 
 def write(pipe: BinaryIO, message: Any) -> None:
-    """Writes what `encode` returned as one line. Raises `NotPlain` if it is nested too deep, or too long."""
+    """Writes a result of `encode` as one line. Raises `NotPlain` if it is nested too deep, or too long."""
     try:
         line = json.dumps(message).encode()
     except (RecursionError, ValueError) as error:
@@ -121,7 +121,7 @@ def write(pipe: BinaryIO, message: Any) -> None:
 
 
 def read(pipe: BinaryIO) -> Any:
-    """Reads a line. Raises EOFError where the other side is gone, `NotPlain` for what is no line of JSON."""
+    """Reads a line. Raises EOFError if the other process has ended, `NotPlain` for anything but a line of JSON."""
     line = pipe.readline(LONGEST_LINE)
     if not line:
         raise EOFError

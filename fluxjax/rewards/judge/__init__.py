@@ -1,4 +1,4 @@
-"""Rewards by a judge: a language model that is shown a prompt and its response, and gives a verdict on a scale."""
+"""Rewards by a judge: a language model that reads a prompt and its response, and gives a verdict on a scale."""
 
 from .questions import Answer, JudgeModel, Question
 from .reward import Judge

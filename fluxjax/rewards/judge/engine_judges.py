@@ -1,4 +1,4 @@
-"""A judge inside the run's process: an engine of the protocol `rollout.engine.Engine`, which is the judge's alone."""
+"""A judge inside the run's process: an engine of the protocol `rollout.engine.Engine`, used by the judge alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .questions import Answer, Question
 
 
 class EngineModel:
-    """Asks an engine by its protocol: `Judge(EngineModel(engine, processor))` is a reward. Whoever made the engine
-    closes it."""
+    """Asks an engine by its protocol: `Judge(EngineModel(engine, processor))` is a reward. The engine's maker closes
+    it."""
 
     def __init__(self, engine: Engine, processor: Processor) -> None:
         self._engine, self._processor = engine, processor
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure for a question that the engine aborts, `EngineError` for one that it
-        refuses."""
+        """Asks the engine. Raises RewardFailure if the engine aborts the question, `EngineError` if it refuses it."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens,
@@ -37,7 +36,7 @@ class EngineModel:
         finish = None
         async with contextlib.AsyncExitStack() as left:
             stream = self._engine.generate(request)
-            if close := getattr(stream, "aclose", None):  # a call that is cancelled ends its request
+            if close := getattr(stream, "aclose", None):  # cancelling the call ends its request
                 left.push_async_callback(close)
             async for chunk in stream:
                 ids += chunk.token_ids
@@ -48,14 +47,14 @@ class EngineModel:
 
 
 class StreamedJudgeModel:
-    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), for one that shares a device with
-    the run's engines. It answers greedily, so give its reward `retries=0`: what is asked again is answered alike."""
+    """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because it shares a device with the
+    run's engines. It answers greedily, so give its reward `retries=0`: a repeated question has the same answer."""
 
     def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
         self._judge, self._processor = judge, processor
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the judge. Raises `EngineError` for a question that it refuses."""
+        """Asks the judge. Raises `EngineError` if it refuses the question."""
         ids, ends = question_ids(self._processor, question), tuple(self._processor.eos_ids)
         (answer,) = await self._judge.generate([ids], question.max_tokens, ends)
         return Answer(self._processor.decode(answer), answer[-1] in ends)

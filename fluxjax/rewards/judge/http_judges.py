@@ -1,6 +1,6 @@
 """Judges behind HTTP: OpenAI's chat completions, which SGLang and vLLM serve, too, and the native route of a fleet.
 
-A question is posted again and again while the server has trouble and time is left.
+A question is posted again while the server has trouble and there is time before the deadline.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 20  # of a reply
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
-_LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions
-_PASSING = frozenset({408, 425, 429})  # statuses, and all from 500 on, after which the same may succeed
-_MOST_IMAGE_BYTES = 20 << 20  # of a file; OpenAI takes no larger ones
+_LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions, at most
+_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed, as after all from 500 on
+_MOST_IMAGE_BYTES = 20 << 20  # of a file; OpenAI takes no larger files
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
 class ChatForm:
-    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves one
-    out."""
+    """Requests and replies of OpenAI's `/v1/chat/completions`. `extra` has fields of the body, in JSON; null leaves a
+    field out."""
 
     route = "/v1/chat/completions"
 
@@ -73,12 +73,12 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # no content: it refused, or only thought
+        return Answer(content or "", choice.get("finish_reason") != "length")  # None: it refused, or only thought
 
 
 class GenerateForm:
     """Requests and replies of `/generate`, as SGLang and `rollout.serve` have it. Questions are tokenised here, by the
-    checkpoint that the server has, with its chat template."""
+    tokenizer and the chat template of the server's checkpoint."""
 
     route = "/generate"
 
@@ -112,8 +112,8 @@ def load_processor(folder: str) -> models.processing.Processor:
 
 
 def question_ids(processor: models.processing.Processor, question: Question) -> list[int]:
-    """Returns the tokens of a question in the checkpoint's chat template. No special token of the vocabulary can be
-    written in the question: a response could end its turn with it. Raises PromptError."""
+    """Returns the tokens of a question in the checkpoint's chat template. The text of a special token is broken up: a
+    response could end the user's message with it. Raises PromptError."""
     text = question.text
     for token in processor.tokenizer.get_added_tokens_decoder().values():
         if token.special:
@@ -125,8 +125,8 @@ def question_ids(processor: models.processing.Processor, question: Question) -> 
 
 
 async def image_urls(prompt: Prompt) -> tuple[str, ...]:
-    """Returns a URL for each image. Raises RewardFailure for a video, an image inside a parquet file, and a file that
-    can't be read or has more than 20 MiB."""
+    """Returns a URL for each image of a prompt. Raises RewardFailure for a video, an image inside a parquet file, and a
+    file that can't be read or has more than 20 MiB."""
     return tuple([await asyncio.to_thread(_url, media) for media in prompt.media])
 
 
@@ -154,7 +154,7 @@ def _url(media: Media) -> str:
 
 
 class _Trouble(Exception):
-    """A try failed; another one may succeed, after `pause` seconds where the server says so."""
+    """A try failed; a later try may succeed, after `pause` seconds if the server says so."""
 
     def __init__(self, why: str, *, pause: float = 0.0, timed_out: bool = False) -> None:
         super().__init__(why)
@@ -167,16 +167,16 @@ class JudgeServer:
 
     url: str
     token: str = dataclasses.field(repr=False)
-    form: ChatForm | GenerateForm  # for a reply that it can't read it raises errors of values, types or look-ups
+    form: ChatForm | GenerateForm  # raises errors of values, types or look-ups for a wrong reply
     request_seconds: float
     counts: MutableMapping[str, float]
 
     def __post_init__(self) -> None:
         self._name = urlsplit(self.url)._replace(query="").geturl()  # in messages: a query may have a key
-        self._not_before = 0.0  # by time.monotonic, as a Retry-After says
+        self._not_before = 0.0  # the end of a Retry-After, by time.monotonic
 
     async def ask(self, question: Question) -> Answer:
-        """Returns the answer. Raises RewardFailure once the server refuses, or there is no time for another try before
+        """Returns the answer. Raises RewardFailure if the server refuses, or there is no time for another try before
         the deadline."""
         import aiohttp
 
@@ -184,7 +184,7 @@ class JudgeServer:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         pause, worst = _FIRST_PAUSE, None
-        # A session for each question: one that is kept belongs to one event loop, and has to be closed there.
+        # Each question has its own session: a shared session would belong to one event loop, and be closed there.
         async with aiohttp.ClientSession(headers=headers, auto_decompress=False) as session:
             while True:
                 await self._held_back(deadline)
@@ -194,9 +194,9 @@ class JudgeServer:
                     trouble = error
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     trouble = _Trouble("its reply is not what this route replies")
-                if worst is None or not trouble.timed_out:  # the last one has little time: what was before says more
+                if worst is None or not trouble.timed_out:  # a try cut short by the deadline says less
                     worst = trouble
-                wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # apart, so that not all come at once
+                wait = max(trouble.pause, pause * random.uniform(0.5, 1.0))  # random, so that retries spread
                 if time.monotonic() + wait >= deadline:
                     way = Failing.TIMED_OUT if worst.timed_out else Failing.RAISED
                     raise RewardFailure(way, f"{self._name}: {worst}; no time is left for another try")
@@ -205,7 +205,7 @@ class JudgeServer:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _held_back(self, deadline: float) -> None:
-        """Waits until the server wants to hear anything again."""
+        """Waits until the server's Retry-After is over. Raises RewardFailure if the deadline is before."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
                 raise self._final("it wants no questions (Retry-After) for too long")
@@ -217,7 +217,7 @@ class JudgeServer:
         seconds = max(min(self.request_seconds, deadline - time.monotonic()), 1e-3)
         within = aiohttp.ClientTimeout(total=seconds, sock_connect=min(_CONNECT_SECONDS, seconds))
         try:
-            # A redirect would take the token to where nobody said that it should go.
+            # A redirect would send the token to an address that nobody configured.
             async with session.post(self.url, data=data, timeout=within, allow_redirects=False) as response:
                 raw = await _bounded(response)
         except TimeoutError:
@@ -241,7 +241,7 @@ class JudgeServer:
         return RewardFailure(Failing.RAISED, f"{self._name}: {why}")
 
     def _said(self, raw: bytes) -> str:
-        """Returns what an error reply says, on one line, without the token."""
+        """Returns the text of an error reply, on one line, without the token."""
         text = raw[:2000].decode(errors="replace")
         try:
             said = json.loads(raw)
@@ -263,7 +263,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _retry_after(text: str) -> float:
-    """Returns the seconds of a Retry-After header, which may be a date; 0 where it says nothing."""
+    """Returns the seconds of a Retry-After header, which may be a date; 0 if it cannot be read."""
     try:
         seconds = float(text)
     except ValueError:
@@ -271,12 +271,12 @@ def _retry_after(text: str) -> float:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, TypeError, OverflowError):
             return 0.0
-    return min(seconds, 1e6) if seconds > 0 else 0.0  # NaN is none
+    return min(seconds, 1e6) if seconds > 0 else 0.0  # not NaN
 
 
 def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
-    """Returns the address of a route: `route` is added where the address doesn't end so. Raises ConfigError for what is
-    no http address, and for a token that would go over http to another machine without `plain_http`."""
+    """Returns the address of a route: `route` is added if the address doesn't end with it. Raises ConfigError if `url`
+    is no http address, and for a token that would go over http to another machine without `plain_http`."""
     parts = urlsplit(url)
     try:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -298,7 +298,7 @@ def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Returns the token in an environment variable. Raises ConfigError where there is none."""
+    """Returns the token in an environment variable. Raises ConfigError if the variable has no token."""
     if not variable:
         return ""
     token = os.environ.get(variable, "").strip()

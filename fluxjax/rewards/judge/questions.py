@@ -1,4 +1,4 @@
-"""Questions to a judge, by a rubric, and verdicts in its answers: nothing in a response can pose as either."""
+"""Questions to a judge, by a rubric, and verdicts in its answers: no response can imitate either."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MATERIAL = ("prompt", "response", "answer")
 _FIELDS = (*_MATERIAL, "verdict", "nonce", "lowest", "highest")
 _FIELD = re.compile(r"\{\{([A-Za-z_]+)\}\}|\{([A-Za-z_]+)\}")  # {{word}} stands for the text {word}
 _SCALE = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s+to\s+(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*")
-# Chat templates end a turn with these texts. A server that reads a question as one text would end the turn there, too.
+# Chat templates end a message with these texts. A server that tokenises a question as text would end it there, too.
 _TURNS = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _MARKS = re.compile(r"<(image|video)>")
 
@@ -56,14 +56,14 @@ BUILT_IN = {"correct": (CORRECT, "0 to 1"), "quality": (QUALITY, "1 to 10")}
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A user's turn, and how the answer to it is drawn. `images` are data URLs or addresses, in the prompt's order."""
+    """A user's message, and how its answer is sampled. `images` are data URLs or addresses, in the prompt's order."""
 
     text: str
     images: tuple[str, ...]
-    seed: int  # the same question is answered alike, as far as the model repeats draws
+    seed: int  # equal questions have equal answers, if the model's sampling is reproducible
     temperature: float  # 0: greedy
     max_tokens: int
-    deadline: float  # by time.monotonic: nobody waits for an answer after it
+    deadline: float  # by time.monotonic: the latest time of an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +75,17 @@ class Answer:
 @runtime_checkable
 class JudgeModel(Protocol):
     """A model that answers questions. `ask` is called on the run's event loop, for several questions at once; a call
-    may be cancelled. What is asked again is asked with another seed and a temperature above 0."""
+    may be cancelled. A repeated question has another seed and a temperature above 0."""
 
     async def ask(self, question: Question) -> Answer:
-        """Returns the answer. Raises `RewardFailure`, or anything, where there will be none."""
+        """Returns the answer. Raises `RewardFailure`, or any other error, if there will be no answer."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Rubric:
     """A template, and the ends of its scale. `{prompt}`, `{response}` and `{answer}` become tagged blocks of the
-    sample's texts, `{verdict}` the form in which the judge has to write its verdict."""
+    sample's texts, `{verdict}` becomes the form of a verdict."""
 
     template: str
     lowest: float
@@ -93,9 +93,9 @@ class Rubric:
 
     @classmethod
     def load(cls, name: str, scale: str = "", *, tells_form: bool = True) -> Rubric:
-        """Returns a built-in rubric, or that of a file; `scale`, if not empty, replaces its own (a file's is 0 to 1).
-        Raises ConfigError, naming the file and the field, for a template that can't be used; one that is to tell the
-        form of the verdict must have `{verdict}`."""
+        """Returns a built-in rubric, or a file's; `scale`, if not empty, replaces its scale (0 to 1 for a file).
+        Raises ConfigError, naming the file and the field, for a template that can't be used. With `tells_form`, a
+        template must have `{verdict}`."""
         if name in BUILT_IN:
             template, own_scale = BUILT_IN[name]
         else:
@@ -120,14 +120,14 @@ class Rubric:
         return cls(template, float(match[1]), float(match[2]))
 
     def share(self, number: float) -> float | None:
-        """Returns the place of a number on the scale, in [0, 1]; None beside it."""
+        """Returns a number's position on the scale, in [0, 1]; None for a number outside the scale."""
         if not self.lowest <= number <= self.highest:
             return None
         return (number - self.lowest) / (self.highest - self.lowest)
 
     def filled(self, prompt: Prompt, response: str, form: str) -> tuple[str, str]:
-        """Returns the question, and its nonce, which stands in none of the sample's texts. `form` is that of a verdict,
-        with the field `{nonce}`."""
+        """Returns the question, and its nonce, which stands in none of the sample's texts. `form` is the form of a
+        verdict, with the field `{nonce}`."""
         material = dict(zip(_MATERIAL, map(_harmless, (prompt.text, response, prompt.answer)), strict=True))
         nonce = nonce_of(*material.values())
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
@@ -150,12 +150,12 @@ def _template(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Returns a text that neither ends the turn that it stands in, nor claims media of its own."""
+    """Returns a text that neither ends the message that it stands in, nor has marks of media."""
     return _TURNS.sub(lambda mark: f"{mark[0]} ", _MARKS.sub(r"[\1]", sendable(text)))
 
 
 def nonce_of(*texts: str, digits: int = 8) -> str:
-    """Returns hexadecimal digits that no text has; the same for the same texts: judging can be repeated."""
+    """Returns hexadecimal digits that no text has. Equal texts have equal digits, so that judging can be repeated."""
     digest = hashlib.sha256("\0".join(texts).encode())
     while any(digest.hexdigest()[:digits] in text.casefold() for text in texts):
         digest.update(b"again")
@@ -169,17 +169,17 @@ _MOST_BRACES = 100  # beginnings of JSON objects that are tried, from the end
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # that a user's pattern may take
+_PATTERN_SECONDS = 1.0  # a user's pattern may take so long
 
 
 class VerdictReader:
-    """Reads the last verdict of an answer: a line, or a JSON object, both with the question's nonce; or what the first
-    group of a pattern matches. Thoughts before `</think>` are none."""
+    """Reads the last verdict of an answer: a line, or a JSON object, both with the question's nonce; or the match of
+    a pattern's first group. It ignores thoughts before `</think>`."""
 
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
         """Raises ConfigError for a pattern that can't be used."""
         self._json, self._pattern = as_json, pattern
-        self.form = _OBJECT if as_json else _LINE  # in which the judge is to write it, with the field `{nonce}`
+        self.form = _OBJECT if as_json else _LINE  # of a verdict, with the field `{nonce}`
         self._pool: WorkerPool | None = None
         if pattern:
             if as_json:
@@ -195,7 +195,7 @@ class VerdictReader:
             self._pool = WorkerPool(path, 1, seconds=_PATTERN_SECONDS, memory_gib=0.25, name="judge.pattern")
 
     async def read(self, text: str, nonce: str) -> float | None:
-        """Returns the number of the last verdict; None where there is none. Raises WorkerDied."""
+        """Returns the number of the last verdict; None if there is no verdict. Raises WorkerDied."""
         text = text.rpartition("</think>")[2][-_TAIL:]
         if self._pool is not None:
             question = {"pattern": self._pattern.replace("{nonce}", nonce), "text": sendable(text)}
@@ -211,7 +211,7 @@ class VerdictReader:
 
 
 def last_line(text: str, nonce: str) -> float | None:
-    """Returns the number of the last `VERDICT nonce: NUMBER`, whatever marks of emphasis it is written with."""
+    """Returns the number of the last `VERDICT nonce: NUMBER`, with or without marks of emphasis; None without one."""
     found = re.findall(
         rf"VERDICT[\s*`_\[(]{{0,4}}{nonce}(?![0-9A-Za-z])[\s*`_\])]{{0,4}}[:=]?[\s*`_\[(\"']{{0,4}}({_NUMBER})", text
     )

@@ -1,4 +1,4 @@
-"""A language model's verdict as a reward: asked by a rubric, read from its answer, asked again where there is none."""
+"""A language model's verdict as a reward: the judge is asked by a rubric, and again if its answer has no verdict."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .questions import JudgeModel, Question, Rubric, VerdictReader
 
 log = logging.getLogger("fluxjax.rewards")
 
-_SECONDS = 60.0  # that a call may take, if nobody says
-_AGAIN = 0.7  # the least temperature of a question that is asked again: greedily, the answer would be the same
+_SECONDS = 60.0  # a call's time without `call_within`
+_AGAIN = 0.7  # the least temperature of a repeated question: a greedy answer would be the same
 _LOGGED = 3  # answers without a verdict that are logged
-_SHOWN = 300  # characters of them, from the end
+_SHOWN = 300  # characters of a logged answer, from its end
 
 
 @dataclasses.dataclass(eq=False)
 class Judge(BuiltIn):
     """Gives a model's verdict on the response, brought from the rubric's scale to [0, 1].
 
-    `server` is the address of a server, or an object of the protocol `JudgeModel`. An answer without a verdict is asked
-    for again with another seed; where none has one, the reward failed, as it did where the server is out of reach. The
-    value is the mean of the `votes` that came to a verdict.
+    `server` is the address of a server, or an object of the protocol `JudgeModel`. After an answer without a verdict,
+    the question is asked again with another seed. The reward fails if no answer has a verdict, or the server is out of
+    reach. The value is the mean of the `votes` with a verdict.
     """
 
     name = kind = "judge"
@@ -38,22 +38,22 @@ class Judge(BuiltIn):
     server: str | JudgeModel = dataclasses.field(default="", metadata={"object": True})
     # chat: OpenAI's /v1/chat/completions; generate: the native route of SGLang and rollout.serve, text only
     api: str = bounded("chat", lambda api: api in ("chat", "generate"), "be 'chat' or 'generate'")
-    model: str = "default"  # the name by which the server knows it (chat)
-    tokenizer: str = ""  # the folder of its checkpoint (generate)
+    model: str = "default"  # the model's name on the server (chat)
+    tokenizer: str = ""  # the folder of the model's checkpoint (generate)
     token_env: str = ""  # the environment variable that has the server's token
     plain_http: bool = False  # the token may be sent over http to another machine
-    extra: str = ""  # JSON object: further fields of a request; null leaves one out (chat)
+    extra: str = ""  # JSON object: further fields of a request; null leaves a field out (chat)
     rubric: str = "correct"  # correct, quality, or a file
-    scale: str = ""  # of the verdict, such as '1 to 10'; empty: the rubric's own
+    scale: str = ""  # of the verdict, such as '1 to 10'; empty: the rubric's scale
     json: bool = False  # the verdict is a JSON object, not a line
-    pattern: str = ""  # a regular expression whose first group is the verdict, where the rubric asks for another form
+    pattern: str = ""  # a regular expression whose first group is the verdict, if the rubric asks for another form
     temperature: float = not_negative(0.0)
     max_tokens: int = positive(1024)  # of an answer, thoughts included
-    votes: int = positive(1)  # verdicts on a response, asked for at once
-    retries: int = not_negative(2)  # times that a question is asked again for want of a verdict
+    votes: int = positive(1)  # verdicts on a response, requested at once
+    retries: int = not_negative(2)  # times that a question is repeated for lack of a verdict
     correct_from: float = within(1.0, "[0, 1]")  # the value from which a response is correct
-    request_seconds: float = positive(30.0)  # that one request may take
-    most_characters: int = positive(32_000)  # of a response; of a longer one its end is shown
+    request_seconds: float = positive(30.0)  # of one request
+    most_characters: int = positive(32_000)  # of a response; only the end of a longer response is shown
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:
@@ -79,12 +79,12 @@ class Judge(BuiltIn):
         return JudgeServer(url, token, form, self.request_seconds, self._counts)
 
     def call_within(self, seconds: float) -> None:
-        """Takes in how long a call of `score` may take. The judge gives up a little earlier: its own reason says
-        more."""
+        """Bounds a call of `score`. The judge gives up a little before `seconds`: its own reason says more than a
+        time-out's."""
         self._seconds = seconds - min(1.0, 0.2 * seconds)
 
     async def score(self, completion: Completion) -> Reward:
-        """Returns the reward. Raises RewardFailure where no vote came to a verdict."""
+        """Returns the reward. Raises RewardFailure, or the judge's first error, if no vote has a verdict."""
         deadline = time.monotonic() + self._seconds
         prompt, text = completion.prompt, completion.text
         if (cut := len(text) - self.most_characters) > 0:
@@ -132,5 +132,6 @@ class Judge(BuiltIn):
 
 
 def _seed(text: str, vote: int, attempt: int) -> int:
-    """Returns a seed that depends on what is asked only: an answer is the same after a resume, if the judge is."""
+    """Returns a seed that depends only on the question, vote and attempt: a resumed run gets the same answers from a
+    deterministic judge."""
     return int.from_bytes(hashlib.sha256(f"{vote}/{attempt}/{text}".encode()).digest()[:4]) >> 1

@@ -1,4 +1,4 @@
-"""Sandboxes: where the code of responses runs. One protocol, so that a service elsewhere can stand in their place."""
+"""Sandboxes, which run the code of responses, behind one protocol: a remote service can take their place."""
 
 from ...base.errors import ConfigError
 from .bubblewrap import Bubblewrap
@@ -17,7 +17,7 @@ __all__ = [
 
 
 def find_sandbox(name: str, python: str | None = None, slots: int = 8) -> Sandbox:
-    """Returns a sandbox by its name. Raises `ConfigError` for another name, and where it cannot work here."""
+    """Returns a sandbox by its name. Raises `ConfigError` for another name, and if the sandbox cannot work here."""
     match name:
         case "bubblewrap":
             return Bubblewrap(python, slots)

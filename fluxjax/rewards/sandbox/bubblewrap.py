@@ -1,10 +1,10 @@
 """A sandbox of namespaces, made by bubblewrap (https://github.com/containers/bubblewrap) for each job anew.
 
 A job sees the interpreter and /usr, read-only, its files in /box, and a small /tmp: no network, no process, user or
-other file of the host. As root, bubblewrap makes the namespaces itself and the job gets a user id of its own, so that
-one job's processes are not counted as a neighbour's; without root, there is a user namespace. All capabilities are
-dropped: as root, a job that kept them could remount /usr and write to it. `seccomp.py` refuses what would lead to new
-ones. (Without root, a job can harm the first process of its own sandbox, which has no more rights than itself.)
+other file of the host. As root, bubblewrap makes the namespaces itself and the job gets its own user id, so that one
+job's processes do not count for another job; without root, there is a user namespace. All capabilities are dropped: as
+root, a job with capabilities could remount /usr and write to it. `seccomp.py` refuses system calls that lead to new
+capabilities. (Without root, a job can harm the first process of its own sandbox, which has no more rights than it.)
 """
 
 import contextlib
@@ -21,27 +21,27 @@ from .jobs import Command, Outcome, ProcessSandbox, SandboxError, SandboxJob, Sa
 
 _BOX = "/box"
 _SHARE_MEMORY = 1 << 20  # bytes of /dev/shm, for semaphores
-_UIDS = 20_000, 58_000  # below what containers usually map
-_BLOCK = 64  # of a process, as a rule
-_taken = itertools.count()  # sandboxes of this process
+_UIDS = 20_000, 58_000  # user ids that containers usually map
+_BLOCK = 64  # user ids between the first ids of processes with neighbouring numbers
+_taken = itertools.count()  # numbers of this process's sandboxes
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # what a response is worth does not change from run to run
+    "PYTHONHASHSEED": "0",  # a response's reward must not change from run to run
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class Bubblewrap(ProcessSandbox):
-    """Raises `ConfigError` where bubblewrap is missing or cannot work here."""
+    """Runs jobs by bubblewrap. Raises `ConfigError` if bubblewrap is missing or cannot work here."""
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
         super().__init__(python, slots)
         self._bwrap, self._root = self._means()
         first, last = _UIDS
-        # Two of each slot. Sandboxes of one process share none, and those of two processes on one host rarely do.
+        # Two ids a slot. Sandboxes of one process share no id; sandboxes of two processes on one host rarely do.
         start = os.getpid() * _BLOCK + next(_taken) * 2 * slots
         self._uids = [first + (start + k) % (last - first) for k in range(2 * slots)]
         self._filter = seccomp.program()
@@ -50,7 +50,7 @@ class Bubblewrap(ProcessSandbox):
 
     def _means(self) -> tuple[list[str], bool]:
         """Returns the command, and whether it makes namespaces by the rights of root, not in a user namespace. Raises
-        `ConfigError` if it or another one that is needed is missing."""
+        `ConfigError` if a command is missing."""
         for name in ("bwrap", "prlimit", "setpriv"):
             if shutil.which(name) is None:
                 package = "bubblewrap" if name == "bwrap" else "util-linux"
@@ -62,8 +62,8 @@ class Bubblewrap(ProcessSandbox):
 
     @contextlib.contextmanager
     def _prepared(self, job: SandboxJob, number: int) -> Iterator[Command]:
-        """Prepares the command that runs a job, with its descriptors: the file in which bubblewrap writes how the job
-        ended, the filter of system calls, and the job's files."""
+        """Prepares the command that runs a job, with its descriptors: the file for bubblewrap's report of the job's
+        end, the filter of system calls, and the job's files."""
         with contextlib.ExitStack() as stack:
             descriptors = [stack.enter_context(_in_memory(content)) for content in (b"", self._filter)]
             options = ["--json-status-fd", str(descriptors[0]), "--seccomp", str(descriptors[1])]
@@ -78,14 +78,14 @@ class Bubblewrap(ProcessSandbox):
             yield Command(words, job.limits, tuple(descriptors))
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
-        """Raises `SandboxError` if bubblewrap ended before the job's command began: it reports no exit status then."""
+        """Raises `SandboxError` if bubblewrap ended before the job's command began: then it reports no exit status."""
         if not outcome.reason and b'"exit-code"' not in os.pread(command.descriptors[0], 4096, 0):
             said = outcome.stderr.decode(errors="replace").strip()[:300]
             raise SandboxError(said or f"bubblewrap ended with status {outcome.exit}")
         return outcome
 
     def _check(self) -> None:
-        """Runs the interpreter once. Raises `ConfigError` with what bubblewrap says."""
+        """Runs the interpreter once. Raises `ConfigError`, with bubblewrap's message, if that fails."""
         with self._prepared(SandboxJob((self.python, "-I", "-c", "pass")), 0) as command:
             tried = subprocess.run(command.words, pass_fds=command.descriptors, capture_output=True, timeout=300)
         if tried.returncode:
@@ -99,10 +99,10 @@ class Bubblewrap(ProcessSandbox):
 
 
 def _view(python: pathlib.Path, root: bool) -> list[str]:
-    """The namespaces of every job, and what it sees of the host: what programs and the interpreter need, read-only."""
+    """Returns the options for a job's namespaces, and for its read-only view of the host's programs and interpreter."""
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if root:  # to become another user, which loses these as well
+    if root:  # needed to become another user, which then drops these, too
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
     else:
         options += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -117,14 +117,14 @@ def _view(python: pathlib.Path, root: bool) -> list[str]:
             options += ["--ro-bind", str(folder), str(folder)]
     prefix = python.parent.parent
     if not prefix.is_relative_to("/usr"):
-        for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them with the modes of the host's
+        for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them with other modes
             options += ["--perms", "0755", "--dir", str(parent)]
         options += ["--ro-bind", str(prefix), str(prefix)]
     return [*options, "--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", _BOX]
 
 
 def _becoming(uid: int | None, limits: SandboxLimits) -> list[str]:
-    """The commands by which a job becomes who it is, within its limits."""
+    """Returns the commands that set a job's user id (None: unchanged) and its limits."""
     limit = ["/usr/bin/prlimit", *resource_limits(limits), "--"]
     if uid is None:
         return limit

@@ -1,7 +1,7 @@
 """Jobs, their limits and outcomes, and the protocol of a sandbox; sandboxes whose jobs are processes of this host.
 
-The input of such a process is fed, its output is bounded, and it ends in time. The barest sandbox is none, for code
-that is trusted.
+Such a process gets its input, its output is bounded, and it ends in time. `BareSubprocess` protects nothing: it is for
+trusted code.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 _LOOK = 0.1  # seconds between two looks at a job's memory
-_LINGER = 5.0  # seconds for pipes to close once all that held them is killed
-_PARTNER = 0.5  # seconds in which a process may end by itself once nobody talks to it
+_LINGER = 5.0  # seconds for pipes to close once the processes that held them are killed
+_PARTNER = 0.5  # seconds in which the answering process may end by itself once the asking one has ended
 _CHUNK = 1 << 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself did not work, so that nothing is known about the code. The message says why, and the fix."""
+    """The sandbox itself did not work, so that the code was not tested. The message says why, and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:
-    """The most that one job may use. A job that goes beyond is ended, and its outcome says so."""
+    """The bounds of one job. A job that exceeds a bound is ended, and its outcome says so."""
 
     seconds: float = 10.0  # of wall time
     cpu: float = 10.0  # seconds of CPU time of each of its processes, rounded up
-    memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all of them together
+    memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all processes together
     processes: int = 16  # threads count, too
     disk: int = 16 * MIB  # bytes in /tmp, and in /dev/shm
     files: int = 4096  # in /tmp
@@ -57,7 +57,7 @@ def resource_limits(limits: SandboxLimits) -> list[str]:
     cpu = math.ceil(limits.cpu)
     return [
         f"--as={limits.memory}",
-        f"--cpu={cpu}:{cpu + 1}",  # a signal that can be ignored, then one that can't
+        f"--cpu={cpu}:{cpu + 1}",  # SIGXCPU, which can be ignored, then SIGKILL
         f"--nproc={limits.processes}",
         f"--fsize={limits.disk}",
         f"--nofile={limits.open_files}",
@@ -67,7 +67,7 @@ def resource_limits(limits: SandboxLimits) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SandboxJob:
-    """A command, the files that it finds in its working directory (read-only where the sandbox can), and its input."""
+    """A command, the files in its working directory (read-only if the sandbox can), and its input."""
 
     command: tuple[str, ...]
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # names may have folders
@@ -83,9 +83,9 @@ class SandboxJob:
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The end of a job. `reason` is empty unless the sandbox ended the job: `time`, `output`, `memory`, `files`, or
-    `partner` where the job that it was talking to had ended."""
+    `partner` if the other job of a conversation had ended."""
 
-    exit: int  # exit status; 128 + the signal's number if one ended it, as shells say it
+    exit: int  # exit status; 128 + the number of the signal that ended the job, as in shells
     stdout: bytes = b""
     stderr: bytes = b""
     seconds: float = 0.0
@@ -93,23 +93,24 @@ class Outcome:
 
     @property
     def signal(self) -> int:
-        """The number of the signal that ended the job; 0: none did. A job can pretend this by its exit status."""
+        """The number of the signal that ended the job, or 0. A job can imitate a signal by its exit status."""
         return max(self.exit - 128, 0) if self.exit <= 128 + 64 else 0
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs jobs that nobody trusts. A service on other machines can stand here, too: all that crosses is data."""
+    """Runs untrusted jobs. A service on other machines can implement it, too: it exchanges only data."""
 
     python: str  # the interpreter, as jobs name it
 
     async def run(self, job: SandboxJob) -> Outcome:
-        """Runs a job. Nothing of it is left when this returns, or when it is cancelled. Raises `SandboxError`."""
+        """Runs a job. No process or file of the job remains afterwards, also after a cancellation. Raises
+        `SandboxError`."""
         ...
 
     async def converse(self, asking: SandboxJob, answering: SandboxJob) -> tuple[Outcome, Outcome]:
-        """Runs two jobs, neither of which can reach the other but by what it says: the standard output of each is the
-        standard input of the other. Both are over when the asking one ends. Raises `SandboxError`."""
+        """Runs two jobs that reach each other only by text: the standard output of each is the standard input of the
+        other. Both jobs are ended when the asking job ends. Raises `SandboxError`."""
         ...
 
 
@@ -121,11 +122,11 @@ class Command:
     limits: SandboxLimits
     descriptors: tuple[int, ...] = ()
     cwd: str | None = None
-    path: str = os.defpath  # where it looks for commands: all that it gets of this process's environment
+    path: str = os.defpath  # PATH, its only variable of the environment
 
 
 class Process:
-    """A process and its descendants. `outcome` waits for it; `end` kills it with a reason, which the outcome names."""
+    """A process and its descendants. `outcome` waits for it; `end` kills it with a reason for the outcome."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: SandboxLimits, began: float) -> None:
         self._process, self._limits, self._began = process, limits, began
@@ -150,24 +151,24 @@ class Process:
         )
         try:
             return cls(await asyncio.shield(starting), command.limits, began)
-        except asyncio.CancelledError:  # asyncio would kill the first process only: what that began to start lives on
+        except asyncio.CancelledError:  # asyncio would kill only this process, not its children
             begun = cls(await starting, command.limits, began)
             begun.end("cancelled")
             await begun.outcome()
             raise
 
     def end(self, reason: str) -> None:
-        """Kills the process; the first reason is the one that counts. Does nothing once it has ended by itself."""
+        """Kills the process; the first reason counts. Does nothing once the process has ended by itself."""
         if self._process.returncode is None:
             self._reason = self._reason or reason
-            _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # it begins nothing more while they are counted
-            # For a moment bubblewrap's child is in another group already, but not yet bound to die with its parent.
+            _signal(os.killpg, self._process.pid, signal.SIGSTOP)  # no new processes while they are counted
+            # For a moment bubblewrap's child is in another process group, but not yet bound to die with its parent.
             for member in reversed(descendants(self._process.pid)[1:]):
                 _signal(os.kill, member, signal.SIGKILL)
             _signal(os.killpg, self._process.pid, signal.SIGKILL)
 
     async def outcome(self, stdin: bytes = b"") -> Outcome:
-        """Waits for the end of the process, which comes within its limits. Kills the process when cancelled."""
+        """Waits for the process, and kills it at its limits, or if this call is cancelled."""
         output = bytearray(), bytearray()
         streams = self._process.stdout, self._process.stderr
         reading = [
@@ -187,7 +188,7 @@ class Process:
             await asyncio.wait({waiting, *reading}, timeout=_LINGER)
             seconds = time.perf_counter() - self._began
             await _cancelled(*reading, *attending, waiting)
-            self._process._transport.close()  # type: ignore[attr-defined]  # of pipes that somebody still holds
+            self._process._transport.close()  # type: ignore[attr-defined]  # closes pipes that another process still holds
         code = self._process.returncode
         return Outcome(
             exit=128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code,
@@ -209,7 +210,7 @@ class Process:
         while chunk := await stream.read(_CHUNK):
             kept += chunk[: self._limits.output - len(kept)]
             if len(kept) == self._limits.output:
-                self.end("output")  # what else comes until then is dropped
+                self.end("output")  # further output is dropped
 
     async def _look_after(self) -> None:
         while self._process.returncode is None:
@@ -222,10 +223,10 @@ class Process:
 
 
 async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outcome]:
-    """Runs two processes, the output of each the input of the other; both are over when the asking one ends."""
+    """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
-        with contextlib.ExitStack() as ends:  # of the pipes, or neither would see that the other is gone
+        with contextlib.ExitStack() as ends:  # closed here, so that each process sees the other's end
             for end in (hear, answer, listen, ask):
                 ends.callback(os.close, end)
             partner = await Process.start(answering, listen, answer)
@@ -251,10 +252,10 @@ def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns a process and all that it or they have started, as far as they are alive; the deepest come last."""
+    """Returns a process and its living descendants; the deepest are last."""
     members = [pid]
     for member in members:
-        with contextlib.suppress(OSError):  # it ends while it is looked at
+        with contextlib.suppress(OSError):  # the process ends meanwhile
             for task in pathlib.Path(f"/proc/{member}/task").iterdir():
                 members += map(int, (task / "children").read_text().split())
     return members
@@ -268,7 +269,7 @@ def _resident(pid: int) -> int:
 
 
 def _files(pid: int) -> int:
-    """Returns how many files there are in the /tmp that a process sees, if that is not the one of this process."""
+    """Returns the number of files in a process's /tmp; 0 if it is the /tmp of this process."""
     try:
         there = os.statvfs(f"/proc/{pid}/root/tmp")
         return 0 if there.f_fsid == os.statvfs("/tmp").f_fsid else there.f_files - there.f_ffree
@@ -280,10 +281,10 @@ def _files(pid: int) -> int:
 
 
 class ProcessSandbox(abc.ABC):
-    """Runs at most `slots` jobs (or conversations) at a time; others wait for their turn.
+    """Runs at most `slots` jobs (or conversations) at a time; further jobs wait.
 
-    `python` is the interpreter that jobs find, by default the one that runs this, without its site packages where it is
-    that of a virtual environment.
+    `python` is the interpreter of jobs, by default this process's; in a virtual environment, its base interpreter,
+    without the environment's packages.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
@@ -293,11 +294,11 @@ class ProcessSandbox(abc.ABC):
 
     @abc.abstractmethod
     def _prepared(self, job: SandboxJob, number: int) -> contextlib.AbstractContextManager[Command]:
-        """Prepares the command that runs a job. No two jobs of this sandbox have the same number, below 2 * `slots`, at
-        a time."""
+        """Prepares the command that runs a job. Jobs of this sandbox that run at the same time have different numbers,
+        below 2 * `slots`."""
 
     def _checked(self, outcome: Outcome, command: Command) -> Outcome:
-        """Returns the outcome of a job. Raises `SandboxError` where it is that of the sandbox itself."""
+        """Returns the outcome of a job. Raises `SandboxError` if the sandbox itself failed."""
         return outcome
 
     async def run(self, job: SandboxJob) -> Outcome:
@@ -315,7 +316,7 @@ class ProcessSandbox(abc.ABC):
 class BareSubprocess(ProcessSandbox):
     """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
 
-    Memory, CPU time, file size and output are bounded where there is a command prlimit; the number of processes is not.
+    Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size; never processes.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
@@ -332,7 +333,7 @@ class BareSubprocess(ProcessSandbox):
                 path = pathlib.Path(folder) / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            # without the number of processes, which would be that of the whole user
+            # Without --nproc, which would bound all processes of this user.
             limits = [limit for limit in resource_limits(job.limits) if not limit.startswith("--nproc")]
             prefix = [] if (prlimit := shutil.which("prlimit")) is None else [prlimit, *limits, "--"]
             yield Command((*prefix, *job.command), job.limits, cwd=folder, path=os.environ.get("PATH", os.defpath))

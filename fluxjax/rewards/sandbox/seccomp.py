@@ -1,10 +1,10 @@
 """The system calls that code in a sandbox may not make, as a program of the kernel's classic BPF (seccomp(2), bpf(4)).
 
-Refused are namespaces in every way in which they can be made or entered, mounts, the kernel's keys, tracing and
-loading, and memory that no limit counts: memfd, System V shared memory, queues of inotify, and buffers of sockets. Only
-`socketpair(AF_UNIX)` is left, which event loops need; neither end may have a name, by which it could be filled from
-sockets that are closed again, nor a larger buffer. `clone` is refused with flags of namespaces only; the flags of
-`clone3` lie where no filter can look, so it is said not to exist, and the C library uses `clone`.
+The filter refuses all ways to make or enter namespaces, mounts, the kernel's keys, tracing and loading, and memory that
+no limit counts: memfd, System V shared memory, queues of inotify, and buffers of sockets. Of sockets, it allows only
+`socketpair(AF_UNIX)`, for event loops; neither end may have a larger buffer, nor a name, by which closed sockets could
+have filled it. It refuses `clone` only with flags of namespaces. Filters cannot read the flags of `clone3`, so that
+call seems not to exist, and the C library uses `clone`.
 """
 
 import errno
@@ -16,11 +16,11 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in `struct seccomp_data`; both are little-endian
 _NAMESPACES = 0x7E020080  # CLONE_NEW* of namespaces(7): time, mount, cgroup, uts, ipc, user, pid, net
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # type into the terminal of whoever started this
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # would type into the terminal of the run
 _X32 = 0x40000000  # the numbers of another interface of the same architecture
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by what the kernel calls them (linux/audit.h)
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's numbers (linux/audit.h)
 _CLONE, _IOCTL, _SOCKETPAIR, _CLONE3 = (56, 220), (16, 29), (53, 199), 435
-_REFUSED = {  # on each of these machines
+_REFUSED = {  # the numbers on each of these machines
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -61,7 +61,7 @@ _REFUSED = {  # on each of these machines
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
-    "inotify_init": (253, 26),  # aarch64 has the other one only
+    "inotify_init": (253, 26),  # aarch64 has only `inotify_init1`
     "inotify_init1": (294, 26),
     "fanotify_init": (300, 262),
     "socket": (41, 198),
@@ -74,7 +74,7 @@ _REFUSED = {  # on each of these machines
 def program(machine: str | None = None) -> bytes:
     """Returns the filter for `bwrap --seccomp`, by default for this machine.
 
-    Raises ValueError for an architecture that it does not know.
+    Raises ValueError for an architecture without a filter.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES:
