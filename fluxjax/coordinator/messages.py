@@ -279,7 +279,7 @@ ANSWERS: Mapping[type[Event], type[Instruction]] = {
     Evaluated: Evaluate,
     CheckpointSaved: SaveCheckpoint,
 }
-"""Each event's instruction that it answers. At most one instruction of each of these types is under way."""
+"""The instruction that each event answers. At most one instruction of each of these types is under way."""
 ANSWERED = frozenset(ANSWERS.values())
 
 S = TypeVar("S")
