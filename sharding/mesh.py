@@ -1,7 +1,6 @@
-"""Devices: the mesh that a program runs on, and the target that it is traced for. The target may differ from the device
-that traces the program.
+"""Devices: the mesh that a program runs on, and the target that it is traced for.
 
-A mesh has one outer axis (replicas or hosts), then axes of size two. A sequence-parallel group of any power-of-two
+The target may differ from the device that traces the program. A mesh has one outer axis (replicas or hosts), then axes of size two. A sequence-parallel group of any power-of-two
 degree `p` is the product of the last `log2(p)` axes of size two, so that nested groups need no mesh of their own. FSDP
 shards over all axes at once.
 
