@@ -1,9 +1,9 @@
 """Measures the held-out accuracy of a finished run by length of the right answer. A part of `policies_learning.py`.
 
-    python benchmarks/accuracy_by_length.py RUN [STRIPS]   # one JSON line, kept in RUN/accuracy_by_length[_STRIPS].json
+    python benchmarks/accuracy_by_length.py RUN [STRIPS]   # one JSON line, also in RUN/accuracy_by_length[_STRIPS].json
 
-With STRIPS, the run reads that many held-out strips of digits, of which its own 400 are the first: from 400 strips, a
-difference between two runs is known to about a point only.
+With STRIPS, the run reads that many held-out strips of digits; its own 400 strips come first among them. 400 strips
+alone give the difference between two runs only to about a point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counts = dict[str, dict[str, tuple[int, int]]]  # by source and length: right an
 
 
 def by_length(run: pathlib.Path, strips: int = 0) -> Counts:
-    """Returns the counts of a run. Another process measures them once, and keeps them in a file of the run's folder.
+    """Returns the counts of a run. A process of its own measures them once and writes a file of the run's folder.
     Raises `CalledProcessError` if that process fails."""
     file = _file(run, strips)
     if not file.exists():
@@ -89,7 +89,7 @@ def measure(run: pathlib.Path, strips: int = 0) -> Counts:
 
 
 def _more_strips(folder: pathlib.Path, strips: int) -> pathlib.Path:
-    """Returns a manifest of so many strips, made beside the runs where it is not there."""
+    """Returns a manifest of so many strips, and writes it beside the runs if it does not exist."""
     from fluxjax.tasks.digits import DigitsRecipe
     from fluxjax.tasks.embedded import build_once
 

@@ -4,11 +4,11 @@
     python benchmarks/algorithms_learning.py --out runs/algorithms --picture docs/pictures/algorithms.png
     python benchmarks/algorithms_learning.py --algorithms grpo cispo --seeds 0 1
 
-Every run is `python -m fluxjax.train` with a seed and `--config.algorithm.name`; nothing else differs, but that
-`distillation` has a teacher: what `grpo` learned with the same seed. Runs that are complete in `--out` are not made
-again. Prints one JSON line: for each algorithm the accuracies after the warm start and at the end, and in points the
-gain and the difference to `grpo` over pairs of equal seeds, with their 95 % intervals (Student's t);
-`not_above_warm_start` names those whose gain's interval does not lie above 0.
+Every run is `python -m fluxjax.train` with a seed and `--config.algorithm.name`. The only other difference:
+`distillation` has a teacher, the model that `grpo` trained with the same seed. Runs that are complete in `--out` are
+not repeated. Prints one JSON line: for each algorithm the accuracies after the warm start and at the end, and in points
+the gain and the difference to `grpo` over pairs of equal seeds, with their 95 % intervals (Student's t);
+`not_above_warm_start` names the algorithms whose gain's interval does not lie above 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from policies_learning import draw, paired_points, train
 
 from fluxjax.algorithms import ALGORITHMS
 
-NAMES = [name for name in ALGORITHMS if name != "sft"]  # which is what the warm start does
+NAMES = [name for name in ALGORITHMS if name != "sft"]  # the warm start is `sft`
 TEACHER = "grpo"
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     # The teacher learns first.
     names = sorted(options.algorithms, key=lambda name: name != TEACHER)
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for seed in options.seeds:  # seed by seed, so that what is there so far compares
+    for seed in options.seeds:  # seed by seed: finished runs can then be compared early
         for name in names:
             folder = options.out / f"{name}-{seed}"
             if not train(folder, options.config, seed, options.every, _flags(name, options.out, seed)):

@@ -7,12 +7,12 @@ Qwen2.5-VL-7B.
 
 Prints one JSON line. For every case: `forward_ms` and `backward_ms` (output and gradients, less the forward pass),
 medians of `--repeats`, and `forward_tflops`, `backward_tflops`: floating-point operations of the allowed pairs of
-queries and keys only (4 and 10 for each number of a head), over these. `paper_ms` is FlexRL's forward pass on one H800.
-Where PyTorch is installed and sees the same device, `torch_forward_ms` and `torch_backward_ms` are its
-`scaled_dot_product_attention` over the same sequences as a batch, which needs no mask beside the causal one; the two
-alternate in one run. `kernel` says which of ours ran.
+queries and keys only (4 and 10 for each number of a head), over the times. `paper_ms` is FlexRL's forward pass on one
+H800. If PyTorch is installed and sees the same device, `torch_forward_ms` and `torch_backward_ms` are its
+`scaled_dot_product_attention` over the same sequences as a batch, under the causal mask alone; ours and PyTorch's
+alternate in one run. `kernel` says which of our kernels ran.
 
-Without a GPU the portable kernel is measured at tiny shapes: to see that the command works, for nothing else.
+Without a GPU the portable kernel is measured at tiny shapes, only to see that the command works.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TINY_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`sequences` of `length` tokens each, packed into one row; behind each stand its `branches`, of `branch_length`
-    tokens, which see it and themselves."""
+    """`sequences` of `length` tokens each, packed into one row. Each is followed by its `branches`, of `branch_length`
+    tokens; a branch sees its sequence and itself."""
 
     name: str
     sequences: int
@@ -115,8 +115,8 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def rates(case: Case, runs: Mapping[str, Callable[[int], object]], repeats: int, calls: int = 1) -> dict[str, float]:
-    """The milliseconds and rates of functions `{PREFIX}forward` and `{PREFIX}both`, which take turns. Each runs
-    `calls` passes before it waits; several, where starting a pass takes about as long as the pass."""
+    """The milliseconds and rates of functions `{PREFIX}forward` and `{PREFIX}both`, which alternate. Each starts
+    `calls` passes before it waits; use several if starting a pass takes about as long as the pass."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run(1)  # compiles
@@ -178,7 +178,7 @@ def jax_runs(
     attend: Callable[..., jax.Array], arrays: Sequence[jax.Array], *rest: jax.Array | None
 ) -> dict[str, Callable[[int], object]]:
     """Returns functions that run the forward pass, or forward and backward pass, of `attend(q, k, v, *rest)`; the
-    arrays are q, k, v and the gradient of the output. None is a constant of a program, which XLA would fold."""
+    arrays are q, k, v and the gradient of the output. No array is a constant of a program: XLA would fold it."""
     import jax
 
     def forward_and_backward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *rest: jax.Array | None):

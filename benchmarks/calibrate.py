@@ -1,12 +1,12 @@
-"""Measures what the cost model needs on the machine it runs on, and writes it for the planner.
+"""Measures this machine's speeds for the cost model, and writes the file of the planner.
 
     python benchmarks/calibrate.py                        all devices of JAX; without an accelerator, 8 of the CPU
-    python benchmarks/calibrate.py --devices=2 --quick    two of them, a rough look
+    python benchmarks/calibrate.py --devices=2 --quick    two devices, rough figures
 
-Measured are the project's attention over packed sequences (forward, and backward for its factor), both all-to-alls of
+It measures the project's attention over packed sequences (forward, and backward for its factor), both all-to-alls of
 an attention at each degree, and matrix products of the widths of the language model and of the vision tower. The forms
-of `sharding.cost` are fitted to them; the table shows how well. `CostModel.load(FILE)` reads the result. Nodes are not
-told apart: run it on one, and cap the sharding degree at its devices.
+of `sharding.cost` are fitted to the times; the table shows how well. `CostModel.load(FILE)` reads the result. Links
+within and across nodes are not distinguished: run it on one node, and cap the sharding degree at its devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.measured_costs import Rows
     from sharding.cost import CostModel
 
-CPU_DEVICES = 8  # devices of the CPU, where there is no accelerator
+CPU_DEVICES = 8  # devices of the CPU, if there is no accelerator
 FORCE = "xla_force_host_platform_device_count"
 
 

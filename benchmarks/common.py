@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class WorkerError(RuntimeError):
-    """A worker process ended, or answered with something else than a result. The message says how."""
+    """A worker process ended, or its answer is no result. The message says how."""
 
 
 # --- measures -----------------------------------------------------------------------------------
@@ -57,9 +57,9 @@ def cores() -> int:
 
 
 def response_lengths(natural: bool, prompts: int, group_size: int, most: int, seed: int) -> list[list[int]]:
-    """Returns the tokens of each response of a step, group by group: `most` for all, or, if `natural`, drawn from a
-    lognormal around a third of `most` and cut off at `most` (mean about 0.4 of it, one in 16 cut off), which is about
-    as uneven as groups of answers are."""
+    """Returns the tokens of each response of a step, group by group: `most` for all, or, if `natural`, sampled from a
+    lognormal around a third of `most` and cut off at `most` (mean about 0.4 of `most`, one in 16 cut off). That is
+    about as uneven as groups of answers are."""
     draw = random.Random(seed)
 
     def length() -> int:
@@ -95,10 +95,10 @@ class Stopwatch:
 
 
 class Worker:
-    """A process that answers one JSON line a request: see `Channel`. What it says on standard error passes through.
+    """A process that answers each request with a JSON line: see `Channel`. Its standard error passes through.
 
-    The worker itself measures the seconds of its stages: those of `train_step.py` are `prepare`, `rollout`, `train`,
-    `sync` and `step`.
+    The worker itself measures the seconds of its stages: in `train_step.py`, `prepare`, `rollout`, `train`, `sync` and
+    `step`.
     """
 
     def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -114,13 +114,13 @@ class Worker:
         self.about = self._answer()
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Sends a request and returns its answer. Raises `WorkerError` if there is none."""
+        """Sends a request and returns its answer. Raises `WorkerError` if the worker does not answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # `_answer` says how it ended
+            pass  # `_answer` says how the worker ended
         return self._answer()
 
     def finish(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Worker:
         return last
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kills the process if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -162,7 +162,7 @@ class Team:
         self, script: str, settings: Mapping[str, Any], env: Mapping[str, str], count: int, *, pinned: bool = False
     ) -> None:
         """Starts `count` workers. Each gets the `settings` and its `port`, `processes` and `process` (its number); if
-        `pinned`, also a `core` of its own. Raises `WorkerError` if there are fewer cores than that takes."""
+        `pinned`, also a `core` of its own. Raises `WorkerError` if there are fewer cores than workers."""
         available = sorted(os.sched_getaffinity(0))
         if pinned and len(available) < count:
             raise WorkerError(f"{count} cores are needed, one for each process")
@@ -182,8 +182,8 @@ class Team:
         self._number = 0
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """Sends a request to all workers at the same time and returns their answers. Requests are numbered from 1: the
-        workers find that as `number`."""
+        """Sends a request to all workers at the same time and returns their answers. Requests are numbered from 1:
+        their field `number`."""
         self._number += 1
         return list(self._pool.map(lambda worker: worker.ask(number=self._number, **request), self._workers))
 
@@ -208,8 +208,7 @@ class Pair(Team):
 
 
 class Channel:
-    """The worker's end of the pipes. It takes standard output for itself: what libraries print there goes to standard
-    error."""
+    """The worker's end of the pipes. It reserves standard output for answers: other prints go to standard error."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w")
@@ -220,7 +219,7 @@ class Channel:
         self._out.flush()
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yields all requests but the last, which is `finish`; also ends when the parent is gone."""
+        """Yields all requests until `finish`, the last one, or until the parent is gone."""
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "finish":

@@ -13,8 +13,8 @@ _ALL = "/jax/core/compile/"  # tracing, too
 
 
 class CompileClock:
-    """Adds up the seconds that JAX spends compiling, by thread. Tracing can be left out: traces lie within each other,
-    and would count more than once."""
+    """Adds up the seconds that JAX spends compiling, by thread. Tracing can be left out: traces contain each other, and
+    would count more than once."""
 
     def __init__(self, *, tracing: bool = True) -> None:
         self._events = _ALL if tracing else _COMPILING

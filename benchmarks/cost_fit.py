@@ -1,6 +1,6 @@
-"""Fits the cost model of `sharding.cost` to measured times: those that were published, or those of `calibrate.py`.
+"""Fits the cost model of `sharding.cost` to measured times: published ones, or those of `calibrate.py`.
 
-The published ones are FlexRL's, appendix B (Table 3) and appendix C (Tables 4 and 5). Table 4 is the 262144-token part
+The published times are FlexRL's, appendix B (Table 3) and appendix C (Tables 4 and 5). Table 4 is the 262144-token part
 of Table 5.
 """
 
@@ -55,10 +55,10 @@ TABLE3_MS = {  # (sequences, tokens of each): milliseconds
 
 # --- FlexRL, Table 5 (and 4): SeqAlltoAll of GQA attention, whole sequence length ---------------------
 
-# No copied KV heads: with them, 32 devices would send 4/3 of the bytes of 16 in all, which their times do not show.
+# KV heads are not copied: copies would make 32 devices send 4/3 of the bytes of 16 in all, against the times below.
 TABLE5_MODEL = ModelSizes("FlexRL Table 5", layers=1, width=4096, heads=32, kv_heads=8, head_size=128, share_kv=False)
 NODE = 8  # GPUs a node, in both clusters
-TABLE5_TOKENS = (131072, 262144, 524288, 1048576)  # the last were measured at some degrees only
+TABLE5_TOKENS = (131072, 262144, 524288, 1048576)  # the last ones at some degrees only
 
 
 def _cells(rows_ms: dict[int, tuple[float, ...]]) -> dict[tuple[int, int], float]:
@@ -88,7 +88,7 @@ TABLE5_MS = {  # cluster: {(degree, tokens): milliseconds}
 
 # --- assumed, because no table has it -----------------------------------------------------------------
 
-VISION_UTILISATION = 0.4  # in the vision tower, whose matrices are a tenth of their size
+VISION_UTILISATION = 0.4  # share of the peak in the vision tower; its matrices are a tenth of the language model's
 ALPHA_WITHIN = 100e-6  # seconds that starting the all-to-alls of an attention costs within a node, at most
 
 
@@ -102,7 +102,7 @@ def named(model: ModelSizes | str) -> ModelSizes:
 
 
 def published(cluster: str = "h800", model: ModelSizes | str = QWEN2_5_VL_7B) -> CostModel:
-    """Fits FlexRL's tables for 8-GPU nodes of `h800` or `h200`; attention was measured on H800 only, whose compute
+    """Fits FlexRL's tables for 8-GPU nodes of `h800` or `h200`. Attention was measured on H800 only; its peak compute
     is the H200's. Raises CostError for another cluster or model name."""
     if cluster not in TABLE5_MS:
         raise CostError(f"no published measurements of {cluster!r}; there are {', '.join(TABLE5_MS)}")
@@ -128,7 +128,7 @@ def fitted(
     most_alpha: float | None = None,
 ) -> CostModel:
     """Fits measured seconds of one layer of a model each: `attention` as `{(sequences, tokens of each): s}`,
-    `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds what starting costs within a node. `flops`
+    `all_to_all` as `{(degree, tokens in all): s}`; `most_alpha` bounds the seconds of a start within a node. `flops`
     are FLOP/s achieved in linear work and in the vision tower. Raises CostError."""
     runs, sizes = all_to_all
     inner, outer = ({key: s for key, s in runs.items() if (key[0] > node) == beyond} for beyond in (False, True))
@@ -185,8 +185,8 @@ def save(cost: CostModel, path: str | pathlib.Path) -> None:
 def fit_attention(runs: Mapping[tuple[int, int], float], model: ModelSizes) -> AttentionFit:
     """Fits `{(sequences, tokens of each): seconds}` of one layer of `model`.
 
-    If the total of tokens is the same everywhere, `per_token` and `per_launch` can't be told apart, and all of it goes
-    to the tokens. Raises CostError for less than two measurements.
+    If all runs have the same total of tokens, `per_token` and `per_launch` can't be told apart, and `per_token` gets
+    both. Raises CostError for less than two measurements.
     """
     if len(runs) < 2:
         raise CostError(f"attention needs at least two measurements, got {len(runs)}")
@@ -202,10 +202,10 @@ def fit_attention(runs: Mapping[tuple[int, int], float], model: ModelSizes) -> A
 def fit_link(
     runs: Mapping[tuple[int, int], float], model: ModelSizes, node: int, most_alpha: float | None = None
 ) -> Link:
-    """Fits `{(degree, tokens): seconds}`, all within a node or all beyond.
+    """Fits `{(degree, tokens): seconds}`, all within a node or all across nodes.
 
-    `most_alpha` bounds `alpha`: where nothing short was measured, a free fit gives it milliseconds that no start of a
-    collective takes and that would rule all short sequences. Raises CostError for less than two measurements.
+    `most_alpha` bounds `alpha`: without short measurements, a free fit sets it to milliseconds. No collective takes so
+    long to start, and short sequences would seem far too slow. Raises CostError for less than two measurements.
     """
     if len(runs) < 2:
         raise CostError(f"an all-to-all needs at least two measurements, got {len(runs)}")
@@ -213,15 +213,15 @@ def fit_link(
     seconds = np.array(list(runs.values()))
     columns = np.stack([np.ones_like(sent), sent, sent * flying], axis=1)
     found = non_negative(columns, seconds)
-    if most_alpha is not None and found[0] > most_alpha:  # convex: then the bound is where the best lies
+    if most_alpha is not None and found[0] > most_alpha:  # convex: the best fit is then at the bound
         rest = non_negative(columns[:, 1:], seconds - most_alpha, weights=1 / seconds)
         found = np.array([most_alpha, *rest])
     return Link(*map(float, found))
 
 
 def non_negative(columns: np.ndarray, seconds: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Finds the coefficients `[columns]` of at least 0 with the least sum of squared relative errors (or weighted by
-    `weights`). Raises CostError for times that are not positive and finite."""
+    """Finds the coefficients `[columns]` of at least 0 with the least sum of squared relative errors (or of errors
+    times `weights`). Raises CostError for times that are not positive and finite."""
     from scipy.optimize import nnls  # takes half a second to import, and most users of a cost model fit nothing
 
     weights = 1 / seconds if weights is None else weights

@@ -1,6 +1,6 @@
-"""Dynamic packing (FlexRL section 3.4): several rounds of a degree, whose transfers overlap.
+"""Dynamic packing (FlexRL section 3.4): several rounds of a degree, with overlapping transfers.
 
-A run has one round a degree; devices compute plans of any number of rounds.
+A run plans one round a degree; the executor takes plans with any number of rounds.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ def packed_rounds(
     """Packs the sequences of each group into sequence groups, and these into rounds.
 
     Within a group, sequences of at most `short` tokens (h_pack) are joined up to `cap` tokens (H_pack); longer
-    sequences stay alone. A degree has at most `most` rounds. It has one if `short` or `cap` is 0, and so has degree 1,
-    which has no all-to-all to hide. A round lasts as long as the longest stream of its groups. Streams are therefore
-    dealt longest first, each to the round that it lengthens least. The longest round of a degree comes first.
+    sequences stay alone. A degree has at most `most` rounds, and one round if `short` or `cap` is 0. Degree 1 has one
+    round, too: it has no all-to-all to hide. A round lasts as long as the longest stream of its groups. Streams are
+    therefore dealt longest first, each to the round that it lengthens least. The longest round of a degree comes first.
     """
     packed: list[Round] = []
     for degree in sorted(set(degrees), reverse=True):

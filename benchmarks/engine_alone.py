@@ -2,7 +2,7 @@
 
     python benchmarks/engine_alone.py                       a small shape, one, eight and a group of eight samples
     python benchmarks/engine_alone.py --shape 0.5b          Qwen2.5-0.5B's shape
-    python benchmarks/engine_alone.py --kv-tokens 640       a cache that has no room for all: samples are preempted
+    python benchmarks/engine_alone.py --kv-tokens 640       a cache without room for all samples: some are preempted
     python benchmarks/engine_alone.py --shape tiny --repeats 1 --new-tokens 4      whether it runs
 
 Prints one JSON line on standard output and its progress on standard error. What is measured and how:
@@ -117,7 +117,7 @@ def _case(
 
 
 async def _generate(engine: JaxEngine, ids: np.ndarray, samples: int, new_tokens: int) -> tuple[float, float]:
-    """Seconds until every sample has its first token, and from there to the last token of all."""
+    """Seconds until every sample has its first token, and from then until every sample is complete."""
     tokens = ids.shape[1]
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, tokens))
     sampling = SamplingParams(max_new_tokens=new_tokens)
@@ -127,7 +127,7 @@ async def _generate(engine: JaxEngine, ids: np.ndarray, samples: int, new_tokens
         async for chunk in stream:
             first.setdefault((number, chunk.sample), time.perf_counter())
 
-    await engine.pause()  # all requests are there before the first is served
+    await engine.pause()  # all requests are queued before the first is served
     streams = []
     for number, row in enumerate(ids):
         prompt = ModelInput(row, positions, np.full(tokens, -1, np.int32), tokens)

@@ -4,7 +4,7 @@
     python benchmarks/engine_profile.py --out profile.json --degrees 1 2 --batches 16 64 --lengths 32 64 --repeats 3
 
 --config.parallelism.profile=profile.json then begins a run with the degree that decodes fastest. On a machine without
-accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=4 gives more than one device, to try it.
+accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=4 gives several devices, to try the command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sharding.mesh import Device
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0, or 2 for an error that the user can mend: in the file, or in the degrees, batches or lengths."""
+    """Returns 0, or 2 for an error in the file, the degrees, the batches or the lengths."""
     parser = argparse.ArgumentParser(prog="python benchmarks/engine_profile.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="profile.json")
     for name in ("degrees", "batches", "lengths"):
@@ -120,11 +120,11 @@ async def measure(
     vocabulary: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Point, ...]:
-    """Measures an engine that nobody else uses, on the first 1, 2, 4, ... of `devices`, and leaves it on the last.
+    """Measures an otherwise idle engine on the first 1, 2, 4, ... of `devices`, and leaves it on the last set of them.
 
     Each point is tried once for compilation, then `repeats` times in turn with all others, so that a busy machine
     spoils no point alone. The engine needs slots for the largest batch and room for the largest length and
-    `new_tokens` (at least 2). `progress` hears of samples done and in all. Raises EngineError as the engine does.
+    `new_tokens` (at least 2). `progress` gets the samples done and in all. Raises EngineError as the engine does.
     """
     cases = [(degree, batch, length) for degree in degrees for batch in batches for length in lengths]
     seconds: dict[tuple[int, int, int], list[tuple[float, float]]] = {case: [] for case in cases}
@@ -144,7 +144,7 @@ async def measure(
 
 
 async def _once(engine: Engine, batch: int, length: int, new_tokens: int, vocabulary: int) -> tuple[float, float]:
-    """Seconds until all samples have their first token, and from there to the end."""
+    """Seconds until all samples have their first token, and from then until all are complete."""
     rng = np.random.default_rng(0)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
     first = [0.0] * batch

@@ -6,11 +6,11 @@
     python benchmarks/flex_ulysses_plan.py --cap 8 --alpha 1.2  other limits
 
 Prints one JSON line. For every case and planner: `balance` (largest over mean attention work of a device), `memory`
-(the same of tokens), `traffic` (vectors moved, the sum of length * (p - 1) / p, over that of degree 8 for all) and
-`split_cost` (FlexRL's TotalCost, over the same). `balance_bound`: what no plan under that cap can beat. `plan_ms` is
-the median of `--repeats` on this machine, everything included. `seconds_4096_on_1024` is that of 4,096 sequences drawn
-from the cases of the image-heavy mixes (or all, if there are none) for 1,024 devices, and
-`seconds_4096_on_1024_by_cost` the same where plans of several tolerances are compared by the published cost model.
+(largest over mean tokens), `traffic` (vectors moved, the sum of length * (p - 1) / p, over the traffic of degree 8 for
+all) and `split_cost` (FlexRL's TotalCost, over that of degree 8). `balance_bound`: the balance that no plan under that
+cap can beat. `plan_ms` is the median of `--repeats` on this machine, everything included. `seconds_4096_on_1024` is the
+median for 4,096 sequences, sampled from the image-heavy mixes (or from all, if there are none), on 1,024 devices, and
+`seconds_4096_on_1024_by_cost` the same if the published cost model chooses between plans of several tolerances.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dic
     for case in cases:
         lengths, devices = [int(sequence["length"]) for sequence in case["sequences"]], int(case["devices"])
         limits = _limits(options, options.cap, devices)
-        # Ratios are to eight devices for all, or as many as there are in a group.
+        # Ratios are to the plan with degree 8 for all sequences, or with the largest degree that the devices allow.
         eight = [min(8, devices & -devices)] * len(lengths)
         row = {"name": case.get("name", ""), "seed": case.get("seed"), "devices": devices, "sequences": len(lengths)}
         row["cap"], row["balance_bound"] = limits.max_degree, round(balance_bound(lengths, devices, limits), 4)
@@ -107,7 +107,7 @@ def measure(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dic
 
 
 def _many(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a plan of 4,096 sequences, drawn with replacement, for 1,024 devices."""
+    """Seconds of planning 4,096 sequences, sampled with replacement, for 1,024 devices."""
     chosen = [case for case in cases if case.get("name", "").startswith("image_heavy")] or cases
     pool = [int(sequence["length"]) for case in chosen for sequence in case["sequences"]]
     lengths = np.random.default_rng(0).choice(pool, 4096).tolist()

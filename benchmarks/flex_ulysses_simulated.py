@@ -5,7 +5,7 @@
     python benchmarks/flex_ulysses_simulated.py --cost=cost.json      a file of python benchmarks/calibrate.py
 
 Prints one JSON line. Nothing here is measured: plans are those of `sharding.planner`, seconds those of `sharding.cost`,
-fitted to FlexRL's micro-benchmarks. What it leaves out: weight gathering, gradient reduction, the optimizer, loading.
+fitted to FlexRL's micro-benchmarks. Weight gathering, gradient reduction, the optimizer and loading are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TABLE2 = {  # seconds of update, old and ref log-probs; 7B on H800; Ulysses with
     },
     "CR-15": {"ours": (6.692, 5.229, 4.924), "ulysses": (63.407, 61.255, 60.590)},
 }
-# The only pair of rows that differs in FlexUlysses alone with data loading out of the way: "+ ShadowLoader" and both.
+# The pair of rows, "+ ShadowLoader" and both, that differs in FlexUlysses alone while loading takes no time.
 TABLE1 = {"ours": (9.5, 4.9, 3.7), "bucketing": (24.3, 25.3, 5.0)}
 TABLE1_CASE = "image_heavy_128"
 FIGURE7 = {"throughput_over_ulysses": 1.50, "balance": {"bucketing": 6.70, "ulysses": 1.12, "flex_ulysses": 1.00}}
@@ -83,13 +83,13 @@ PAPER_CASES = {
 
 
 def simulate(mixes: Sequence[Case], cost: CostModel | None = None) -> dict[str, Any]:
-    """Simulates all methods on the cases of `flexrl_mixes.json`, and returns medians over the cases of one name, beside
-    FlexRL's figures. All keys say `simulated`, but for `paper`."""
+    """Simulates all methods on the cases of `flexrl_mixes.json`, and returns medians over the cases of each name,
+    beside FlexRL's figures. All keys say `simulated`, except `paper`."""
     cost = cost or published("h800")
     cases: dict[str, list[Case]] = {}
     for case in mixes:
         cases.setdefault(case["name"], []).append(case)
-    if "only_video_32" in cases and len(cases["only_video_32"]) > 1:  # as many again: 128 samples on 64 GPUs
+    if "only_video_32" in cases and len(cases["only_video_32"]) > 1:  # two cases joined: 128 samples on 64 GPUs
         cases["only_video_64"] = [_joined(*pair) for pair in _neighbours(cases["only_video_32"])]
     simulated = {name: _medians([_case(case, cost) for case in same]) for name, same in cases.items()}
     result: dict[str, Any] = {
@@ -120,8 +120,8 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
 
     def add(name: str, plan: ShardPlan, vision: np.ndarray | None = None) -> None:
-        """Adds the figures of a plan. `vision` has the patches that each device computes; if it is not given, they are
-        spread over all devices as a run does it, and their features travel."""
+        """Adds the figures of a plan. `vision` has the patches that each device computes; if it is None, patches are
+        spread over all devices as in a run, and their features travel."""
         route = 0.0
         if vision is None:
             vision, moved = _planned_vision(case["sequences"], plan, cost.model.patches_per_token)
@@ -152,9 +152,9 @@ def _case(case: Case, cost: CostModel) -> dict[str, dict[str, float]]:
 
 
 def _in_place(plan: ShardPlan, patches: np.ndarray, *, every: bool = False) -> np.ndarray:
-    """Returns `[devices]`, the patches that each device computes where those of a sequence stay with its devices:
-    divided among them, or, with `every`, all of them on each (embeddings are merged first and sliced afterwards, so
-    that the tower knows nothing of the plan)."""
+    """Returns `[devices]`, the patches that each device computes if a sequence's patches stay on its devices: divided
+    among these, or, with `every`, all of them on each device (embeddings are merged first and sliced afterwards, so
+    that the tower does not depend on the plan)."""
     out = np.zeros(plan.num_devices)
     for count, degree, first in zip(patches.tolist(), plan.degrees, plan.firsts, strict=True):
         out[first : first + degree] += count if every else count / degree
@@ -162,7 +162,7 @@ def _in_place(plan: ShardPlan, patches: np.ndarray, *, every: bool = False) -> n
 
 
 def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) -> tuple[np.ndarray, float]:
-    """Returns `[devices]`, the patches of each device where images and frame pairs are spread over all devices, and the
+    """Returns `[devices]`, the patches of each device if images and frame pairs are spread over all devices, and the
     number of tokens whose features travel."""
     units, homes = [], []
     for index, sequence in enumerate(sequences):
@@ -178,8 +178,8 @@ def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) 
 
 
 def _route_seconds(tokens: float, cost: CostModel) -> float:
-    """Returns the seconds in which each device sends the features of so many tokens to the devices of these tokens,
-    once a pass; as if all features left their node."""
+    """Returns the seconds in which each device sends the features of so many tokens to the tokens' devices in one
+    pass, assuming that all features leave their node."""
     link = cost.across or cost.within
     sent = tokens * cost.model.width * cost.model.value_bytes
     return link.alpha + link.per_byte * sent if tokens else 0.0
@@ -218,7 +218,7 @@ def _speedups(methods: Mapping[str, Mapping[str, float]], paper_case: str | None
 
 def _beside(methods: Mapping[str, Mapping[str, float]], baseline: str, paper: Mapping[str, Any], side: str) -> dict:
     """Returns for each stage the baseline's seconds over those of `flex_ulysses`: planned by the papers' proxies
-    (`simulated`), by the cost model (`simulated_calibrated`), and as the paper has them (`paper`)."""
+    (`simulated`), planned by the cost model (`simulated_calibrated`), and published (`paper`)."""
     out: dict[str, Any] = {}
     for index, stage in enumerate(STAGES):
         key = "simulated_update_seconds" if stage == "update" else "simulated_logprob_seconds"

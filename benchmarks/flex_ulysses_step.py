@@ -4,10 +4,10 @@
     python benchmarks/flex_ulysses_step.py --part measured      two processes pinned to a core each
     python benchmarks/flex_ulysses_step.py --lengths 4096 512 512 512 512 512 512 512 512
 
-Parts: `measured` times forward and backward of one batch under bucketing (FSDP as verl deals it out), fixed Ulysses and
-FlexUlysses, interleaved; `counted` lays out random batches of the mixes for 8 devices and says how much is padding, how
-many shapes would be compiled, and how many collectives a step has; `simulated` predicts 32 to 128 GPUs with the cost
-model calibrated on FlexRL's tables, beside the paper's figures.
+Parts: `measured` times forward and backward of one batch under bucketing (FSDP with verl's deal of sequences), fixed
+Ulysses and FlexUlysses, interleaved; `counted` lays out random batches of the mixes for 8 devices and counts padding,
+compiled shapes, and the collectives of a step; `simulated` predicts 32 to 128 GPUs with the cost model calibrated on
+FlexRL's tables, beside the paper's figures.
 
 Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
 """
@@ -43,7 +43,7 @@ MIXES = ROOT.parent / "shared" / "data" / "lengths" / "flexrl_mixes.json"
 WORKLOADS = {
     "skewed": (4096, *[512] * 8),  # a token count that buckets evenly, a quadratic cost that does not
     "one_long": (2048, *[64] * 32),
-    "even": (128,) * 64,  # nothing to balance: what does sharding cost?
+    "even": (128,) * 64,  # nothing to balance: shows the cost of sharding
 }
 MODEL = {
     "vocab_size": 512,
@@ -142,8 +142,8 @@ def _plans(lengths: Sequence[int]) -> dict[str, ShardPlan]:
 
 
 def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Counts shapes, padding and rounds of batches that are drawn from the sequences of each mix and laid out for 8
-    devices; lengths are not scaled."""
+    """Counts shapes, padding and rounds of batches sampled from the sequences of each mix and laid out for 8 devices;
+    lengths are not scaled."""
     rng = np.random.default_rng(0)
     pools: dict[str, list[int]] = collections.defaultdict(list)
     for case in mixes:
@@ -173,7 +173,7 @@ def count(mixes: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
 
 def _collectives() -> dict[str, Any]:
     """Counts the collectives in one compiled step of the model above, with 8 layers, on 8 devices, in a process of its
-    own. Those of a layer count once: the layers are a scan."""
+    own. A layer's collectives count once, since the layers are a scan."""
     code = (
         "import json\n"
         "import jax, ulysses_worker as w\n"

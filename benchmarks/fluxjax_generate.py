@@ -1,6 +1,6 @@
 """Generates greedily on the embedded engine, in a process of its own: run by `benchmarks/generate.py`.
 
-This process draws the weights, and writes them as a Hugging Face folder for the peer.
+This process samples the weights, and writes them as a Hugging Face folder for the peer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def prompt(ids: np.ndarray) -> ModelInput:
 
 
 async def generate(engine: JaxEngine, prompts: np.ndarray, new_tokens: int, number: int) -> tuple[float, list[Any]]:
-    """Seconds from the first request queued to the last token received, and the tokens of each prompt."""
+    """Seconds from queueing the first request to receiving the last token, and the tokens for each prompt."""
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0)
     requests = [GenerateRequest(f"{number}-{i}", prompt(ids), sampling) for i, ids in enumerate(prompts)]
 
     async def collect(stream: Any) -> list[int]:
         return [token async for chunk in stream for token in chunk.token_ids]
 
-    await engine.pause()  # all requests are there before the first is served
+    await engine.pause()  # all requests are queued before the first is served
     started = time.perf_counter()
     streams = [engine.generate(request) for request in requests]
     await engine.resume()

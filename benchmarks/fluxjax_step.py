@@ -3,8 +3,8 @@
 The parts are those that `FluxTrainer` puts together, with the same settings. Every step has the same prompts (so the
 compiled shapes stay the same) and new responses, each as long as the parent says: the end id is never sampled.
 
-    prepare   what is left of decoding and tokenising, which runs ahead during the step before, as in training
-    rollout   from the first request queued to the last token received
+    prepare   the rest of decoding and tokenising, most of which runs during the step before, as in training
+    rollout   from queueing the first request to receiving the last token
     train     advantages, packing, forward, backward, clipping, AdamW
     sync      the new weights copied to the engine
     step      all of these
@@ -55,12 +55,12 @@ from rollout.jax_engine import JaxEngine
 from rollout.requests import EngineLimits
 from rollout.slots import SlotTable
 
-MATMUL = 2048  # rows and columns of the matrices whose product tells what this machine can do
+MATMUL = 2048  # rows and columns of the matrices whose product measures this machine's speed
 
 
 class ForcedSlots(SlotTable):
-    """The slots of an engine whose responses each end where they are told to. `lengths[i][j]` are the tokens of sample
-    `j` of the request whose id ends in `-i`."""
+    """The slots of an engine that ends each response at a given length: `lengths[i][j]` are the tokens of sample `j` of
+    the request whose id ends in `-i`."""
 
     def __init__(self, limits: EngineLimits, lengths: Sequence[Sequence[int]]) -> None:
         super().__init__(limits.slots, limits.max_sequence_tokens, limits.pages)
@@ -73,8 +73,8 @@ class ForcedSlots(SlotTable):
 
 
 class Steps:
-    """The engine and the learner of a run, with one step's prompts. `stage` is `rollout`, `train` or `step` (both):
-    what it does not need is not even built, so that the peak memory of the process belongs to the stage. `lengths` are
+    """The engine and the learner of a run, with one step's prompts. `stage` is `rollout`, `train` or `step` (both);
+    only the parts that it needs are built, so that the peak memory of the process belongs to the stage. `lengths` are
     the tokens of each prompt's responses."""
 
     def __init__(self, config: Config, stage: str, lengths: Sequence[Sequence[int]], *, videos: bool) -> None:
@@ -105,7 +105,7 @@ class Steps:
                 self.model,
                 slots=rollout.slots,
                 max_sequence_tokens=rollout.max_sequence_tokens,
-                kv_tokens=cache_tokens(config),  # decided here and now
+                kv_tokens=cache_tokens(config),  # fixed at the start
                 compute_dtype=config.model.compute_dtype.value,
             )
             self.engine._scheduler.table = ForcedSlots(self.engine._scheduler.limits, lengths)
@@ -199,7 +199,7 @@ class Steps:
         ]
 
     def _batch(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """Counts the microbatches and tokens that the groups are packed into; called once, outside of what is timed."""
+        """Counts the microbatches and tokens that the groups are packed into; called once, outside the timed steps."""
         by_draw = {prepared.prompt.draw: prepared for prepared in self.prepared}
         batches = self.composer.compose(groups, by_draw).batches
         return {
@@ -238,8 +238,8 @@ class Steps:
         }
 
     def _multiplied(self) -> int | None:
-        """The number of weights by which each token is multiplied once. None where there is a vision tower, which has
-        other tokens than the text."""
+        """The number of weights by which each token is multiplied once. None for a model with a vision tower, where
+        text and media have different tokens."""
         text = self.model.config.text
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         return None if self.vision is not None else parameter_count(self.model) - looked_up
@@ -267,7 +267,7 @@ def _response(
 
 
 def _group(prompt: Prompt, responses: Sequence[Response]) -> Group:
-    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has advantages; scoring is not measured."""
     return Group(prompt, tuple(Sample(r, Reward(float(r.sample % 2), bool(r.sample % 2))) for r in responses))
 
 
@@ -293,7 +293,7 @@ def main(settings: Mapping[str, Any]) -> None:
 
 
 def _matmul_rate(repeats: int = 5) -> float:
-    """The most floating-point operations a second that a product of two large float32 matrices reached here."""
+    """The most floating-point operations a second that a product of two large float32 matrices reached."""
     x = jnp.ones((MATMUL, MATMUL), jnp.float32)
     multiply = jax.jit(jnp.matmul)
     seconds = []
@@ -305,7 +305,7 @@ def _matmul_rate(repeats: int = 5) -> float:
 
 
 def _peak_device_mib() -> float | None:
-    """Peak memory of the fullest accelerator; None where JAX does not count it (CPU)."""
+    """Peak memory of the fullest accelerator; None if JAX does not count it (CPU)."""
     counted = [device.memory_stats() for device in jax.local_devices()]
     peaks = [stats["peak_bytes_in_use"] for stats in counted if stats and "peak_bytes_in_use" in stats]
     return round(max(peaks) / 2**20, 1) if peaks else None

@@ -107,7 +107,7 @@ def _side(answers: Mapping[int, list[dict[str, Any]]], new_tokens: int) -> dict[
 
 
 def _equal(answers: Mapping[str, Mapping[int, list[dict[str, Any]]]]) -> float:
-    """The share of generated tokens, over all rounds, that both sides have in the same place."""
+    """The share of generated tokens, over all rounds, that are equal on both sides."""
     same = total = 0
     for batch, rounds in answers["fluxjax"].items():
         for ours, theirs in zip(rounds, answers["peer"][batch], strict=True):

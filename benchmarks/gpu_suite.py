@@ -1,19 +1,19 @@
-"""Measures fluxjax on one GPU, part by part: what a card that is lent for a quarter of an hour should be asked first.
+"""Measures fluxjax on one GPU, part by part: the first measurements on a card that is lent for a quarter of an hour.
 
     python benchmarks/gpu_suite.py all                       every part, in the order below
     python benchmarks/gpu_suite.py machine kernels           some parts
-    python benchmarks/gpu_suite.py all --seconds 540         no part begins that would not end in time
+    python benchmarks/gpu_suite.py all --seconds 540         without parts that would not end in time
     python benchmarks/gpu_suite.py all --dry                 on a CPU, at tiny shapes: whether every part runs
 
-A part is a process of its own, `benchmarks/gpu/PART.py`, with a time limit of its own; some parts are the script of
-another under other flags of XLA. A part that fails or is stopped never stops the next. Its result (card, versions,
+A part is a process of its own, `benchmarks/gpu/PART.py`, with a time limit of its own; some parts run another part's
+script under other flags of XLA. A part that fails or is stopped never stops the next. Its result (card, versions,
 prediction, figures) is appended to `gpu_CARD.json` in `--out` when it ends; a part that was stopped keeps the figures
-that it had printed. Compiled programs and the results of autotuning go to `cache` in the same folder, which the next
-run takes; what parts print goes to `logs`.
+that it had printed. Compiled programs and the results of autotuning go to `cache` in the same folder; the next run uses
+them. The output of parts goes to `logs`.
 
 Without network, `--wheels DIR` installs wheels for this run only; `scripts/gpu_wheels.sh DIR` downloads them.
 
-parts, with the seconds that each is expected to take and what was predicted of it:
+parts, with the expected seconds and the prediction of each:
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from gpu import record, runner
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-QUICK_TUNING = "--xla_gpu_blas_max_algorithms=16"  # of each matrix product, not all: compiling is quicker
+QUICK_TUNING = "--xla_gpu_blas_max_algorithms=16"  # tries fewer algorithms of each product: compiles faster
 COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
 
 
@@ -41,8 +41,8 @@ class Part:
     limit: float  # seconds
     expected: float  # seconds
     prediction: str
-    script: str = ""  # where it is not of the part's own name
-    flags: tuple[str, ...] = (QUICK_TUNING,)  # of XLA
+    script: str = ""  # "": the script of the part's own name
+    flags: tuple[str, ...] = (QUICK_TUNING,)  # flags of XLA
 
 
 PARTS = {

@@ -6,7 +6,7 @@
 Prints one JSON line. For the fused kernels (`sharding/vocab.py`) and the portable form, which alternate in one
 run: `forward_ms` and `backward_ms` (values and gradients, less the forward pass), medians of `--repeats`, and
 `forward_tflops`, `backward_tflops`: two operations of each token, id and number of the width forward, four backward,
-over these; what the backward pass computes again is not counted. Without a GPU nothing is measured.
+over these times; recomputation in the backward pass is not counted. Without a GPU nothing is measured.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Measures runs over many processes: what deciding for all costs, how a step scales, and what ODC gains where balance
-decides.
+"""Measures runs over many processes: the cost of process 0's decisions, how a step scales, and what ODC gains if only
+balance counts.
 
     python benchmarks/hosts.py                                      all three parts
     python benchmarks/hosts.py --part controller --processes 1 2 4 --scripted 64 512
     python benchmarks/hosts.py --part waiting --settings longalign:4 --minibatches 24
 
-Parts: `controller` times what process 0 does for the others in a step (planning, telling them their rows, hearing that
-they agree) and counts the bytes, for real processes and for scripted ones that read and answer but compute nothing;
-`scaling` is a step of one process and of two with twice the batch, each pinned to a core, by size of the model;
-`waiting` is ODC with LB-Mini against collective FSDP with LB-Micro on eight real processes whose computation is a wait
-as long as ODC's cost model says.
+Parts: `controller` times process 0's work for the other processes in a step (planning, sending their rows, receiving
+their agreement) and counts the bytes, for real processes and for scripted ones that read and answer but compute
+nothing; `scaling` compares a step of one process with a step of two on twice the batch, each pinned to a core, by size
+of the model; `waiting` compares ODC with LB-Mini and collective FSDP with LB-Micro on eight real processes that wait
+instead of computing, as long as ODC's cost model says.
 
 Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
 """
@@ -36,7 +36,7 @@ from benchmarks.packing_baselines import MicrobatchSchedule, makespan
 from sharding.planner.plan import Limits
 
 PARTS = ("controller", "scaling", "waiting")
-STEP_SECONDS = 10.0  # of which process 0 should take less than a hundredth to decide
+STEP_SECONDS = 10.0  # seconds of a step; process 0 should decide in less than a hundredth of them
 RANKS = 8
 SIDES = ("collective_lb_micro", "odc_lb_mini")
 SETTINGS = (
@@ -49,7 +49,7 @@ SETTINGS = (
     "aime:2",
     "aime:4",
 )
-GOLDEN = "longalign:4"  # of ODC's parametric study, whose gain it reports as 1.34
+GOLDEN = "longalign:4"  # the golden setting of ODC's parametric study; the paper reports a gain of 1.34
 STRATEGIES = ("fsdp", "ulysses", "flex_ulysses", "odc")
 
 
@@ -76,12 +76,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# --- what deciding for all costs ------------------------------------------------------------------
+# --- process 0's work for all processes -----------------------------------------------------------
 
 
 def controller(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures by number of processes the seconds that process 0 takes for each of its tasks in a step, and the bytes
-    that it sends."""
+    """Measures, by number of processes, the seconds of each task of process 0 in a step, and the bytes it sends."""
     found: dict[str, Any] = {}
     for processes in options.processes:
         with Team("hosts_worker.py", _told(options, strategy="fsdp"), {}, processes) as team:
@@ -127,7 +126,7 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
         "share": round(whole / STEP_SECONDS, 5),
         "bytes": size,
         "bytes_a_process": round(size / (processes - 1)) if processes > 1 else 0,
-        "bytes_a_token": round(size / told, 2) if told else 0,  # none: of few groups, process 0 may have all
+        "bytes_a_token": round(size / told, 2) if told else 0,  # 0: process 0 may have all of few groups
         "tokens": answers[0]["tokens"],
     }
 
@@ -136,8 +135,8 @@ def _controlled(team: Team, processes: int, options: argparse.Namespace) -> dict
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures by model and strategy the tokens a second of two processes over twice those of one: 1 would be perfect.
-    `machine` is the same ratio for two processes that do not communicate: what it lacks of 1 is due to the machine."""
+    """Measures, by model and strategy, the tokens a second of two processes over twice those of one: 1 is perfect.
+    `machine` is this ratio for two processes that do not communicate: the machine causes its difference to 1."""
     return {
         model: {"machine": _scaled(model, "fsdp", options, strangers=True)}
         | {strategy: _scaled(model, strategy, options) for strategy in options.strategies}
@@ -146,7 +145,7 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scaled(model: str, strategy: str, options: argparse.Namespace, strangers: bool = False) -> dict[str, Any]:
-    """Times steps of one process, in turns with steps of two processes with twice the prompts. Where two processes
+    """Times steps of one process, alternating with steps of two processes with twice the prompts. If two processes
     refuse the strategy, returns their reason."""
     settings = {"groups": 4, "group_size": 4, "devices": 1, "strategy": strategy, "model": model, "row": options.row}
     with (
@@ -174,14 +173,14 @@ def _scaled(model: str, strategy: str, options: argparse.Namespace, strangers: b
     }
 
 
-# --- ODC against collective FSDP, computation waited for ------------------------------------------
+# --- ODC against collective FSDP, waits instead of computation ------------------------------------
 
 
 def waiting(options: argparse.Namespace) -> dict[str, Any]:
     """Measures the speedup by ODC on eight real processes, by data set and samples a device in a minibatch."""
     found: dict[str, Any] = {}
     with Team("hosts_waiting.py", {}, {"NPROC": "2"}, RANKS) as team:
-        for barrier in ("microbatch", "minibatch"):  # connections are made, and programs compiled
+        for barrier in ("microbatch", "minibatch"):  # opens connections, compiles programs
             team.ask(do="minibatch", seconds=[[0.0, 0.0]] * RANKS, barrier=barrier)
         for setting in options.settings:
             found[setting] = _gain(team, setting, options)
@@ -191,7 +190,7 @@ def waiting(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _gain(team: Team, setting: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures the total time of collective FSDP over that of ODC, on the same minibatches, of each its median."""
+    """Measures the time of collective FSDP over that of ODC, summed over the medians of the same minibatches."""
     data, size = setting.split(":")
     schedules = _schedules(data, int(size), options.minibatches)
     scale = options.ideal * RANKS * len(schedules) / sum(sum(by_side[SIDES[0]].work) for by_side in schedules)

@@ -3,8 +3,8 @@ only.
 
     python benchmarks/hosts_follower.py '{"port": 1234, "secret": "...", "followers": 511}'
 
-Each calls process 0, greets it as a process of the run does, reads what it is told, and answers every order with what
-standard input gave last, in hexadecimal digits.
+Each follower calls process 0, greets it like a process of a run, reads its messages, and answers every order with the
+last line of standard input, which is in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-BEAT = 3.0  # seconds between two signs of life
+BEAT = 3.0  # seconds between two heartbeats
 _BUFFER = memoryview(bytearray(1 << 16))
 
 
@@ -29,17 +29,17 @@ class Follower:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.write({"process": str(process), "secret": settings["secret"]})
         self._line = b""
-        self._missing = 0  # bytes of the order that is under way
+        self._missing = 0  # bytes of the present order that have not arrived
 
     def write(self, message: dict[str, str], data: bytes = b"") -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n" + data)
 
     def read(self, answer: bytes) -> bool:
-        """Takes what has come; answers an order that is complete. False at the end."""
+        """Reads the bytes that have arrived; answers an order that is complete. False at the connection's end."""
         count = self.socket.recv_into(_BUFFER)
         if not count:
             return False
-        if count < self._missing:  # nearly always: not a byte is looked at
+        if count < self._missing:  # nearly always: skips the bytes unread
             self._missing -= count
             return True
         piece = bytes(_BUFFER[:count])
@@ -75,7 +75,7 @@ def main(settings: dict[str, Any]) -> None:
                 print("ready", flush=True)
             elif not key.data.read(answer):
                 return
-        while time.monotonic() > beat:  # one after the other, as processes that know nothing of each other
+        while time.monotonic() > beat:  # spread over time, like independent processes
             next(turns).write({"kind": "alive"})
             beat += BEAT / len(followers)
 

@@ -1,4 +1,4 @@
-"""Links of process 0 to followers that compute nothing: real connections, greeted and listened to as those of a run."""
+"""Links of process 0 to followers that compute nothing: real connections, with the greetings and threads of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ScriptedLinks:
         self._wires = Wires(wires, timeout, self._heard, self._gone)
 
     def answer(self, data: bytes) -> None:
-        """Sets what the followers answer from now on."""
+        """Sets the followers' answer from now on."""
         assert self._followers.stdin is not None and self._followers.stdout is not None
         self._followers.stdin.write(data.hex() + "\n")
         self._followers.stdin.flush()
@@ -62,7 +62,7 @@ class ScriptedLinks:
             raise LinkError(self._failure)
 
     def notify(self, process: int, topic: str) -> None:
-        """Does nothing: the followers wait for nobody."""
+        """Does nothing: the followers wait for no notification."""
 
     def counted(self, topic: str) -> int:
         return 0

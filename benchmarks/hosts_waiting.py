@@ -1,8 +1,8 @@
-"""Runs one rank of minibatches whose computation is a wait, as long as the cost model says: run by
+"""Runs one rank of minibatches with waits instead of computation, as long as the cost model says: run by
 `benchmarks/hosts.py`.
 
 Everything else is real: the rank fetches a shard of the weights from every peer before a microbatch, pushes as much
-back after it, and waits for the others where the method has them wait.
+back after it, and waits for the other ranks at the method's barriers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from common import Channel
 
 from sharding.links import Links, initialize
 
-SHARD = 1 << 14  # floats of a shard that is fetched and pushed: the wait stands for all layers, the shard for one
+SHARD = 1 << 14  # floats of a shard that is fetched and pushed: that of one layer, while the wait is that of all layers
 
 
 class Rank:
-    """Fetches, waits and pushes; every array under a key that is used once."""
+    """Fetches, waits and pushes. Each array has a key that is used once."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -40,7 +40,7 @@ class Rank:
         """Runs a minibatch and returns its seconds. `microbatches[rank]` are the seconds of each microbatch of a rank.
         With the barrier `microbatch`, all ranks have the same number of them."""
         links, counts = self._links, [len(seconds) for seconds in microbatches]
-        for peer in self._peers:  # as owner: what the peers fetch, whenever they come to it
+        for peer in self._peers:  # as owner: offers all shards that the peers will fetch
             for number in range(counts[peer]):
                 links.offer(self._key(peer, number), [self._shard])
         links.barrier("start")

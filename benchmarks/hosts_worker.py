@@ -1,7 +1,7 @@
 """Runs one of several processes that train together, or process 0 beside scripted followers: run by
 `benchmarks/hosts.py`.
 
-`tell` does what process 0 does for the others in a step, without the step; `step` is a whole one.
+`tell` does only process 0's work for the other processes in a step; `step` runs a complete step.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from sharding.links import Links, initialize
 
 VOCABULARY = 8192
 _SHAPE = {"vocab_size": VOCABULARY, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-MODELS = {  # by their parameters
+MODELS = {  # by their numbers of parameters
     "0.2M": _SHAPE | {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2},
     "3M": _SHAPE | {"hidden_size": 128, "intermediate_size": 1024},
     "20M": _SHAPE | {"hidden_size": 512, "intermediate_size": 2048},
 }
 PROMPT = 100  # tokens
-MOST = {True: 256, False: 2048}  # tokens of a response, with a model and without
-ROW = 4096  # tokens, without
+MOST = {True: 256, False: 2048}  # tokens of a response, with a model and without one
+ROW = 4096  # tokens of a row, without a model
 
 
 class Process:
-    """One process of the run, which draws the same steps as the others."""
+    """One process of the run. All processes make the same random steps."""
 
     def __init__(self, settings: dict[str, Any], links: Links | ScriptedLinks | None) -> None:
         self._settings, self._links = settings, links
@@ -60,7 +60,7 @@ class Process:
         self._config.packing.tokens_per_row, self._config.packing.rows_per_device = row, 1
         self._config.rollout.max_new_tokens = self._most
         self._devices = settings["devices"] * self._processes
-        self.tokens = 0  # of the last step, responses only
+        self.tokens = 0  # tokens of the last step's responses
         self._vocabulary = MODELS[settings["model"]]["vocab_size"] if "model" in settings else VOCABULARY
         self._learner: Learner | None = None
         self._composer = Composer(self._config, self._devices)
@@ -74,8 +74,8 @@ class Process:
             self._learner = Learner(self._config, model, grpo.token_loss, links=links)
 
     def tell(self, number: int) -> dict[str, Any]:
-        """Does the work of process 0 for the others in a step: plans, writes their rows down, sends them, hears that
-        all agree. Returns its seconds, bytes and tokens."""
+        """Does process 0's work for the other processes in a step: plans, writes their rows down, sends them, receives
+        their agreement. Returns its seconds, bytes and tokens."""
         if self._gang.process:
             self._follow()
             return {}
@@ -93,7 +93,7 @@ class Process:
             if isinstance(links, ScriptedLinks):
                 lead = fingerprint(self._config, [self._composer.lay_out(shares[0][0])])
                 links.answer(b"".join(encode(Value(lead))))
-            with watch("send"):  # and write down
+            with watch("send"):  # writing down, too
                 gang.hand_out(shares)
             with watch("own_rows"):
                 composition = self._composer.lay_out(shares[0][0])
@@ -109,7 +109,7 @@ class Process:
         }
 
     def step(self, _: int) -> dict[str, Any]:
-        """Runs a step, from scored groups to new parameters; always the same one, so that it compiles once."""
+        """Runs a step, from scored groups to new parameters; always the same step, so that it compiles once."""
         learner = self._learner
         assert learner is not None
         started = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Measures what a run loses by servers that are killed: pairs of runs of one seed, one undisturbed, and one whose
-servers get SIGKILL in turn, never while another is down.
+"""Measures what a run loses by killed servers, in pairs of runs of one seed: one run is undisturbed, in the other one
+each server in turn gets SIGKILL, never while another server is down.
 
     python benchmarks/killed_servers.py --out runs/kills                  # three pairs, about an hour on two cores
     python benchmarks/killed_servers.py --out runs/kills --begin 800      # the last 200 of 1000 steps
     python benchmarks/killed_servers.py --config configs/vlm_sglang.py:serve --every 60 --seeds 0
 
-Every run is `python -m fluxjax.train`; who is up, and with which weights, is read from its Prometheus port. Runs that
-are complete in `--out` are not made again. Prints one JSON line: for each run its seconds, its final accuracy and what
-it was trained on; for each kill, when, at which step, and after how many seconds the server was back with the version
-that others had; whether the two runs of a pair were trained on the same prompts, each response once; and the
-differences of accuracies in pairs, in points.
+Every run is `python -m fluxjax.train`; its Prometheus port says which servers are up, with which weights. Runs that are
+complete in `--out` are not repeated. Prints one JSON line: for each run its seconds, its final accuracy and the number
+of its training samples; for each kill its time and version, and the seconds until the server was back with the other
+servers' version; whether the two runs of a pair were trained on the same prompts, with as many responses of each; and
+the differences of accuracies in pairs, in points.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Server:
 class Kill:
     server: str
     at: float  # seconds since the run began
-    version: int  # that the run had
-    back: float | None = None  # seconds until it was up again, None: the run ended before
+    version: int  # the run's version at the kill
+    back: float | None = None  # seconds until the server was up again, None: the run ended before
     back_version: int = -1
 
 
@@ -87,8 +87,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _base(options: argparse.Namespace, seed: int) -> bool:
-    """Makes the run of `--begin` steps that both runs of a pair go on from, unless it is there. Returns whether
-    its checkpoint is there now."""
+    """Makes the run of `--begin` steps from which both runs of a pair continue, unless it exists. Returns whether its
+    checkpoint exists now."""
     folder = options.out / f"base-{seed}"
     checkpoint = folder / "checkpoints" / str(options.begin)
     if checkpoint.exists():
@@ -103,7 +103,7 @@ def _base(options: argparse.Namespace, seed: int) -> bool:
         run = subprocess.Popen([*command, *options.rest], cwd=ROOT, stdout=log, stderr=log)
         while run.poll() is None and not checkpoint.exists():
             time.sleep(LOOK_SECONDS)
-        run.kill()  # nothing of it is wanted but the checkpoint, which is there whole or not at all
+        run.kill()  # only its checkpoint is used; a checkpoint is complete or does not exist
         run.wait()
     return checkpoint.exists()
 
@@ -116,7 +116,7 @@ def _begin(options: argparse.Namespace, seed: int, folder: pathlib.Path) -> None
 
 
 def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: bool) -> bool:
-    """Trains a run and returns whether it ended well. Writes what was seen of its servers to `watched.json` in its
+    """Trains a run and returns whether it ended well. Writes the observations of its servers to `watched.json` in its
     folder."""
     print(f"{folder.name} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: b
     _begin(options, seed, folder)
     steps = options.begin + options.steps
     settings = {"seed": seed, "steps": steps, "run_dir": folder, "report.prometheus": port}
-    settings |= {"report.dump_samples_every": 1}  # to see what it was trained on
+    settings |= {"report.dump_samples_every": 1}  # records the training samples
     command = [sys.executable, "-m", "fluxjax.train", f"--config={options.config}"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     with (folder.parent / f"{folder.name}.log").open("a") as log:
@@ -143,9 +143,9 @@ def _train(options: argparse.Namespace, seed: int, folder: pathlib.Path, kill: b
 
 
 def _watch(run: subprocess.Popen[bytes], port: int, folder: pathlib.Path, every: float) -> dict[str, Any]:
-    """Looks at the servers until the run ends, and kills one `every` so many seconds, if all are up."""
+    """Looks at the servers until the run ends, and kills one server every `every` seconds if all are up."""
     began = time.monotonic()
-    seen: dict[str, float] = {}  # server -> when it was seen first
+    seen: dict[str, float] = {}  # server -> seconds until it appeared
     started: dict[str, float] = {}  # server -> seconds until it was up first
     kills: list[Kill] = []
     due = float("inf")
@@ -173,7 +173,7 @@ def _watch(run: subprocess.Popen[bytes], port: int, folder: pathlib.Path, every:
 
 
 def _servers(port: int) -> dict[str, Server]:
-    """Returns the run's servers by name; empty as long as it has none."""
+    """Returns the run's servers by name; empty before they appear."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
@@ -194,13 +194,13 @@ def _process(log: pathlib.Path) -> int:
             if os.path.samefile(folder / "fd" / "1", log):
                 writers.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or belongs to somebody else
+            continue  # the process has ended, or is another user's
     if not writers:
         raise RuntimeError(f"no process writes to {log}")
     return next(pid for pid in writers if os.getpgid(pid) == pid)
 
 
-# --- what came of it ----------------------------------------------------------------------------
+# --- results of the runs ------------------------------------------------------------------------
 
 
 def _described(folder: pathlib.Path) -> dict[str, Any]:

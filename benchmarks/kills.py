@@ -3,12 +3,12 @@
     python benchmarks/kills.py --out runs/killed                       # twenty seeds of SIGKILL, twenty of SIGSTOP
     python benchmarks/kills.py --out runs/killed --seeds 3 --kinds stop --processes 4
 
-Each run is `python -m fluxjax.launch` on this machine, with the synchronous policy and embedded engines; one of its
-processes gets the signal, once, at a moment drawn from the seconds that an undisturbed run takes: of every four, one
-from all of them, and three from those after its first step, since most of such a short run is its start. Runs that are
-complete in `--out` are not made again. Prints one JSON line: for each run which process, when and in which phase;
-`ended`, seconds until every process of that attempt had ended; `back`, until the next attempt had made a step; `equal`,
-whether the final weights are those of the undisturbed run, bit for bit.
+Each run is `python -m fluxjax.launch` on this machine, with the synchronous policy and embedded engines. One of its
+processes gets the signal, once, at a random moment of the seconds that an undisturbed run takes: in one of every four
+runs from all these seconds, in three from the seconds after the first step, since most of such a short run is its
+start. Runs that are complete in `--out` are not repeated. Prints one JSON line: for each run the process, the second
+and the phase; `ended`, seconds until every process of that attempt had ended; `back`, seconds until the next attempt
+had made a step; `equal`, whether the final weights are those of the undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = {
     "rollout.prompts_per_step": 6,
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-LIMIT = 600.0  # seconds after which a run is taken for hung
+LIMIT = 600.0  # seconds after which a run counts as hanging
 STEP = re.compile(r"^(RL|warm start) \d+/", re.MULTILINE)
 LOOK_SECONDS = 0.05
 
@@ -109,7 +109,7 @@ def _disturbed(
     result = {"kind": kind, "seed": seed, "process": victim, "moment": round(moment, 1), "phase": _phase(folder)}
     if len(gang) < options.processes or run.poll() is not None:
         run.wait(LIMIT)
-        return result | {"late": True}  # it was faster than the undisturbed one
+        return result | {"late": True}  # the run ended before the signal
     os.kill(gang[victim], SIGNALS[kind])
     killed, said = time.monotonic(), len(_log(folder))
     while any(pathlib.Path(f"/proc/{pid}").exists() for pid in gang):

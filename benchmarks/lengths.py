@@ -1,10 +1,10 @@
-"""Draws sequence lengths like those of ODC's three data sets, none of which is here. numpy only.
+"""Samples sequence lengths like those of ODC's three data sets; the data sets themselves are not used. numpy only.
 
     lengths = mean_of(1.0, longest=65536, target=16000)     # a lognormal with a mean of 16,000 tokens, cut off at 64k
     tokens = lengths.draw(np.random.default_rng(0), 32)
 
-Lengths are lognormal in all of them, without sequences that would be longer than the longest. `KNOWN` has what is known
-of each data set, and from where; the spreads are not known. `odc_simulated.fitted` finds each from one bubble rate.
+All three are lognormal, without sequences that would be longer than the longest. `KNOWN` has the published facts of
+each data set and their sources. The spreads are not published; `odc_simulated.fitted` fits each to one bubble rate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NORMAL = statistics.NormalDist()
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens: their logarithm is normal around that of `median` with deviation `spread`.
-    Lengths above `longest` do not occur, so the true median is smaller. Raises ValueError for a parameter that is not
-    positive."""
+    """A distribution of lengths in tokens: their logarithm is normal around the logarithm of `median` with deviation
+    `spread`. Lengths above `longest` do not occur, so the true median is smaller. Raises ValueError for a parameter
+    that is not positive."""
 
     median: float
     spread: float
@@ -38,13 +38,13 @@ class Lengths:
 
     @functools.cached_property
     def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rising shares of the sequences, from 0 to 1, and the logarithms of the lengths that they do not exceed."""
+        """Rising shares of the sequences, from 0 to 1, and the logarithms of the largest lengths of these shares."""
         middle, top = math.log(self.median), math.log(self.longest)
         logs = np.linspace(0.0, top, GRID)
         below = np.array([NORMAL.cdf((x - middle) / self.spread) for x in logs.tolist()])
-        if not below[-1]:  # floats see no mass: all of it is at the end
+        if not below[-1]:  # the mass rounds to 0: all lengths are `longest`
             return np.array([0.0, 1.0]), np.array([top, top])
-        rising = np.r_[np.diff(below) > 0, True]  # the same share at many lengths can't be looked up
+        rising = np.r_[np.diff(below) > 0, True]  # drops lengths with equal shares: no lookup finds them
         return below[rising] / below[-1], logs[rising]
 
     def at(self, shares: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ class Lengths:
         return np.exp(np.interp(shares, *self.table)).astype(int).clip(1, self.longest)
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """`[count]` int: independent lengths. Equal generators draw equal shares, whatever the parameters."""
+        """`[count]` int: independent lengths. Equal generators sample equal shares, whatever the parameters."""
         return self.at(rng.random(count))
 
     def mean(self, of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
@@ -66,8 +66,8 @@ class Lengths:
 
 
 def mean_of(spread: float, longest: int, target: float, of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Lengths:
-    """The lengths of this spread whose mean, of a function that rises with the length, is `target`. Raises ValueError
-    where the longest sequence is too short for it."""
+    """The lengths of this spread for which the mean of `of`, a function that rises with the length, is `target`. Raises
+    ValueError if the longest sequence is too short for this mean."""
     low, high = -8.0, 4.0  # logarithms of the median over the longest
     for _ in range(40):
         half = (low + high) / 2
@@ -82,7 +82,7 @@ def mean_of(spread: float, longest: int, target: float, of: Callable[[np.ndarray
 @dataclasses.dataclass(frozen=True)
 class Known:
     """The published facts of a data set: `longest` and `mean` in tokens, or, instead of the mean, `work`: the compute
-    of an average sample over that of LongAlign's, with the same `model`. `source` says where the facts are from."""
+    of an average sample over that of LongAlign, with the same `model`. `source` names the sources of these facts."""
 
     longest: int
     source: str
@@ -95,7 +95,7 @@ AIME = "model card of DeepSeek-R1 (answers of at most 32,768 tokens); samples a 
 KNOWN = {
     # LongAlign's own paper says 8k to 64k tokens. With a mean of 16k, nothing above 8k is as uneven as Table 6.
     "longalign": Known(65536, "ODC, Table 1 (64k) and appendix E (an eighth of each: 2k on average)", mean=16000),
-    # 2.5 times LongAlign's compute: with the 32k that others cut it to, not even sequences of 32k throughout have that.
+    # 2.5 times LongAlign's compute: cut at 32k, as by others, not even a data set of only 32k sequences has so much.
     "swe_smith": Known(
         65536, "ODC's public example (one limit for all data); samples a second of LB-Mini, Table 5", work=432 / 172
     ),

@@ -26,8 +26,8 @@ Rows = list[tuple[str, float, float]]  # (name, seconds measured, seconds fitted
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationLoad:
-    """The sizes that are measured: one layer of `sizes`, in `dtype`. `attention` are (sequences, tokens of each) of
-    each launch; the other fields are numbers of tokens."""
+    """The measured sizes: one layer of `sizes`, in `dtype`. `attention` lists (sequences, tokens of each) of the
+    launches; the other fields are numbers of tokens."""
 
     sizes: ModelSizes
     dtype: str
@@ -40,7 +40,7 @@ class CalibrationLoad:
 def calibrate(num_devices: int = 0, *, quick: bool = False, repeats: int = 0) -> tuple[CostModel, Rows]:
     """Measures and fits the cost model of one layer; returns it and rows (name, seconds measured, seconds fitted).
 
-    Raises MeshError for more devices than there are, CostError if they do not make groups of two.
+    Raises MeshError for more devices than JAX sees, CostError if they do not form groups of two.
     """
     mesh = make_mesh(num_devices)
     widest = replica_size(mesh.size)
@@ -163,7 +163,7 @@ def _least(call: Callable[[], object], repeats: int) -> float:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Shows a bar. The context gives `step(text)`, to call with the name of what begins."""
+    """Shows a bar. The context gives `step(text)`; call it with the name of each measurement that begins."""
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, completed=-1)

@@ -1,15 +1,15 @@
 """Compares on-demand communication with collective FSDP: measured on two processes, simulated on 8 to 32 devices.
 
-    python benchmarks/odc.py                              all three parts
+    python benchmarks/odc.py                              all four parts
     python benchmarks/odc.py --part measured --minibatches 5
     python benchmarks/odc.py --lengths 1024 128 128 128 128 128 128 128
 
 Parts: `measured` times minibatches of LongAlign-like lengths (forward and backward of 4 samples a device) under
-collective FSDP with LB-Micro, ODC with LB-Micro and ODC with LB-Mini, interleaved, beside what the schedules predict;
-`together` times sequences of which a device can't hold the longest: by FlexUlysses, by strategy `odc` (that one
-collectively, the others at their own pace), and as if a device could hold it; composer and learner of a run, text only;
-`bandwidth` compares gather and scatter-accumulate with the collectives on the same arrays; `simulated` predicts bubble
-rates for the paper's settings, beside its Tables 4 and 6.
+collective FSDP with LB-Micro, ODC with LB-Micro and ODC with LB-Mini, interleaved, beside the schedules' predictions;
+`together` times minibatches whose longest sequence is too long for one device: by FlexUlysses, by strategy `odc` (the
+long sequence collectively, the others at each device's pace), and as if one device could hold it; it uses composer and
+learner of a run, text only; `bandwidth` compares gather and scatter-accumulate with the collectives on the same arrays;
+`simulated` predicts bubble rates for the paper's settings, beside its Tables 4 and 6.
 
 Prints one JSON line on standard output and its progress on standard error. `benchmarks/README.md` says more.
 """
@@ -45,8 +45,8 @@ MODEL = {
     "num_kv_heads": 2,
     "head_dim": 128,
 }
-LONGEST = 1024  # tokens; LongAlign's are scaled down to it
-METHODS = {  # name: (how it runs, scheduler, where devices wait)
+LONGEST = 1024  # tokens; LongAlign's lengths are scaled down to this maximum
+METHODS = {  # name: (executor, scheduler, barrier)
     "collective_lb_micro": ("collective", "lb_micro", "microbatch"),
     "odc_lb_micro": ("odc", "lb_micro", "minibatch"),
     "odc_lb_mini": ("odc", "lb_mini", "minibatch"),
@@ -58,7 +58,7 @@ TOGETHER = {  # a sequence that takes both devices, and others
     "many short others": (1024, *[64] * 32),
     "a long one among the others": (1024, 640, *[128] * 16),
 }
-ROOM = 640  # tokens that a device holds there
+ROOM = 640  # tokens that a device holds in `together`
 WAYS = {"flex_ulysses": ("flex_ulysses", ROOM), "odc": ("odc", ROOM), "odc_if_it_fitted": ("odc", 1024)}
 SIZES = (1 << 16, 1 << 20, 1 << 24)  # floats of an array that is gathered: 256 KiB to 64 MiB
 
@@ -96,7 +96,7 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
         "remat": options.remat,
         "deterministic": options.deterministic,
     }
-    with Pair("odc_worker.py", settings, {"NPROC": "2"}) as pair:  # two threads: one serves while the other computes
+    with Pair("odc_worker.py", settings, {"NPROC": "2"}) as pair:  # two threads: one serves, one computes
         result: dict[str, Any] = {
             "what": "two processes of one CPU core each, gloo and jax.experimental.transfer over loopback, float32",
             "load_average_before": round(load_before, 2),
@@ -115,7 +115,7 @@ def _on_two_processes(options: argparse.Namespace, parts: Sequence[str]) -> dict
 
 
 def _minibatches(count: int) -> list[tuple[int, ...]]:
-    """Lengths of 4 samples for each of 2 devices, LongAlign's as fitted to the paper's bubble rate, scaled down."""
+    """Lengths of 4 samples for each of 2 devices: LongAlign's, fitted to the paper's bubble rate and scaled down."""
     lengths = fitted("longalign")
     lengths = lengths.scaled(LONGEST / lengths.longest)
     return [tuple(lengths.draw(np.random.default_rng(seed), 8).tolist()) for seed in range(count)]
@@ -177,8 +177,8 @@ def _measure(ask: Any, schedules: Any, minibatches: Any, options: argparse.Names
 
 
 def _timed(ask: Any, groups: dict[str, list[str]], options: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns the seconds of each run and the share of the cores' time that passed idle, repeat by repeat. Raises
-    WorkerError if the runs of a group differ in loss or gradients."""
+    """Returns the seconds of each run and the idle share of the cores' time, repeat by repeat. Raises WorkerError if
+    the runs of a group differ in loss or gradients."""
     names = [name for members in groups.values() for name in members]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     idle: dict[str, list[float]] = {name: [] for name in names}
@@ -224,9 +224,9 @@ def _compare(ask: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bandwidth(ask: Any, values: int, repeats: int) -> dict[str, Any]:
-    """GB/s that a device receives: half of the gathered array, or of the array whose parts are added."""
+    """GB/s that a device receives: half of the gathered array, or half of the array of summed parts."""
     answers = ask(do="bandwidth", values=values, repeats=max(repeats, 5))
-    received = values // 2 * 4  # the scatters work on twice as many values, a whole array on each device
+    received = values // 2 * 4  # the scatters read twice as many values, a full array on each device
     rates: dict[str, Any] = {"array_mib": values * 4 / 2**20}
     for name in ("all_gather", "gather", "reduce_scatter", "scatter_accumulate"):
         took = statistics.median(max(pair) for pair in zip(*(answer[name] for answer in answers), strict=True))

@@ -1,15 +1,15 @@
 """Simulates bubble rates of collective FSDP and of ODC under each way to pack, beside those of ODC's Tables 4 and 6.
 
     python benchmarks/odc_simulated.py
-    python benchmarks/odc_simulated.py --sequences=1000 --seed=1    # fewer random sequences a setting, others
+    python benchmarks/odc_simulated.py --sequences=1000 --seed=1    # fewer and other random sequences a setting
     python benchmarks/odc_simulated.py --picture=odc.png            # simulated over published
 
-Prints one JSON line. Nothing here is measured: schedules are those of `sharding.planner.packing`, lengths are drawn
-from distributions (`lengths.py`), each fitted to one bubble rate, compute is a formula, and communication is free.
-Everything but the fitted cells is a prediction; `simulated_errors` counts those only.
+Prints one JSON line. Nothing here is measured: schedules are those of `packing_baselines.py`, lengths are sampled from
+distributions (`lengths.py`), each fitted to one bubble rate, compute is a formula, and communication is free. All cells
+but the fitted ones are predictions; `simulated_errors` counts predictions only.
 
-`collective_native` is verl's own scheduler, which balances a whole rollout before it is cut into minibatches. fluxjax
-trains a rollout as one minibatch, where that scheduler is `lb_micro`: runs offer no choice of its name.
+`collective_native` is verl's own scheduler: it balances a complete rollout before it is cut into minibatches. fluxjax
+trains a rollout as one minibatch; the scheduler then equals `lb_micro`, so runs do not offer it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sharding.cost import ModelSizes
 from sharding.planner.plan import Limits, PlanError
 
 SEQUENCES = 6400  # of each setting
-RUN = 25  # minibatches: what ODC's public example trains for
+RUN = 25  # minibatches of a run, as in ODC's public example
 NATIVE = 64  # samples a device in a global batch, four of the largest minibatches: the paper does not say
 VARIED = {
     "minibatch": (1, 2, 4, 8, 16),
@@ -44,7 +44,7 @@ VARIED = {
 
 # --- compute ----------------------------------------------------------------------------------------
 
-MODELS = {  # of DeepSeek-R1-Distill-Qwen, as of Qwen2.5; only the 7B one has a published fit
+MODELS = {  # DeepSeek-R1-Distill-Qwen, with Qwen2.5's sizes; only the 7B model has a published fit
     name: ModelSizes(name, layers, width, heads, kv, 128, mlp, vocabulary)
     for name, layers, width, heads, kv, mlp, vocabulary in (
         ("1.5B", 28, 1536, 12, 2, 8960, 151936),
@@ -53,14 +53,14 @@ MODELS = {  # of DeepSeek-R1-Distill-Qwen, as of Qwen2.5; only the 7B one has a 
         ("32B", 64, 5120, 40, 8, 27648, 152064),
     )
 }
-FIT_7B = (4.348, 8.768)  # of (length / 32000)**2 and of length / 32000
+FIT_7B = (4.348, 8.768)  # factors of (length / 32000)**2 and of length / 32000
 
 
 def work(model: str, lengths: np.ndarray) -> np.ndarray:
     """Compute of a sample, forward and backward, in the unit of ODC's fit for its 7B model.
 
-    The quadratic part grows with layers times the width of all queries, the linear one with the weights of projections,
-    MLPs and the output head: as the FLOPs of both do.
+    The quadratic part grows with layers times the width of all queries, the linear part with the weights of
+    projections, MLPs and the output head, as their FLOPs do.
     """
     sizes, known = MODELS[model], MODELS["7B"]
     attention = (sizes.layers * sizes.heads * sizes.head_size) / (known.layers * known.heads * known.head_size)
@@ -79,7 +79,7 @@ METHODS: dict[str, tuple[Packer, str]] = {
     "odc_lb_micro": (lb_micro, "minibatch"),
     "odc_lb_mini": (lb_mini, "minibatch"),
 }
-# Where verl trains, all devices have as many samples (section 5.2): LB-Mini then deals them as LB-Micro does.
+# In verl, all devices have equally many samples (section 5.2): LB-Mini then deals them as LB-Micro does.
 METHODS_RL = METHODS | {"odc_lb_mini": METHODS["odc_lb_micro"], "odc_lb_mini_unbound": METHODS["odc_lb_mini"]}
 
 
@@ -94,9 +94,9 @@ def spans(
     seed: int = 0,
     ratio: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Returns `{method: [draws, 2]}`: mean work of a device, and the time until the last one is done, for each
-    minibatch of random lengths; for verl's scheduler, for each global batch. All methods, and all lengths of one seed,
-    see the same shares of the distribution. A microbatch holds `ratio` times the longest sequence."""
+    """Returns `{method: [samples, 2]}`: mean work of a device, and the time until the last device is done, for each
+    minibatch of random lengths; for verl's scheduler, for each global batch. All methods, and all distributions at one
+    seed, get the same shares of the distribution. A microbatch holds `ratio` times the longest sequence."""
     limits = Limits(tokens_per_device=round(ratio * lengths.longest))
     schedules: dict[Packer, list[MicrobatchSchedule]] = {}
     for packer in {packer for packer, _ in methods.values()}:
@@ -115,20 +115,20 @@ def spans(
 
 
 def rate(span: np.ndarray) -> float:
-    """Percent of the devices' time in which they wait, over all draws together."""
+    """Percent of the devices' time in which they wait, over all samples together."""
     return float(100 * (1 - span[:, 0].sum() / span[:, 1].sum()))
 
 
 def deviation(span: np.ndarray, draws: float) -> float:
-    """Standard deviation of `rate` over runs of so many draws, percent points."""
+    """Standard deviation of `rate` over runs of so many samples, percent points."""
     left = span[:, 0] - span[:, 0].sum() / span[:, 1].sum() * span[:, 1]
     return float(100 * left.std(ddof=1) / span[:, 1].mean() / draws**0.5)
 
 
 # --- lengths whose spread gives one of the paper's rates --------------------------------------------
 
-FITTED = {  # the only cells that are met by construction: data, model, method, minibatch
-    "longalign": ("longalign", "1.5B", "collective_local_sort", 1),  # where all methods are the same
+FITTED = {  # the cells that the fits reproduce: data, model, method, minibatch
+    "longalign": ("longalign", "1.5B", "collective_local_sort", 1),  # at minibatch 1 all methods are the same
     "swe_smith": ("swe_smith", "1.5B", "collective_local_sort", 1),
     "aime_1.5B": ("aime", "1.5B", "collective_lb_micro", 2),  # models train on their own answers
     "aime_7B": ("aime", "7B", "collective_lb_micro", 2),
@@ -138,8 +138,8 @@ FITTED = {  # the only cells that are met by construction: data, model, method, 
 
 @functools.cache
 def fitted(name: str, sequences: int = SEQUENCES, seed: int = 0) -> Lengths:
-    """Fits the lengths of a data set in `KNOWN`: their mean to what is known, their spread to one bubble rate. Raises
-    ValueError where no spread gives that rate."""
+    """Fits the lengths of a data set in `KNOWN`: their mean to its facts, their spread to one bubble rate. Raises
+    ValueError if no spread gives that rate."""
     known, (data, model, method, minibatch) = KNOWN[name], FITTED[name]
     table = published()[data, model]
     wanted = table["rates"][method][MINIBATCHES[data].index(minibatch)]
@@ -172,7 +172,7 @@ def lengths_of(data: str, model: str, sequences: int = SEQUENCES, seed: int = 0)
 
 
 def bubbles(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
-    """Simulates all settings of Tables 4 and 6: rates beside the paper's, and errors of the cells that were not
+    """Simulates all settings of Tables 4 and 6: rates beside the paper's, and the errors of all cells that were not
     fitted."""
     out: dict[str, Any] = {}
     cells: list[dict[str, Any]] = []
@@ -202,15 +202,15 @@ def _paper(table: dict[str, Any], method: str) -> dict[str, list[float]]:
 
 
 def _counted_elsewhere(data: str, method: str, minibatch: int) -> bool:
-    """Returns whether a cell repeats another one: with one sample a device all methods do the same, and in RL both
-    packings of ODC do. Such cells count once."""
+    """Returns whether a cell repeats another one: with one sample a device all methods are equal, and in RL both
+    packings of ODC are. Such cells count once."""
     return method != "collective_local_sort" if minibatch == 1 else data == "aime" and method == "odc_lb_mini"
 
 
 def _errors(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarises the errors of the cells that were not fitted, in percent points. `within_noise` is the share of cells
-    whose error is less than twice the deviation between runs of `RUN` minibatches, of which the paper's figures may
-    come."""
+    whose error is less than twice the deviation between runs of `RUN` minibatches, as the paper's runs may have
+    been."""
     met = [(data, model, "any" if size == 1 else method, size) for data, model, method, size in FITTED.values()]
     names = ("data", "model", "method", "minibatch")
     counted = [cell for cell in cells if tuple(cell[name] for name in names) not in met]
@@ -266,7 +266,7 @@ def acceleration(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
             "paper_from_its_bubble_rates": round(waiting[1] / waiting[0], 3),
         },
         "simulated": varied,
-        "simulated_as_the_paper_says": {  # section 5.3, in words; Figure 10 without numbers
+        "simulated_as_the_paper_says": {  # the statements of section 5.3; Figure 10 has no numbers
             "highest_at_moderate_minibatches": max(sizes[1:-1]) > max(sizes[0], sizes[-1]),
             "rises_with_length": lengths == sorted(lengths),
             "falls_with_packing_ratio": ratios == sorted(ratios, reverse=True),
@@ -276,7 +276,7 @@ def acceleration(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
 
 
 def simulate(sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Any]:
-    """Returns all results, ready for JSON. Raises ValueError where `sequences` are too few to fit the lengths."""
+    """Returns all results, ready for JSON. Raises ValueError if `sequences` are too few to fit the lengths."""
     by_data = {name: fitted(name, sequences, seed) for name in KNOWN}
     return {
         "sequences": sequences,

@@ -1,8 +1,8 @@
 """Computes minibatches on one device, collectively or on demand, in a process of its own: run by `benchmarks/odc.py`,
 pinned to a core.
 
-All methods run the same model, loss, attention kernel and layout of a microbatch; they differ in who computes what, and
-in how weights and gradients travel.
+All methods run the same model, loss, attention kernel and layout of a microbatch; they differ in which device computes
+which sequences, and in how weights and gradients travel.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from sharding.walk import Fsdp
 
 
 class Minibatches:
-    """Writes the microbatches of schedules into arrays: for all devices together, or for each alone."""
+    """Writes the microbatches of schedules into arrays: for all devices together, or for single devices."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def collective(self, schedule: MicrobatchSchedule) -> list[Any]:
-        """Returns the batches that all devices compute together: their `m`-th microbatches are one batch, in which a
-        device without one has a token of padding."""
+        """Returns the batches that all devices compute together: their `m`-th microbatches form one batch; a device
+        without one has a token of padding."""
         steps = range(int(schedule.counts().max()))
         return [
             self._batch(
@@ -80,13 +80,13 @@ class Minibatches:
 
 
 class Composed:
-    """Sequences as a run lays them out under a strategy, and as its learner computes their gradients."""
+    """Lays sequences out and computes their gradients with the composer and the learner of a run."""
 
     def __init__(self, settings: dict, mesh: Any, model: Any, links: Links) -> None:
         self._settings, self._mesh, self._model, self._links = settings, mesh, model, links
 
     def run(self, strategy: str, room: int, lengths: Sequence[int]) -> Callable[[], Any]:
-        """Returns a function that computes loss, None and gradients under a strategy. `room` is the number of tokens
+        """Returns a function that computes (loss, None, gradients) under a strategy. `room` is the number of tokens
         that a device holds."""
         config = self._config(STRATEGIES[strategy](), room)
         prepared = {draw: self._prompt(draw) for draw in range(len(lengths))}
@@ -107,7 +107,7 @@ class Composed:
 
     @functools.cached_property
     def _learner(self) -> Learner:
-        """The learner, one for all strategies: the weights lie in the same places under each."""
+        """The learner, one for all strategies: weights have the same layout under each."""
         return Learner(self._config(ODC(), 0), self._model, sft.token_loss, mesh=self._mesh, links=self._links)
 
     def _config(self, strategy: Any, room: int) -> Config:
@@ -177,7 +177,7 @@ def main(settings: dict) -> None:
 
 
 def bandwidth(mesh: Any, links: Links, number: int, values: int, repeats: int) -> dict[str, Any]:
-    """Seconds of an all-gather and a reduce-scatter of `values` floats, and of the same done point to point."""
+    """Seconds of an all-gather and a reduce-scatter of `values` floats, and of both operations point to point."""
     device, me = jax.local_devices()[0], links.process
     sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
     shard = jax.device_put(np.full(values // 2, 1.0, np.float32), device)

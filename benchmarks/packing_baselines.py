@@ -5,9 +5,9 @@
 
 Under collective FSDP all devices meet at every layer of every microbatch, so that microbatches must be equally many
 and equally long; under ODC they meet once a minibatch (ODC paper, sections 3 and 4). The schedulers are those of its
-section 5.1 and appendix C, pure functions that are called alike and stand in `SCHEDULERS` by name; numpy only. Nothing
-is sharded: a sequence is computed by one device. `lb_mini` is that of `sharding.planner.packing`; the others, and
-verl's own, are what it is compared with.
+section 5.1 and appendix C: pure functions with the same arguments, in `SCHEDULERS` by name; numpy only. Nothing is
+sharded: one device computes a sequence. `lb_mini` is that of `sharding.planner.packing`; the others, and verl's own
+scheduler, are its baselines.
 """
 
 import dataclasses
@@ -25,18 +25,18 @@ Lengths = Sequence[int] | np.ndarray
 Cost = CostModel | Callable[[int], float] | None
 Work = Sequence[float] | Sequence[int] | np.ndarray
 Microbatches = tuple[tuple[int, ...], ...]  # the sequences of each microbatch of one device, in order of execution
-Minibatch = list[list[list[int]]]  # the same of each device, while they are made
+Minibatch = list[list[list[int]]]  # the sequences of each microbatch of each device, under construction
 
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchSchedule:
     """Device `d` computes the sequences `microbatches[d][m]` in its `m`-th microbatch.
 
-    An empty microbatch is one in which a device only takes part in the collectives of the others. Devices may have
-    different numbers of microbatches. `work` is the compute of each sequence, in any unit, and adds up over a
-    microbatch. `budget` is the most tokens of a microbatch, 0 for no bound. `starts` are the indices, the same on all
-    devices, of the first microbatch of each minibatch. Raises PlanError unless every sequence is there exactly once
-    and every microbatch within the budget.
+    In an empty microbatch, a device only takes part in the collectives of the others. Devices may have different
+    numbers of microbatches. `work` is the compute of each sequence, in any unit, and adds up over a microbatch.
+    `budget` is the most tokens of a microbatch, 0 for no bound. `starts` are the indices of the first microbatch of
+    each minibatch, the same on all devices. Raises PlanError unless every sequence is in exactly one microbatch and
+    every microbatch is within the budget.
     """
 
     lengths: tuple[int, ...]
@@ -70,7 +70,7 @@ class MicrobatchSchedule:
         return np.array([len(microbatches) for microbatches in self.microbatches], int)
 
     def loads(self) -> np.ndarray:
-        """`[devices, microbatches]`: the work of each, 0 where a device has no such microbatch."""
+        """`[devices, microbatches]`: the work of each microbatch, 0 if a device has no such microbatch."""
         table = np.zeros((self.num_devices, int(self.counts().max(initial=0))))
         for device, microbatches in enumerate(self.microbatches):
             table[device, : len(microbatches)] = [sum(self.work[i] for i in members) for members in microbatches]
@@ -78,7 +78,7 @@ class MicrobatchSchedule:
 
 
 def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float:
-    """The time until all devices are done, in the unit of `schedule.work`: at a barrier, all wait for the slowest."""
+    """The time until all devices are done, in the unit of `schedule.work`. At each barrier all wait for the slowest."""
     if barrier not in ("microbatch", "minibatch"):
         raise PlanError(f"barrier must be microbatch or minibatch, not {barrier!r}")
     loads = schedule.loads()
@@ -90,13 +90,13 @@ def makespan(schedule: MicrobatchSchedule, barrier: str = "microbatch") -> float
 
 
 def scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchSchedule]:
-    """Makes a scheduler out of `deal(problem, **options)`, which returns minibatches; all but the last one have as many
-    microbatches on all devices.
+    """Makes a scheduler out of `deal(problem, **options)`, which returns minibatches. In all minibatches but the last,
+    all devices have equally many microbatches.
 
-    `limits.tokens_per_device` is the most tokens of a microbatch, 0 for no bound; nothing else in `limits` that is
-    about sharding counts. `work` is the compute of each sequence; without it, `cost`: a function of the length, or a
-    cost model with `attention_seconds` and `linear_seconds`; without both, `24576 * length + length**2`, which is
-    verl's. Raises PlanError, with sequence and field, for whatever no schedule can hold.
+    `limits.tokens_per_device` is the most tokens of a microbatch, 0 for no bound; other limits of sharding are ignored.
+    `work` is the compute of each sequence. Without it, `cost` gives the compute: a function of the length, or a cost
+    model with `attention_seconds` and `linear_seconds`; without both, verl's `24576 * length + length**2`. Raises
+    PlanError, naming sequence and field, if no schedule can hold the sequences.
     """
 
     def schedule(
@@ -133,7 +133,7 @@ def scheduler(deal: Callable[..., list[Minibatch]]) -> Callable[..., MicrobatchS
 
 
 def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None, cost: Cost) -> Problem:
-    """The problem of dealing sequences that nothing shards, each checked as by the planners."""
+    """The problem of dealing unsharded sequences, checked as by the planners."""
     free = dataclasses.replace(limits, max_degree=1, tokens_per_device=0)
     lengths_I = pose(lengths, num_devices, free).lengths_I
     if work is None and cost is None:
@@ -148,8 +148,8 @@ def _pose(lengths: Lengths, num_devices: int, limits: Limits, work: Work | None,
 
 @scheduler
 def local_sort(problem: Problem) -> list[Minibatch]:
-    """Each device its share in the order given, one after the other to the next device; longest first, nothing packed.
-    (Section 5.1.)"""
+    """Deals sequence `i` to device `i` modulo the devices; each device computes the longest first, unpacked (section
+    5.1)."""
     lengths_I, count = problem.lengths_I, problem.num_devices
     shares = [range(device, len(lengths_I), count) for device in range(count)]
     alone = [[[i] for i in sorted(share, key=lambda i: (-lengths_I[i], i))] for share in shares]
@@ -159,19 +159,19 @@ def local_sort(problem: Problem) -> list[Minibatch]:
 
 @scheduler
 def lb_micro(problem: Problem) -> list[Minibatch]:
-    """Equal numbers of sequences and of microbatches on all devices, for a barrier at each (appendix C.1).
+    """Equal numbers of sequences and of microbatches on all devices, for a barrier at each microbatch (appendix C.1).
 
-    Karmarkar-Karp with exchanges deals the sequences to devices, as many to each up to one. Karmarkar-Karp deals those
-    of each device to its microbatches, of which there are ever more until every one of every device fits. The `m`-th
-    heaviest microbatches run together, which is the best order. The appendix does not tell of exchanges, but without
-    them devices are far less even than Tables 4 and 6 say (`docs/log.md`).
+    Karmarkar-Karp with exchanges deals the sequences to devices; their numbers differ by one at most. Karmarkar-Karp
+    deals each device's sequences to its microbatches; the number of microbatches grows until all fit on all devices.
+    The `m`-th heaviest microbatches run together, which is the best order. The appendix does not mention exchanges, but
+    without them devices are far less even than Tables 4 and 6 say (`docs/log.md`).
     """
     return [together(problem, shares_of(as_many_each(problem.work_I, problem.num_devices), problem.num_devices))]
 
 
 @scheduler
 def lb_mini(problem: Problem) -> list[Minibatch]:
-    """Devices even over the whole minibatch, as `sharding.planner.packing` deals sequences to them."""
+    """Deals sequences by `sharding.planner.packing`: devices are even over the whole minibatch."""
     room = problem.limits.tokens_per_device
     return [packing.lb_mini(problem.lengths_I, problem.work_I, problem.num_devices, room)]
 
@@ -180,7 +180,7 @@ SCHEDULERS = {packer.__name__: packer for packer in (local_sort, lb_micro, lb_mi
 
 
 def together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
-    """The smallest equal number of microbatches in which Karmarkar-Karp by work makes those of all devices fit."""
+    """The microbatches of Karmarkar-Karp by work: on all devices the smallest number with which all devices fit."""
     lengths_I, work_I, room = problem.lengths_I, problem.work_I, problem.limits.tokens_per_device
     count = max(fewest(lengths_I, share, room) for share in shares)
     while True:
@@ -193,11 +193,11 @@ def together(problem: Problem, shares: Sequence[list[int]]) -> Minibatch:
 
 @scheduler
 def verl_native(problem: Problem, minibatch: int = 0, seed: int = 0) -> list[Minibatch]:
-    """Balances as verl does: over the global batch, before that is cut into minibatches (appendix C.2).
+    """Balances as verl does: over the global batch, before it is cut into minibatches (appendix C.2).
 
     Each device shuffles its equal share, by `seed`, and cuts it into minibatches of `minibatch` sequences a device (0:
-    one minibatch), so each of them is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`
-    for each minibatch. Unlike verl's published code, this one never exceeds the budget.
+    one minibatch), so each minibatch is uneven; each is packed as by `lb_micro`. The optimized form (C.3) is `lb_micro`
+    for each minibatch. Unlike verl's published code, this function never exceeds the budget.
     """
     if minibatch < 0:
         raise PlanError(f"minibatch is {minibatch} sequences a device; use 0 for all")
@@ -212,8 +212,8 @@ def verl_native(problem: Problem, minibatch: int = 0, seed: int = 0) -> list[Min
 def bubble_rate(schedule: MicrobatchSchedule, cost: Cost = None, barrier: str = "microbatch") -> float:
     """The share of all devices' time in which they wait because of uneven work (appendix G): 0 is perfect.
 
-    Collective FSDP waits at each `microbatch`, ODC at each `minibatch`. `cost` as for the schedulers, `schedule.work`
-    if not given. Communication is not counted.
+    Collective FSDP waits at each `microbatch`, ODC at each `minibatch`. `cost` is that of the schedulers and replaces
+    `schedule.work`. Communication is not counted.
     """
     if cost is not None:
         work = local_sort(schedule.lengths, schedule.num_devices, cost=cost).work

@@ -1,4 +1,4 @@
-"""A shard plan in a line, and as a picture: what each device computes, holds and sends."""
+"""Shows a shard plan in a line, and as a picture: the work, tokens and traffic of each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INK, LIMIT = "#222222", "#c0392b"
 
 
 def draw(plan: ShardPlan, *, alpha: float = 1.1, tolerance: float = 0.025) -> Figure:
-    """Three rows of bars over devices: attention and tokens, over the mean of a device, and the token vectors that
+    """Draws three rows of bars over devices: attention and tokens, over a device's mean, and the token vectors that
     leave the device in one all-to-all, over the mean number of tokens. Bars are stacked and coloured by degree."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def sent(plan: ShardPlan) -> np.ndarray:
 
 
 def summary(plan: ShardPlan) -> str:
-    """Describes the plan in a line: sizes, balance, memory, how many sequences have which degree, what travels."""
+    """Describes the plan in a line: sizes, balance, memory, the number of sequences of each degree, traffic."""
     degrees = np.array(plan.degrees, int)
     kinds = ", ".join(f"{(degrees == p).sum()} at {p}" for p in sorted(set(plan.degrees)))
     lengths = np.array(plan.lengths, float)

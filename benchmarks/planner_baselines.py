@@ -1,6 +1,6 @@
 """The planners that FlexUlysses is compared with, beside fixed-degree `ulysses`: FlexRL's, verl's, and longest first.
 
-All planners are called alike, and are in `PLANNERS` by name. `balance_bound` is what none of them can beat.
+All planners have the same arguments, and are in `PLANNERS` by name. `balance_bound` is a balance that none can beat.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from sharding.planner.flex import Limits, flex_ulysses, ulysses
 from sharding.planner.packing import karmarkar_karp, longest_first
 from sharding.planner.plan import Placement, Problem, ShardPlan, pose
 
-CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: a group's shortest sequences that are considered for one merge
+CANDIDATES = 4  # m of FlexRL's FindMergeCandidates: the number of a group's shortest sequences tried for a merge
 EPS = 1e-9
 
 
@@ -43,14 +43,14 @@ def planner(place: Callable[[Problem], Placement]) -> Callable[..., ShardPlan]:
 
 @planner
 def greedy(problem: Problem) -> Placement:
-    """Shards nothing: longest (by work) first to the device with the least."""
+    """Shards nothing: longest (by work) first, each to the device with the least work."""
     return [1] * len(problem.lengths_I), longest_first(problem.work_I, problem.num_devices)
 
 
 @planner
 def bucketing(problem: Problem) -> Placement:
-    """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, which
-    stands for the whole of a 7B model rather than for attention. `work` and `cost` only describe the plan."""
+    """Shards nothing: Karmarkar-Karp differencing over devices of verl's workload `24576 * length + length**2`, that of
+    a complete 7B model rather than of attention. `work` and `cost` only describe the plan."""
     tokens = problem.lengths_I.astype(float)
     return [1] * len(tokens), karmarkar_karp(24576 * tokens + tokens**2, problem.num_devices)
 
@@ -60,10 +60,10 @@ def flexrl(problem: Problem) -> Placement:
     """FlexRL's own placement, Algorithms 2 and 3 of its Appendix A, as published: baseline split and place, then merges
     from the highest degree down, then the short items anew.
 
-    What the paper leaves open is decided here: GetSPSize is the smallest degree whose share fits the mean tokens of a
+    The paper leaves some choices open; ours are: GetSPSize is the smallest degree whose share fits the mean tokens of a
     device; m of FindMergeCandidates is 4; TwoWayPack gives the longest first to the side with fewer tokens; a merge is
-    feasible if no device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d; degrees
-    end at that of the limits.
+    feasible if no device exceeds the memory threshold; the load of ShortItemReorder is the compute load C_d; the
+    highest degree is that of the limits.
     """
     state = _FlexRL(problem)
     state.split_and_place()
@@ -107,7 +107,7 @@ class _FlexRL:
         self.tokens[first : first + degree] -= self.lengths[i] / degree
 
     def split_and_place(self) -> None:
-        """BaselineSplitPlace: the lowest degree for which a group has room, there the group with the most room."""
+        """BaselineSplitPlace: the lowest degree with a group that has room, and its group with the most room."""
         for i in self.down:
             degree = 1
             while degree < self.problem.max_degree and self.lengths[i] / degree > self.mean:
@@ -142,7 +142,7 @@ class _FlexRL:
         return best
 
     def reorder_short(self) -> None:
-        """ShortItemReorder: whatever has degree 1 or 2 becomes unsharded, on the device with the least compute."""
+        """ShortItemReorder: sequences of degree 1 or 2 become unsharded, each on the device with the least compute."""
         short = [i for i in self.down if self.degrees[i] <= 2]
         for i in short:
             self.take(i)

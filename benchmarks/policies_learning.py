@@ -1,4 +1,4 @@
-"""Measures whether the policies learn alike: held-out accuracy of the embedded task under each, over several seeds.
+"""Measures whether the policies learn equally well: held-out accuracy of the embedded task, over several seeds.
 
     python benchmarks/policies_learning.py --out runs/learning          # 15 runs, about 70 minutes on one core
     python benchmarks/policies_learning.py --out runs/learning --picture docs/pictures/policies.png
@@ -6,12 +6,12 @@
     python benchmarks/policies_learning.py --config configs/vlm.py:digits --lengths \
         --policies synchronous tail_batching tail_batching_spread -- --config.steps=400
 
-Every run is `python -m fluxjax.train` with a seed and a policy; nothing else differs but an importance correction where
-data may be old. Runs that are complete in `--out` are not made again. Prints one JSON line: the final accuracy of each
-run, means and standard deviations, and in pairs of equal seeds the differences to `synchronous` in points: their mean
-and its 95 % interval (Student's t). What stands behind `--` goes to every run. `--lengths` adds the final accuracy by
-length of the right answer (characters), means over seeds, over the held-out prompts of each length; `--strips N` asks
-for N held-out strips of digits there in place of 400, and compares their shares in pairs, too (`of_all_strips`).
+Every run is `python -m fluxjax.train` with a seed and a policy; policies with old data also get an importance
+correction. Runs that are complete in `--out` are not repeated. Prints one JSON line: the final accuracy of each run,
+means and standard deviations, and in pairs of equal seeds the differences to `synchronous` in points: their mean and
+its 95 % interval (Student's t). Arguments after `--` go to every run. `--lengths` adds the final accuracy by length of
+the right answer (characters), means over seeds, over the held-out prompts of each length; with `--strips N` it uses N
+held-out strips of digits instead of 400, and compares their accuracies in pairs, too (`of_all_strips`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ON_POLICY = (  # as in Flexes
     "--config.policy.prompts=1.25",
     "--config.policy.max_staleness=0",
 )
-RUNS: dict[str, tuple[str, ...]] = {  # policy and what else differs
+RUNS: dict[str, tuple[str, ...]] = {  # the policy and the other flags of a run
     "synchronous": ("--config.policy=synchronous",),
     "tail_batching": (*ON_POLICY, "--config.policy.responses=1.0"),
     "tail_batching_responses": (*ON_POLICY, "--config.policy.responses=1.25"),
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--strips needs --lengths")
     runs: dict[str, dict[int, dict[str, Any]]] = {policy: {} for policy in options.policies}
     lengths: dict[str, list[Counts]] = {policy: [] for policy in options.policies}
-    for seed in options.seeds:  # seed by seed, so that what is there so far compares
+    for seed in options.seeds:  # seed by seed: finished runs can then be compared early
         for policy in options.policies:
             folder = options.out / f"{policy}-{seed}"
             if not train(folder, options.config, seed, options.every, (*RUNS[policy], *options.flags)):

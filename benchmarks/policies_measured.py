@@ -1,9 +1,9 @@
-"""Measures the policies on the embedded engine, with answers of long-tailed lengths: rollout and whole time a sample.
+"""Measures the policies on the embedded engine, with answers of long-tailed lengths: rollout and total time a sample.
 
-A part of `tail_batching.py`. A tiny model writes strings backwards whose lengths are lognormal; so few at once that a
-step of the engine costs the same for one as for all of them, as on GPUs. Every policy trains its own copy of the model,
-from the same warm start, on the same prompts; the policies take turns, a few steps each, so that whatever else the
-machine does hits all of them alike. Times are those of a sample that is trained on.
+A part of `tail_batching.py`. A tiny model writes strings of lognormal lengths backwards. Few strings run at once, so
+that a step of the engine takes equally long for one string and for all, as on GPUs. Every policy trains its own copy of
+the model, from the same warm start, on the same prompts. The policies take turns, a few steps each, so that other load
+on the machine hits all of them alike. Times are a trained sample's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fluxjax.run.callbacks import Callback, Run
 from fluxjax.run.trainer import FluxTrainer
 
 POLICIES = ("synchronous", "tail_batching", "tail_batching_spread", "april", "adaptive_async")
-TAIL = {  # `tail_batching` with groups kept whole, strictly on-policy, and as it is by default
+TAIL = {  # `tail_batching` strictly on-policy, and with its defaults; neither has spare responses
     "tail_batching": TailBatchingConfig(prompts=1.25, responses=1.0, max_staleness=0),
     "tail_batching_spread": TailBatchingConfig(prompts=2.0, responses=1.0, max_staleness=1),
 }
@@ -48,8 +48,8 @@ class Sizes:
     prompts: int = 16  # a step
     responses: int = 2  # a prompt
     warm_start: int = 150  # supervised steps
-    steps: int = 30  # of a turn: whole periods of tail batching, be they of five steps or of three
-    turns: int = 6  # of each policy; the first compiles and is not counted
+    steps: int = 30  # steps of a turn: complete periods of tail batching, for periods of five steps and of three
+    turns: int = 6  # turns of each policy; the first turn compiles and is not counted
 
 
 def write_strings(folder: pathlib.Path, sizes: Sizes, records: int = 4000, held_out: int = 200) -> None:
@@ -92,7 +92,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
 class Watch(Callback):
     """Counts the samples and seconds of a turn, from the end of its first step on, without the seconds of compiling.
 
-    Shapes depend on what is sampled, so new ones turn up now and then; a longer run would have had them all."""
+    Shapes depend on the samples, so that new shapes appear now and then; a longer run would have compiled all."""
 
     def __init__(self, clock: CompileClock, overlapping: bool) -> None:
         self._clock, self._overlapping = clock, overlapping
@@ -108,8 +108,8 @@ class Watch(Callback):
             self._rollout += metrics.get("seconds/rollout", 0.0)
 
     def milliseconds(self) -> dict[str, float]:
-        """Returns the milliseconds of a trained sample. `compiling` is what was subtracted from `end_to_end`; where
-        rollouts overlap with everything else, nothing is subtracted."""
+        """Returns the milliseconds of a trained sample. `compiling` was subtracted from `end_to_end`, unless rollouts
+        overlap with all other work."""
         assert self._began is not None
         began, rollout, compiling = self._began
         compiled = self._clock.seconds - compiling
@@ -124,7 +124,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """Measures the milliseconds of a trained sample under each policy, medians over turns. Ratios above 1 mean that the
     policy is faster than `synchronous`."""
     use_compile_cache()
-    clock = CompileClock(tracing=False)  # traces lie within each other, and would count twice
+    clock = CompileClock(tracing=False)  # traces contain each other, and would count twice
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = pathlib.Path(name)
         write_strings(folder, sizes)

@@ -2,13 +2,13 @@
 
     python benchmarks/real_size.py                       Qwen2.5-VL with a decoder of 0.5B weights
     python benchmarks/real_size.py --shape tiny          whether it runs
-    python benchmarks/real_size.py --export              only read and written again in bfloat16, weight by weight
+    python benchmarks/real_size.py --export              only reads it and writes it in bfloat16, weight by weight
 
 Writes a checkpoint of this shape with random weights, and runs `fluxjax.train` on it in a process of its own. On a CPU
-the devices' memory is the host's, so the peak is that of both. `state_gb` is what a run must hold: master weights, two
-moments and gradients in float32, and the engine's weights; with `--export`, the weights in float32. The backward pass
-computes layers again (`sharding.remat=layer`), as in any run that is short of memory. Prints one JSON line on standard
-output (`ratio`: peak over state) and its progress on standard error.
+the devices' memory is the host's, so the peak is that of both. `state_gb` is the memory of the run's state: master
+weights, two moments and gradients in float32, and the engine's weights; with `--export`, the weights in float32. The
+backward pass computes layers again (`sharding.remat=layer`), as in any run that is short of memory. Prints one JSON
+line on standard output (`ratio`: peak over state) and its progress on standard error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_layers": 36, "num_heads": 16, "num_kv_heads": 2},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2},
 }
-VOCABULARY = 151936  # of Qwen2.5
-STATE_BYTES, SERVED_BYTES = 16, 4  # of a weight: float32 master, two moments and gradient; the engine's float32
-FEW = {  # of everything but weights
+VOCABULARY = 151936  # Qwen2.5's
+STATE_BYTES, SERVED_BYTES = 16, 4  # bytes a weight: float32 master, two moments and gradient; the engine's float32
+FEW = {  # small settings of all but the weights
     "steps": 2,
     "warm_start.steps": 0,
     "rollout.prompts_per_step": 2,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         checkpoint = pathlib.Path(folder) / "checkpoint"
-        # In a process of its own: what drawing the weights takes is not this one's peak.
+        # In a process of its own: the memory for sampling weights does not count in the measured peak.
         written = _child([str(pathlib.Path(__file__)), "--write", options.shape, str(checkpoint)])
         weights, stored = json.loads(written.splitlines()[-1])
         _say(f"{weights:,} weights, {stored / 1e9:.2f} GB on disk")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(shape: str, folder: pathlib.Path) -> None:
-    """Writes a checkpoint with random weights in bfloat16; prints how many there are and their bytes on disk."""
+    """Writes a checkpoint with random weights in bfloat16; prints the number of weights and their bytes on disk."""
     import jax.numpy as jnp
 
     import models

@@ -1,10 +1,10 @@
-"""Measures what rewards cost, and what they are worth: sandboxes, cheats, time-outs, overlap with rollout.
+"""Measures the speed and the reliability of rewards: sandboxes, cheats, time-outs, overlap with rollout.
 
     python benchmarks/rewards.py                                  all parts: minutes
     python benchmarks/rewards.py --parts code --humaneval FILE    some of them
 
-Prints one JSON line, with an object for each part: `PARTS` names the modules whose `measure` makes these, and which say
-what is in them.
+Prints one JSON line, with an object for each part. `PARTS` names the modules whose `measure` makes the objects; each
+module describes its object.
 """
 
 from __future__ import annotations

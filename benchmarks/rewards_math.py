@@ -1,11 +1,11 @@
-"""Measures the speed of the reward of mathematical answers, alone and beside answers that take for ever.
+"""Measures the speed of the reward for mathematical answers, alone and beside answers that never finish.
 
 python benchmarks/rewards_math.py      prints one JSON line, after half a minute; needs the extra `math`
 
-`at_once_per_second` are answers that need no algebra (equal texts, numbers), `checks_per_second` are distinct ones that
-math-verify compares in `workers` processes. Then the pathological set is scored, two at a time, while others flow:
-`pathological_worst_seconds` is the longest that one takes, from its beginning to its score; `others_per_second` and
-`others_worst_seconds` are of the answers beside them.
+`at_once_per_second` counts answers that need no algebra (equal texts, numbers), `checks_per_second` distinct answers
+that math-verify compares in `workers` processes. Then the pathological answers are scored, two at a time, beside a
+stream of others: `pathological_worst_seconds` is the longest time of a pathological answer, from its beginning to its
+score; `others_per_second` and `others_worst_seconds` are the figures of the stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PATHOLOGICAL = {
 
 
 def measure(options: object = None) -> dict[str, Any]:
-    """Returns what the module's docstring lists; there are no options."""
+    """Returns the figures that the module's docstring lists; there are no options."""
     workers = max(4, cores())
     with contextlib.closing(MathAnswer(workers=workers)) as reward:
         return {"workers": workers, "seconds_allowed": reward.seconds, **asyncio.run(_measured(reward))}
@@ -96,7 +96,7 @@ async def _beside_pathological(reward: MathAnswer) -> dict[str, Any]:
 
 
 def _algebra(number: int) -> tuple[str, str]:
-    """Returns an answer and an equal response that is written otherwise; each number gives another pair."""
+    """Returns an answer and an equal response in another form; each number gives another pair."""
     return f"(x + {number})^2", rf"\boxed{{x^2 + {2 * number} x + {number**2}}}"
 
 

@@ -1,8 +1,8 @@
-"""Measures tokens a second of three rollout engines, in turns: the embedded one, `rollout.serve`, SGLang on a CPU.
+"""Measures tokens a second of three rollout engines in turn: the embedded engine, `rollout.serve`, SGLang on a CPU.
 
     bash scripts/install_sglang.sh                                    once: SGLang, in an environment of its own
     python benchmarks/rollout_engine.py                               a tiny model
-    python benchmarks/rollout_engine.py --shape 0.1b                  one of 0.1B parameters
+    python benchmarks/rollout_engine.py --shape 0.1b                  a model of 0.1B parameters
     python benchmarks/rollout_engine.py --sides jax serve --repeats 1 --new-tokens 4      whether it runs
 
 Prints one JSON line on standard output and its progress on standard error. What is measured and how:
@@ -60,13 +60,13 @@ SHAPES = {
 SIDES = ("jax", "serve", "sglang")
 SGLANG = ROOT / ".sglang" / "bin" / "python"  # scripts/install_sglang.sh
 DTYPE = "float32"
-REST = 0.1  # seconds before each turn: threads of the side before it may wait for work actively
-START = 300.0  # seconds that a server may take to come up
-LOGPROB_GAP = 1e-3  # between two sides, of the same token
+REST = 0.1  # seconds before each turn: threads of the side before may still be spinning
+START = 300.0  # seconds that a server may take to start
+LOGPROB_GAP = 1e-3  # allowed difference of a token's log-prob between two sides
 
 
 class Wrong(RuntimeError):
-    """The benchmark can't be run, or would be of wrong answers."""
+    """The benchmark can't be run, or the sides' answers differ."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def measure(options: argparse.Namespace, sglang: str, reason: str) -> dict[str, Any]:
-    """Runs the whole benchmark. `sglang` is the version of SGLang, or empty, where `reason` says why."""
+    """Runs the whole benchmark. `sglang` is the version of SGLang; if it is empty, `reason` says why."""
     load_before = os.getloadavg()
     config = read_config({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
                           "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -170,7 +170,7 @@ def _why_no_sglang(options: argparse.Namespace) -> tuple[str, str]:
 def _engine(
     name: str, threads: int, model: Decoder, folder: pathlib.Path, options: argparse.Namespace
 ) -> Iterator[Engine]:
-    """One side as a run uses it, with slots for the highest concurrency and room for it in its cache."""
+    """The engine of one side as in a run, with slots and cache for the highest concurrency."""
     config, slots, longest = model.config, max(options.concurrency), options.prompt_tokens + options.new_tokens
     if name == "jax":
         yield JaxEngine(model, slots=slots, max_sequence_tokens=longest)
@@ -195,10 +195,10 @@ def _command(
         environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         return ServerCommand(name, str(checkpoint), flags=flags, environment=environment)
     shipped = runpy.run_path(str(ROOT / "configs" / "vlm_sglang.py"))  # SGLang on a CPU, as a run starts it
-    # Twice what runs at once: with less, SGLang holds requests back for what they may still become.
+    # Twice the tokens that run at once: with fewer, SGLang holds requests back, since running ones may grow.
     sizes = ("--max-running-requests", str(slots), "--max-total-tokens", str(2 * slots * longest))
     environment = dict(entry.split("=", 1) for entry in shipped["ENVIRONMENT"]) | thread_environment(threads)
-    # Threads are bound to cores where SGLang's own kernels run (AMX); elsewhere they move between those of the process.
+    # Threads are bound to cores if SGLang's own kernels run (AMX); otherwise they move between the process's cores.
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     return ServerCommand(
         "sglang",
@@ -210,8 +210,8 @@ def _command(
 
 
 def _save(model: Decoder, folder: pathlib.Path) -> None:
-    """Writes a checkpoint as servers read it, with a token of the tokeniser for each id: text is made of what is
-    sampled."""
+    """Writes a checkpoint for servers, with a token of the tokeniser for each id: servers turn all sampled ids into
+    text."""
     letters = model.config.text.vocab_size - len(SPECIAL_TOKENS)
     models.save(model, folder)
     build_processor(["".join(map(chr, range(0x4E00, 0x4E00 + letters)))]).save(folder)
@@ -230,7 +230,7 @@ def _prompts(config: AnyConfig, count: int, options: argparse.Namespace, seed: S
 async def _turn(
     engine: Engine, prompts: Sequence[ModelInput], options: argparse.Namespace, temperature: float = 1.0
 ) -> list[list[TokenChunk]]:
-    """The chunks of each response, all of which are asked for at once."""
+    """The chunks of each response; all responses are requested at once."""
     sampling = SamplingParams(max_new_tokens=options.new_tokens, temperature=temperature)
 
     async def read(number: int, prompt: ModelInput) -> list[TokenChunk]:
@@ -262,8 +262,8 @@ async def _compare(sides: Mapping[str, Engine], config: AnyConfig, options: argp
 
 
 async def _warm_up(sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace) -> None:
-    """Lets every side compile. Requests do not reach our server at the same moment: it begins with one of them, then
-    takes 1, 2, 4, ... together, whatever has come meanwhile. So it has turns of all such numbers."""
+    """Lets every side compile. Requests do not reach our server at the same moment: it begins with one request, then
+    takes 1, 2, 4, ... of the waiting requests together. So the warm-up has turns of all these numbers."""
 
     async def turn(name: str, count: int, number: int) -> None:
         begin = time.perf_counter()
@@ -283,7 +283,7 @@ async def _warm_up(sides: Mapping[str, Engine], config: AnyConfig, options: argp
 async def _timed(
     sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each turn, by side and concurrency. Each side begins as often as the others do."""
+    """Seconds of each turn, by side and concurrency. Each side goes first equally often."""
     names = list(sides)
     seconds: dict[tuple[str, int], list[float]] = {(name, c): [] for name in names for c in options.concurrency}
     for turn in range(options.repeats):
@@ -303,7 +303,7 @@ async def _timed(
 def _ratios(
     seconds: Mapping[tuple[str, int], Sequence[float]], names: Sequence[str], concurrency: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the ratios of our tokens a second to those of SGLang, with the number of threads that suits it best."""
+    """Returns the ratios of our tokens a second to those of SGLang with its fastest number of threads."""
     peers, ours = ([name for name in names if name.startswith("sglang") is theirs] for theirs in (True, False))
     best = {c: min(peers, key=lambda name: statistics.median(seconds[name, c])) for c in concurrency}
 

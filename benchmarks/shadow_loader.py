@@ -1,4 +1,4 @@
-"""Measures what the shadow loader takes off a run's critical path, out of process 0's memory and off the wires.
+"""Measures what the shadow loader saves: waiting for data, memory of process 0, bytes between processes.
 
     python benchmarks/shadow_loader.py                                   # all parts, one JSON line
     python benchmarks/shadow_loader.py --part critical [--steps N] [--prompts N] [--epochs N]
@@ -7,10 +7,10 @@
     python benchmarks/shadow_loader.py --part decode [--repeats N]
     python benchmarks/shadow_loader.py --part modes
 
-`critical` runs two trainer processes without a model, each with one core, its preprocessor included: a small cluster.
-They wait as long as they would compute; everything else is real: files, draws, plans (FlexUlysses), what process 0
-tells, slices. `critical_path_share` is the time that a step waits for data over that and the time that it computes.
-The wait is such that `central` loses about 55 %; `shadow` has the same. `benchmarks/README.md` says more.
+`critical` runs two trainer processes without a model, each with one core that it shares with its preprocessor: a small
+cluster. They wait instead of computing; all else is real: files, draws, plans (FlexUlysses), process 0's messages,
+slices. `critical_path_share` is the time that a step waits for data, over the sum of this time and the computing time.
+The latter is such that `central` loses about 55 %, and equal for `shadow`. `benchmarks/README.md` says more.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also 
 import shadow_media
 from common import ROOT, cores, peak_rss_mib, spread
 
-LOST = 0.55  # the share of a step that `central` is to lose
+LOST = 0.55  # the target for the share of a step that `central` loses
 NEAR_GIB = 1.0  # `data.near_gib`, in `critical`: with it, two steps are prepared before they are drawn
-TURNS = (0.5, 0.75)  # of the time that is computed: where decoding is more than fits into it
+TURNS = (0.5, 0.75)  # factors on the computing time: decoding then takes longer than computing
 PARTS = ("critical", "memory", "bytes", "decode", "modes")
 
 
@@ -46,7 +46,7 @@ class World:
 
     manifest: str
     loader: str  # central, flight or uri
-    addresses: tuple[str, ...] = ()  # of preprocessors
+    addresses: tuple[str, ...] = ()  # the preprocessors'
     prompts: int = 8
     processes: int = 2
     workers: int = 0
@@ -140,12 +140,12 @@ def critical(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any
             return _shared(in_process(_controller, world, compute, options.steps * epochs), options.steps)
 
     compute = 0.0
-    for _ in range(3):  # the longer it computes, the more is decoded meanwhile
+    for _ in range(3):  # with longer computing, more media are decoded meanwhile
         data = run(world, compute, 1)["data_seconds"]
         compute = statistics.fmean([compute, data]) * (1 - LOST) / LOST if compute else data * (1 - LOST) / LOST / 1.5
     shadow = dataclasses.replace(world, loader="flight")
     ahead = dataclasses.replace(shadow, near_gib=NEAR_GIB)
-    # Where all cores decode in all of the time that is computed, nothing can hide more.
+    # If all cores decode during all of the computing time, no loader can hide more.
     turns = {f"{factor:g}": run(ahead, factor * compute, 1) for factor in TURNS}
     return {
         "compute_seconds": round(compute, 3),
@@ -159,8 +159,8 @@ def critical(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any
 
 
 def _shared(steps: Sequence[dict[str, float]], an_epoch: int) -> dict[str, Any]:
-    """Summarises the steps of a run. Shares and means leave out the first step, in which everything is done that is
-    done only once."""
+    """Summarises the steps of a run. Shares and means leave out the first step, which does all work that is done only
+    once."""
     epochs = [range(max(k, 1), min(k + an_epoch, len(steps))) for k in range(0, len(steps), an_epoch)]
     epochs = [epoch for epoch in epochs if epoch]
 
@@ -202,7 +202,7 @@ def memory(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def bytes_fetched(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    manifest = shadow_media.build(folder, 18, 6, (128, 160))  # videos that are worth to be spread, and pictures
+    manifest = shadow_media.build(folder, 18, 6, (128, 160))  # videos that are long enough to be spread, and pictures
     with preprocessors(2, flags=["--workers=1"]) as addresses:
         world = World(str(manifest), "flight", addresses, prompts=24, frames=128)
         found = {n: in_process(_fetched, dataclasses.replace(world, processes=n)) for n in options.materializers}
@@ -229,8 +229,8 @@ def decode(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def modes(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    """Compares slices over Arrow Flight with each process decoding its own media: the seconds until pixels are there,
-    while nothing is computed."""
+    """Compares slices over Arrow Flight with processes that each decode their own media: the seconds until pixels
+    arrive, without any computing."""
     prompts = options.prompts or 32
     manifest = shadow_media.build(folder, prompts * options.steps, 0, (64, 160))
     result: dict[str, Any] = {}

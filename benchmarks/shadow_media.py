@@ -19,7 +19,7 @@ CODECS = (("mp4", "libx264"), ("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi"
 
 def build(folder: pathlib.Path, clips: int, pictures: int, frames: tuple[int, int], seed: int = 0) -> pathlib.Path:
     """Writes `clips` prompts with a clip each and `pictures` prompts with two pictures each; returns their manifest.
-    The frames of a clip are drawn between the two of `frames`. Media that are there stay."""
+    A clip's number of frames is random between the two of `frames`. Existing media stay."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, records, footage = random.Random(seed), [], None
     for number in range(clips):
@@ -46,7 +46,7 @@ def build(folder: pathlib.Path, clips: int, pictures: int, frames: tuple[int, in
 
 
 def _footage() -> Iterator[np.ndarray]:
-    """Frames of real videos `[480, 640, 3]`; without `../shared`, of windows that pan over photographs."""
+    """Yields frames `[480, 640, 3]` of real videos; without `../shared`, of windows that pan over photographs."""
     videos = sorted(GIVEN.glob("*.mp4")) + sorted(GIVEN.glob("*.avi"))
     for path in videos:
         with av.open(str(path)) as container:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 GROUP = 4  # responses of a prompt
 LONGEST = 512  # tokens of a response
 PATCH = 14
-WARM = 2  # media that are not timed, of each way to decode
+WARM = 2  # untimed media before each timing
 
 
 class TrainerProcess:
@@ -109,12 +109,12 @@ class TrainerProcess:
         self.loop = asyncio.new_event_loop()
 
     def draw(self, count: int) -> tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]:
-        """Draws prompts, in one event loop, as in a run: `asyncio.run` takes signals over at each call, and for that
-        writes out what the last call returned, pixels and all."""
+        """Draws prompts in one event loop, as in a run: `asyncio.run` installs signal handlers at each call, and to do
+        so formats the last call's result, pixels included."""
         return self.loop.run_until_complete(self.prompts.draw(count))
 
     def inputs(self, media: Mapping[int, MediaTold]) -> Mapping[int, PromptInput]:
-        """Returns the inputs of a step by draw, as `run.follower` finds them."""
+        """Returns the inputs of a step by draw, like `run.follower`."""
         tickets = {draw: seen for draw, seen in media.items() if seen is not None}
         self.hear(tickets.values())
         elsewhere = self.coming.laid_out({draw: [ticket for ticket, _ in seen] for draw, seen in tickets.items()})
@@ -122,13 +122,13 @@ class TrainerProcess:
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
     def hear(self, media: Iterable[Sequence[tuple[str, str]]]) -> None:
-        """Tells the store who holds which medium, as process 0 knows it."""
+        """Tells the store the holder of each medium, as process 0 sends it."""
         if isinstance(self.store, FlightStore):
             for ticket, place in itertools.chain.from_iterable(media):
                 self.store.hint(ticket, place)
 
     def prepare(self, order: Coming) -> None:
-        """Prepares the coming prompts, as `run.follower` does while its engines generate."""
+        """Prepares the prompts of a `Coming` order, as `run.follower` does while its engines generate."""
         self.hear(told for _, told in order.media)
         self.coming.hear(order)
 
@@ -136,8 +136,8 @@ class TrainerProcess:
         return self.store.holder(ticket) if isinstance(self.store, FlightStore) else ""
 
     def prefill(self, prompts: Sequence[Any], compute: float) -> float:
-        """Reads the pixels of each prompt in turn, and waits as long as it would compute. Returns the seconds that
-        pixels were late."""
+        """Reads the pixels of each prompt in turn, and waits instead of computing, `compute` seconds in all. Returns
+        the seconds that pixels were late."""
         patches = [{"patches": pixels} for pixels in prompts]
         self.materializer.expect(patches)
         late = 0.0
@@ -152,8 +152,8 @@ class TrainerProcess:
         return late
 
     def train(self, composition: Composition, compute: float) -> float:
-        """Reads the pixels of each microbatch in turn, and waits as long as it would compute. Returns the seconds that
-        pixels were late."""
+        """Reads the pixels of each microbatch in turn, and waits instead of computing, `compute` seconds in all.
+        Returns the seconds that pixels were late."""
         batches = composition.batches
         self.materializer.expect(batches)
         late = 0.0
@@ -209,7 +209,7 @@ def controller(world: World, compute: float, steps: int) -> list[dict[str, float
         pipes.append(ours)
     process = TrainerProcess(world, 0)
     for pipe in pipes:
-        pipe.recv()  # it is there
+        pipe.recv()  # it has started
     result = [_step(process, world, compute, pipes) for _ in range(steps)]
     for pipe in pipes:
         pipe.send(None)
@@ -223,7 +223,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
     began = time.perf_counter()
     prompts, _ = process.draw(world.prompts)
     draw = time.perf_counter() - began
-    # Each process generates for its share of the prompts; where process 0 has the pixels, it sends them.
+    # Each process generates for its share of the prompts; if process 0 has the pixels, it sends them.
     shares = [prompts[rank :: world.processes] for rank in range(world.processes)]
     began = time.perf_counter()
     media = [[ready.prompt.draw, told_media(ready.inputs, process.holder)] for ready in prompts]
@@ -246,7 +246,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
         pipe.recv()
     inputs = time.perf_counter() - began
     for pipe in pipes:
-        pipe.send(True)  # programs of all begin together
+        pipe.send(True)  # all begin together
     train = inputs + max([process.train(composition, compute / 2), *(pipe.recv() for pipe in pipes)])
     return {
         "data": draw + prefill + train,
@@ -261,7 +261,7 @@ def _step(process: TrainerProcess, world: World, compute: float, pipes: Sequence
 
 
 def busy_seconds() -> float:
-    """Seconds that the machine's cores have worked, added up, since it began; 0 where there is no /proc/stat."""
+    """Seconds that the machine's cores have worked, added up, since its start; 0 without /proc/stat."""
     if not pathlib.Path("/proc/stat").exists():
         return 0.0
     user, nice, system, *rest = map(int, pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
@@ -292,7 +292,7 @@ def _follow(world: World, rank: int, compute: float, pipe: Any) -> None:
 
 
 def one_batch(world: World) -> None:
-    """Lets process 0 draw two steps and plan them for all processes; nobody reads pixels that are elsewhere."""
+    """Lets process 0 draw two steps and plan them for all processes; no process reads pixels that others hold."""
     keep_freed_memory()  # as in `fluxjax.train`
     process = TrainerProcess(world, 0)
     for _ in range(2):  # while the second is drawn, the third is prepared
@@ -301,8 +301,8 @@ def one_batch(world: World) -> None:
 
 
 def _tell_step(process: TrainerProcess, world: World) -> None:
-    """Draws and plans a step, and writes what the others are told. Its prompts and groups are gone when the next step
-    is drawn, as in a run."""
+    """Draws and plans a step, and writes the orders for the other processes. The step's prompts and groups are freed
+    before the next step is drawn, as in a run."""
     prompts, _ = process.draw(world.prompts)
     for share in shares_of_step(process, world, prompts)[1:]:
         learn(share, process)
@@ -315,13 +315,13 @@ def shares_of_step(process: TrainerProcess, world: World, prompts: Sequence[Prep
 
 
 def learn(share: Share, process: TrainerProcess) -> list[bytes]:
-    """Writes the order to learn from a share."""
+    """Encodes the order to learn from a share."""
     rows, data = told(share, process.holder)
     return encode(Learn(1, [rows], data))
 
 
 def slices_fetched(world: World) -> dict[str, Any]:
-    """Measures the bytes that each of several materializers fetches of a step."""
+    """Measures the bytes that each of several materializers fetches for a step."""
     process = TrainerProcess(world, 0)
     prompts, _ = process.draw(world.prompts)
     shares = shares_of_step(process, world, prompts)
@@ -342,13 +342,13 @@ def slices_fetched(world: World) -> dict[str, Any]:
     return {
         "largest_over_share": round(max(fetched) / share_bytes, 4),
         "sum_over_whole": round(sum(fetched) / whole, 4),
-        "whole_samples_over_share": round(max(samples) / share_bytes, 4),  # who fetches all of what it has a part of
+        "whole_samples_over_share": round(max(samples) / share_bytes, 4),  # fetching complete samples
     }
 
 
 def frames_per_second(world: World) -> float | None:
-    """Sampled frames a second that are decoded by two processes, arrive in this one and are normalised; None where the
-    peer is not installed."""
+    """Sampled frames a second that two processes decode, and that arrive in this process and are normalised; None if
+    the peer is not installed."""
     process = TrainerProcess(dataclasses.replace(world, loader="central"), 0)
     settings, (source,) = process.processor.settings, process.prompts.loader.sources.values()
     media = [medium for k in range(len(source)) for medium in source[k].media]
@@ -356,7 +356,7 @@ def frames_per_second(world: World) -> float | None:
     arrived = arrivals(world, settings, media)
     if arrived is None:
         return None
-    for _ in range(WARM):  # the processes are there
+    for _ in range(WARM):  # the processes start
         next(arrived)
     began = time.perf_counter()
     frames = world.frames * sum(1 for _ in arrived)
@@ -396,7 +396,7 @@ def _by_grain(world: World, settings: MediaSettings, media: Sequence[Media]) -> 
 
 
 class _Files:
-    """Clips, decoded when they are asked for; can be pickled."""
+    """Clips, decoded when an item is read; can be pickled."""
 
     def __init__(self, files: Sequence[str], settings: MediaSettings) -> None:
         self._files, self._settings = files, settings

@@ -1,4 +1,4 @@
-"""Counts the programs that a run compiles, and how full their buffers are: random steps of mixes of images and videos.
+"""Counts the programs that a run compiles, and the padding of their buffers, in random steps of images and videos.
 
     python benchmarks/shapes.py                                     the mixes of ../shared, all strategies: minutes
     python benchmarks/shapes.py --mixes FILE --steps 100            other mixes: a JSON list of cases with `name` and
@@ -6,17 +6,17 @@
                                                                     `prompt_tokens`, `response_tokens`)
     python benchmarks/shapes.py --strategy fsdp --devices 32        one strategy, another number of devices
 
-A step is `--sequences` prompts drawn from all sequences of a mix, each with one response, for `--devices` devices.
-`Composer.outline` lays them out as training does, but writes no arrays; no model is run. Each mix is a run of its own,
-which begins without any shape.
+A step is `--sequences` prompts sampled from all sequences of a mix, each with one response, for `--devices` devices.
+`Composer.outline` lays them out as in training, but writes no arrays; no model is run. Each mix is a run of its own
+that begins without compiled shapes.
 
 Prints one JSON line. For each strategy the worst of the mixes: `programs` (different shapes in all steps),
-`new_after_half` (`new_after_500` where there are 1,000 steps), `padding` (the share of the token buffers' cells that no
-token uses, over all steps), `patch_padding` (the same of the vision tower's), `all_to_all_padding` (the mean share of
-what the device that sends most sends), `microbatches` (a step). `balance` is the largest over the mean attention work
-of a device: the mean over all microbatches, and the worst of those whose plans were free and of those that were shaped
-to compiled programs; under `odc` of the predicted work of whole steps, and `balance_over_bound` the worst beside what
-whole sequences make inevitable. `mixes` has all of it for each mix.
+`new_after_half` (`new_after_500` for 1,000 steps), `padding` (the share of the token buffers' cells that no token uses,
+over all steps), `patch_padding` (the same for the vision tower's buffers), `all_to_all_padding` (the mean share of
+padding in the traffic of the device that sends most), `microbatches` (a step). `balance` is the largest over the mean
+attention work of a device: the mean over all microbatches, the worst of the freely planned ones, and the worst of those
+planned for compiled shapes. Under `odc`, `balance` is that of the predicted work of complete steps, and
+`balance_over_bound` the worst balance over the bound that unsplit sequences set. `mixes` has all figures for each mix.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The sequences of each mix, those of all its cases together. Raises ValueError, with the path, for a file that is
-    missing or holds no mixes."""
+    """The sequences of each mix, over all its cases. Raises ValueError, naming the path, for a file that is missing or
+    holds no mixes."""
     try:
         pools: dict[str, list[dict[str, Any]]] = {}
         for case in json.loads(path.read_text()):
@@ -175,8 +175,8 @@ class Tally:
         self._devices = devices
         self._cells = np.zeros(4, np.int64)
         self._sent: list[float] = []
-        self._balance: dict[bool, list[float]] = {False: [], True: []}  # by whether the plan was shaped
-        self._bounds: list[float] = []  # of whole steps, of devices that have a pace of their own
+        self._balance: dict[bool, list[float]] = {False: [], True: []}  # by whether a compiled shape was planned for
+        self._bounds: list[float] = []  # bounds of complete steps, if devices have a pace of their own
         self._microbatches: list[int] = []
 
     def add(self, outlines: Sequence[Outline], work: np.ndarray) -> None:
@@ -228,7 +228,7 @@ def _config(strategy: str, settings: Settings) -> Config:
 
 
 def _input(sequence: dict[str, int]) -> ModelInput:
-    """A prompt of these sizes: pixels and positions are one zero each that is seen many times."""
+    """A prompt of these sizes; all pixels are one broadcast zero, and so are all positions."""
     tokens, features = sequence["prompt_tokens"] + sequence["vision_tokens"], sequence["vision_tokens"]
     frames = -(-sequence["frames"] // 2)
     index = np.full(tokens, -1, np.int32)

@@ -1,13 +1,13 @@
-"""Measures what streaming a judge's layers costs: seconds of a pass with all layers on the device, and with fewer.
+"""Measures the cost of streaming a judge's layers: seconds of a pass with all layers on the device, and with fewer.
 
     python benchmarks/streamed.py                                   random 0.5B layers, 4 prompts of 256 tokens
     python benchmarks/streamed.py --model FOLDER --tokens 8192      a checkpoint, longer prompts
     python benchmarks/streamed.py --layers 4 --repeats 2            fewer layers, to see that the command works
 
 Prints one JSON line: for each number of resident layers, `seconds` of scoring two verdicts (medians of `--repeats`,
-alternating in one run) and `slower`, the ratio to all layers; `planned` is the number that the plan for an H100 would
-choose. On a CPU there is no link: host and device memory are the same, and a transfer is a copy by the cores that
-compute, so that what is measured there is an upper bound for neither side and says nothing about a GPU.
+alternating in one run) and `slower`, the ratio to all layers; `planned` is the number of layers that the plan for an
+H100 would choose. On a CPU there is no link: host and device memory are the same, and the cores that compute also copy.
+Figures of a CPU therefore bound nothing and say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
 
-VOCABULARY = 8192  # of the random model: embedding and head are not what is measured
+VOCABULARY = 8192  # the random model's: embedding and head are not measured
 
 
 def main() -> None:

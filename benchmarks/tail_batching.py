@@ -3,10 +3,10 @@
     python benchmarks/tail_batching.py                         # simulated and measured
     python benchmarks/tail_batching.py --part simulated        # Table 2, figures 9 to 11 and 14: minutes, no GPU
     python benchmarks/tail_batching.py --part utilisation      # how busy simulated GPUs are under each policy
-    python benchmarks/tail_batching.py --part measured         # rollout and whole time of a trained sample, on this CPU
+    python benchmarks/tail_batching.py --part measured         # rollout and total time of a trained sample, on this CPU
 
-Prints one JSON line, progress on standard error. `--steps` (20, whole periods of four short rounds and a long one) and
-`--seeds` (1) are those of each simulated run. What it measures is in benchmarks/README.md.
+Prints one JSON line, progress on standard error. `--steps` (20: complete periods of four short rounds and a long one)
+and `--seeds` (1) are those of each simulated run. benchmarks/README.md describes the figures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulates Flexes' Table 2 and Figures 9 to 11 and 14, beside the paper's numbers, and how busy GPUs are under each
-policy. A part of `tail_batching.py`. Everything here is simulated: `fluxjax.simulation`, calibrated to Flexes' Tables 1
-and 3, and not to what is compared here.
+policy. A part of `tail_batching.py`. All figures are simulated by `fluxjax.simulation`, calibrated to Flexes' Tables 1
+and 3, and not to the figures compared here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAM = (*REWARD, "stream_trainer=True")
 PLANNER = (*REWARD, "parallelism.min_degree=1")
 ALL = (*PLANNER, "stream_trainer=True")
 ROWS = {"verl": VERL, "+ tail batching": TAIL, "+ reward": REWARD, "+ parallelism": PLANNER, "+ trainer": ALL}
-LEAST_DEGREE = {"7b": 1, "14b": 2, "32b": 2}  # else the planner, which sees no preemption, halves what was right
+LEAST_DEGREE = {"7b": 1, "14b": 2, "32b": 2}  # the planner sees no preemption here and would halve a right degree
 TABLE_2 = {  # speedup over verl
     "verl": (1.0, 1.0, 1.0),
     "+ tail batching": (1.30, 1.48, 2.21),
@@ -36,7 +36,7 @@ TABLE_2 = {  # speedup over verl
     "+ parallelism": (2.01, 2.02, 2.52),
     "+ trainer": (2.03, 2.22, 2.56),
 }
-IN_WORDS = {  # what the paper says of figures without numbers in their text
+IN_WORDS = {  # the paper's statements about figures without numbers
     "figure_9_short_rounds_over_verl": "2.1 to 3.6",
     "figure_4a_longest_response_over_short_rounds": "up to 8.9",
     "figure_10b_rollout_over_short_rounds_32b": "up to 7.8",
@@ -46,8 +46,8 @@ IN_WORDS = {  # what the paper says of figures without numbers in their text
     "figure_14_samples_a_second_over_verl": 2.2,
     "figure_14_twice_the_gpus": 1.5,
 }
-ETAS = ((1.0, 1.0), (1.0, 1.25), (1.0, 1.5), (1.25, 1.0), (1.5, 1.0), (1.25, 1.25))  # of prompts, of responses
-WHAT_IF = {  # assumptions that no figure of the paper fixes: what the first row would be with others
+ETAS = ((1.0, 1.0), (1.0, 1.25), (1.0, 1.5), (1.25, 1.0), (1.5, 1.0), (1.25, 1.25))  # (prompts', responses')
+WHAT_IF = {  # alternatives to assumptions that no figure of the paper fixes; each changes the first row
     "as assumed": (),
     "half of what a length has of its own": ("simulation.shared=0.75",),
     "twice the responses' median": ("simulation.median={median2}",),
@@ -70,7 +70,7 @@ def mean(records: Sequence[StepRecord], name: str, kind: str = "") -> float:
 
 
 def table_2(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Simulates the rows of Flexes' Table 2. Steps are whole periods of four short rounds and a long one."""
+    """Simulates the rows of Flexes' Table 2. Steps are complete periods of four short rounds and a long one."""
     out: dict[str, Any] = {}
     for place, model in enumerate(MODELS):
         least = f"parallelism.min_degree={LEAST_DEGREE[model]}"
@@ -90,7 +90,7 @@ def table_2(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _rounds(runs: list[list[StepRecord]], verl: list[list[StepRecord]]) -> dict[str, Any]:
-    """Short and long rounds (figures 9 and 10): means of a step, and how many times as long verl's are."""
+    """Short and long rounds (figures 9 and 10): means of a step, and the ratios of verl's times to them."""
     kinds = [kind for kind in ("short", "long") if any(record.round == kind for record in runs[0])] or [""]
     out = {}
     for kind in kinds:
@@ -111,7 +111,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def why(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """The speedup of tail batching alone under other assumptions, and of the planner where nothing holds it."""
+    """The speedup of tail batching alone under other assumptions, and the planner's without a least degree."""
     out: dict[str, Any] = {}
     for model in MODELS[:2]:
         out[model] = {}
@@ -134,7 +134,7 @@ def _speedup(model: str, steps: int, seed: int, how: tuple[str, ...], same_train
 
 
 def figure_11(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Mean rollout seconds of whole periods over those without speculation, by (eta of prompts, eta of responses)."""
+    """Mean rollout seconds of complete periods over those without speculation, by (prompts' eta, responses' eta)."""
     out: dict[str, Any] = {}
     for model in MODELS:
         seconds = {}
@@ -200,7 +200,7 @@ KINDS = {
 
 
 def utilisation(steps: int, seed: int) -> dict[str, Any]:
-    """14B/16k on 32 GPUs: taking turns on all of them, or half for rollout and half for training."""
+    """14B/16k on 32 GPUs: rollout and training alternate on all of them, or have half of them each."""
     out: dict[str, Any] = {}
     for kind, how in KINDS.items():
         apart = {"": (), ", 16 + 16": ("simulation.train_gpus=16",)} if how[:1] == _ASYNC[:1] else {"": ()}

@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str], config: Confi
 
 
 def _sized(size: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a run of this size; later arguments count. Raises ConfigError beside a configuration."""
+    """The command line of a run of this size; later arguments win. Raises ConfigError if a configuration is given."""
     if any(argument.startswith("--config=") for argument in arguments):
         raise ConfigError("--size is one of configs/text.py; leave out --config, or --size")
     settings = [f"--config.{name}={value}" for name, value in SIZES[size].items()]
@@ -160,7 +160,7 @@ def _ours(arguments: Sequence[str], stage: str, exchange: str, lengths: Sequence
     settings = {"arguments": list(arguments), "stage": stage, "videos": not exchange, "exchange": exchange}
     settings["lengths"] = [list(group) for group in lengths]
     command = [sys.executable, str(ROOT / "benchmarks" / "fluxjax_step.py")]
-    platform = {"JAX_PLATFORMS": "cpu"} if exchange else {}  # beside a peer, which is there
+    platform = {"JAX_PLATFORMS": "cpu"} if exchange else {}  # a peer runs on the CPU
     return Worker("fluxjax", command, settings, thread_environment(cores()) | platform)
 
 
@@ -183,11 +183,11 @@ def _peer(
 
 
 def _best_threads(peer: Worker, wanted: int) -> dict[str, Any]:
-    """Leaves the peer with the number of threads that is fastest for it, or the wanted one. On small models one
-    thread may beat two by far, and waiting for a thread whose core is busy is worse than not having it."""
+    """Gives the peer its fastest number of threads, or `wanted` threads. On small models one thread may beat two by
+    far, and waiting for a thread on a busy core is worse than not having the thread."""
     seconds = {}
     for threads in [wanted] if wanted else sorted({1, *(2**i for i in range(1, 8) if 2**i < cores()), cores()}):
-        peer.ask(do="step", threads=threads)  # after a change, the first one is slower
+        peer.ask(do="step", threads=threads)  # after a change, the first step is slower
         steps = [peer.ask(do="step")["seconds"]["step"] for _ in range(2)]
         seconds[threads] = round(min(steps), 4)
         _say(f"peer: {threads} threads: step {seconds[threads]:.2f} s")
@@ -197,7 +197,7 @@ def _best_threads(peer: Worker, wanted: int) -> dict[str, Any]:
 
 
 def _alone(arguments: Sequence[str], stage: str, lengths: Sequence[Sequence[int]]) -> float:
-    """Peak resident MiB of a fresh process that does nothing but this stage."""
+    """Peak resident MiB of a new process that runs only this stage."""
     with _ours(arguments, stage, "", lengths) as worker:
         for _ in range(2):
             worker.ask(do="step")
@@ -238,7 +238,7 @@ def _ratios(ours: Mapping[str, Any], peer: Mapping[str, Any], of: str) -> dict[s
 
 
 def _check(options: argparse.Namespace, config: Config) -> None:
-    """Raises `ConfigError` for what cannot be measured or compared."""
+    """Raises `ConfigError` for settings that can't be measured or compared."""
     if min(options.warmup, options.repeats, options.peer_microbatches) < 1:
         raise ConfigError("--warmup, --repeats and --peer-microbatches must be at least 1")
     if min(options.cores, options.peer_threads) < 0:

@@ -39,7 +39,7 @@ def text_model(sizes: dict[str, int]) -> Decoder:
 
 
 def loss(model: Decoder, inputs: PackedTokens, walk: Walk) -> tuple[jax.Array, Tally]:
-    """The sum of all log-probabilities but those of first tokens."""
+    """The sum of the log-probabilities of all tokens but the first of each sequence."""
     logprobs_BT, _ = logprobs(model, inputs, walk)
     counted = jnp.asarray(inputs.positions_3BT)[0] > 0
     total = jnp.sum(jnp.where(counted, logprobs_BT, 0.0))
@@ -51,7 +51,7 @@ def row_dims(inputs: PackedTokens) -> object:
 
 
 def local_rows(mesh: Mesh, batch: PackedTokens) -> PackedTokens:
-    """The rows of a whole batch that this process gives to `Fsdp.place`: those of its own devices."""
+    """The rows of a complete batch that this process gives to `Fsdp.place`: those of its own devices."""
 
     def rows(dim: int, array: np.ndarray) -> np.ndarray:
         sharding = NamedSharding(mesh, P(*[None] * dim, mesh.axis_names))
@@ -63,7 +63,7 @@ def local_rows(mesh: Mesh, batch: PackedTokens) -> PackedTokens:
 
 
 def batch_of(plan: ShardPlan, vocabulary: int, names: Sequence[int] = ()) -> PackedTokens:
-    """Lays out random tokens as the plan says. `names[i]`, `i` if not given, is the seed of those of sequence `i`."""
+    """Lays out random tokens as the plan says. `names[i]`, by default `i`, is the seed of sequence `i`'s tokens."""
     bare = lay(plan)
     lengths = np.array(plan.lengths)
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)

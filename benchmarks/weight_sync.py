@@ -1,9 +1,9 @@
-"""Measures what new weights cost on their way to a rollout server: every route, deltas by learning rate,
+"""Measures the cost of bringing new weights to a rollout server: every route, deltas by learning rate,
 the trainer's stall.
 
     bash scripts/install_sglang.sh                                   once: SGLang, in an environment of its own
     python benchmarks/weight_sync.py                                 0.1B parameters
-    python benchmarks/weight_sync.py --sizes 0.1b 0.5b 1b            routes of all three, deltas of the first two
+    python benchmarks/weight_sync.py --sizes 0.1b 0.5b 1b            routes of three sizes, deltas of the first two
     python benchmarks/weight_sync.py --sizes tiny --servers serve --repeats 1 --rates 1e-6 --steps 1    whether it runs
 
 Prints one JSON line on standard output and its progress on standard error. What is measured and how:
@@ -66,7 +66,7 @@ DELTAS = ("tiny", "0.1b", "0.5b")  # sizes whose optimizer has room here
 SGLANG = ROOT / ".sglang" / "bin" / "python"  # scripts/install_sglang.sh
 DTYPE = "bfloat16"
 BUCKET = 256 << 20
-LONGEST = 64  # tokens of a sequence of the servers, which generate nothing here
+LONGEST = 64  # most tokens of a sequence; the servers generate none here
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 def _alone(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Calls `measure` in a process of its own, so that the state of one training is gone before the next one comes."""
+    """Calls `measure` in a process of its own, so that the state of one training is freed before the next begins."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin) as process:
         return process.submit(measure, *arguments).result()
 
@@ -154,7 +154,7 @@ def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: p
     found: dict[str, list[float]] = {"bytes": [], "changed": [], "write": [], "apply": []}
     whole: dict[str, float] = {}
     before: Published | None = None
-    for number in range(3 + options.steps):  # the first ones fill Adam's moments
+    for number in range(3 + options.steps):  # the first steps fill Adam's moments
         asyncio.run(steps.run())
         if number < 2:
             continue
@@ -193,7 +193,7 @@ def measure_delta(size: str, rate: float, options: argparse.Namespace, folder: p
 
 
 def _changed(before: Published, after: Published) -> float:
-    """The share of words that are not the same."""
+    """The share of 16-bit words that differ."""
     old, new = (
         np.memmap(version.folder / "model.safetensors", np.uint16, "r", offset=8) for version in (before, after)
     )
@@ -204,7 +204,7 @@ def _changed(before: Published, after: Published) -> float:
 
 
 class Measured:
-    """One server, to which weights are brought by each route in turn."""
+    """One server; each route in turn brings weights to it."""
 
     def __init__(
         self, server: LocalServer, sizes: AnyConfig, weights: list[Any], shared: pathlib.Path, name: str,
@@ -230,12 +230,12 @@ class Measured:
                      options=FleetOptions(patience=120.0))  # fmt: skip
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
-        """Makes the next version of the weights, in the place of the one before. All of them differ, or about this
-        share of their words."""
+        """Makes the next version of the weights, replacing the version before. About this share of their words
+        changes."""
         self._version += 1
         key = jax.random.key(self._version)
 
-        @functools.partial(jax.jit, donate_argnums=0)  # the machine has no room for two of the largest
+        @functools.partial(jax.jit, donate_argnums=0)  # two of the largest versions don't fit into memory
         def moved(weight: jax.Array) -> jax.Array:
             here = jax.random.uniform(key, weight.shape) < share
             return jnp.where(here, weight * 1.01, weight)
@@ -244,8 +244,8 @@ class Measured:
         return self._version, self._weights[0]
 
     async def routes(self) -> dict[str, Any]:
-        """Measures for each route the seconds until the server is proven to have a version, the part of them in which
-        it can't generate, and the bytes that travel."""
+        """Measures for each route the seconds until the server is proven to have a version, the seconds in which it
+        can't generate meanwhile, and the bytes that travel."""
         names = ["shm", "bucket", "orbax", "orbax with delta"]
         total: dict[str, list[float]] = {name: [] for name in names}
         paused: dict[str, list[float]] = {name: [] for name in names}
@@ -274,7 +274,7 @@ class Measured:
         }
 
     def _bytes(self, name: str, route: SyncRoute, published: Published) -> int:
-        """Returns the bytes that travel: those of files, or of weights, which `bucket` sends as base64 in JSON."""
+        """Returns the bytes that travel: those of files or weights; `bucket` sends weights as base64 in JSON."""
         if isinstance(route, OrbaxFolders):
             return _size(route._folders.folder(published))
         return published.bytes * 4 // 3 if name == "bucket" else published.bytes
@@ -282,9 +282,8 @@ class Measured:
     # --- the trainer's stall ----------------------------------------------------------------------
 
     def stall(self) -> dict[str, Any]:
-        """Measures the seconds that a trainer loses to one publication, if it waits for it and if not. Its steps are
-        waited for, as those on a GPU are: this thread dispatches a small program and sleeps, and the cores are free for
-        the publication."""
+        """Measures the seconds that a trainer loses to one publication, if it waits for the publication and if not. A
+        step is a small program and sleep, as a GPU's step is for the host: the cores are free for the publication."""
         with contextlib.closing(self._fleet(SharedMemory())) as fleet:
             seat = FleetEngine(fleet, 0)
             asyncio.run(seat.update_weights(*self._next()))
@@ -323,7 +322,7 @@ class Watch:
 
 
 def _steps(seconds: float, publishing: threading.Thread | None) -> float:
-    """Seconds of so many steps as take about `seconds` where nothing else happens; a publication begins with them."""
+    """Seconds of the steps that take about `seconds` if nothing else runs; a publication begins with them."""
     program, x = jax.jit(lambda x: x * 2.0), jnp.ones(8)
     program(x).block_until_ready()
     count, step = max(4, round(1.5 * seconds / 0.25)), 0.25

@@ -1,26 +1,26 @@
-"""Prints how many things there are, each beside its budget; `--check` exits 1 and names the budgets that are broken.
+"""Prints counts of the code, each beside its budget; `--check` exits 1 and names the budgets that are broken.
 
     python scripts/budgets.py [--check]
 
 core lines              lines of all Python files of the four packages: fluxjax, models, sharding, rollout
 settings                fields that are no section themselves, of every dataclass that `Config` reaches through unions,
-                        lists and dictionaries (an entry's class may stand in the field's metadata, "entries"); each
+                        lists and dictionaries (a field's metadata "entries" may name the class of its entries); each
                         class once
 files that a run imports
                         files of the four packages among the modules of a process that has run `configs/text.py` on one
                         device from the flags to the end of the run
-files, pairs of a step  files of which a function is called within `PolicyTrainer.train`; pairs (caller, called) of them
+files, pairs of a step  files with a function that is called within `PolicyTrainer.train`; their pairs (caller, called)
 files, pairs from flag to optimizer
                         the same from the parsing of the flags until the first optimizer step is done
 
 The caller of a function is the function of the four packages that reaches it, whatever lies between the two (JAX, flax,
-asyncio). Functions that a dataclass generates are not seen. A call while a module is imported does not count: that is
-the way of its import, not of the data. The run has one optimizer step and no warm start, in a process of its own and a
-folder that is thrown away:
+asyncio). Functions that a dataclass generates are not counted, nor are calls while a module is imported: they belong to
+the import, not to the data's way. The run has one optimizer step and no warm start, in a process of its own and a
+temporary folder:
 
     python scripts/budgets.py --run --config=configs/text.py:debug --config.steps=1 --config.warm_start.steps=0
 
-prints what such a run with these flags counts, and the names of the files, as JSON.
+prints the counts of a run with these flags, and the names of the files, as JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHORT = 20  # lines of a function
 
 
 class Calls:
-    """The files whose functions were called, and the pairs (caller, called) of them."""
+    """The files whose functions were called, and the pairs (caller, called) of these files."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -147,13 +147,13 @@ def run_in_a_process(flags: list[str] = FLAGS) -> dict[str, Any]:
 
 
 def settings() -> int:
-    """Returns how many settings there are."""
+    """Returns the number of settings."""
     sys.path.insert(0, str(ROOT))
     from fluxjax.config import Config
 
     sections: list[type] = [Config]
     count = 0
-    for section in sections:  # which grows
+    for section in sections:  # the list grows
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
             found = [*_sections(hints[field.name]), *_sections(field.metadata.get("entries"))]
@@ -174,7 +174,7 @@ def lines(files: Iterable[pathlib.Path]) -> int:
 
 
 def share_of_short_functions(files: Iterable[pathlib.Path]) -> float:
-    """Returns which share of the functions has fewer than `SHORT` lines, decorators and docstring among them."""
+    """Returns the share of functions that have fewer than `SHORT` lines, including decorators and docstring."""
     lengths = [
         (node.end_lineno or 0) - node.lineno + 1
         for file in files

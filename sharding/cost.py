@@ -1,7 +1,7 @@
 """The cost model, for planning and simulation: seconds of attention, all-to-alls, linear work, vision tower.
 
 All seconds are those of one forward pass of the whole model (all layers) on one device, unless said otherwise.
-`python benchmarks/calibrate.py` writes the file of the machine it runs on, which `CostModel.load` reads.
+`python benchmarks/calibrate.py` measures a machine and writes the file that `CostModel.load` reads.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 
 from .planner.plan import Round, ShardPlan, deal_heads
 
-# What a GPU of the cluster is assumed to achieve.
+# The assumed speed of a GPU of the cluster.
 PEAK_FLOPS = 989e12  # dense bfloat16 of an H800 or H200 (NVIDIA's data sheets)
-LINEAR_UTILISATION = 0.5  # assumed: of it, in the large matrix products of projections and MLPs
+LINEAR_UTILISATION = 0.5  # assumed share of the peak in the large products of projections and MLPs
 
 Number = int | float | np.integer | np.floating | np.ndarray
 
 
 class CostError(ValueError):
-    """A time that cannot be told, measured values that cannot be fitted, or a file that is no cost model."""
+    """A time was never measured, measured values can't be fitted, or a file is no cost model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
     """The sizes that a model's cost depends on. `value_bytes` is the size of an activation on the wire, 2 in bfloat16;
-    without `share_kv`, heads are neither filled up nor copied for groups that they can't be dealt to evenly."""
+    without `share_kv`, heads that a group can't share evenly are neither filled up nor copied."""
 
     name: str
     layers: int
@@ -71,7 +71,7 @@ class ModelSizes:
 
     def wire_bytes(self, degree: int) -> float:
         """Bytes a token of one attention in the all-to-alls of `degree` devices: queries and output, keys and values,
-        those that stay on their device included. Raises PlanError like `heads_of`."""
+        including the bytes that stay on their device. Raises PlanError like `heads_of`."""
         return 2.0 * sum(self.heads_of(degree)) * self.head_size * self.value_bytes
 
 
@@ -93,8 +93,8 @@ class AttentionFit:
 class Link:
     """Seconds of an all-to-all: `alpha + sent * (per_byte + congestion * flying)`.
 
-    `sent` are the bytes that a device sends over this link, `flying` those that are under way in its whole group at
-    once: what makes long sequences slower than in proportion.
+    `sent` are the bytes that a device sends over this link, `flying` the bytes that its group has under way at once.
+    `congestion` makes long sequences slower than in proportion.
     """
 
     alpha: float
@@ -107,8 +107,8 @@ class Link:
 
 def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of an attention over `tokens` tokens: the bytes that a device sends to
-    the others of its group (in a group wider than a node, to other nodes: the rest is faster and at the same time), and
-    the bytes that all devices of the group send to each other."""
+    the others of its group, and the bytes that all devices of the group send to each other. In a group wider than a
+    node, `sent` counts bytes to other nodes only: transfers within the node are faster and run meanwhile."""
     total = model.wire_bytes(degree) * tokens
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
@@ -119,10 +119,10 @@ class CostModel:
     """Times of `model` on one kind of hardware.
 
     A training step is a forward pass, `recompute` further ones (1 with activation checkpointing, 0 without) and a
-    backward pass. The latter takes `backward_attention` times the forward time in attention (five matrix products for
-    two), `backward_linear` times in everything linear, and sends the same bytes in its all-to-alls. `node` devices
-    share the link `within`; groups of more devices use the link `across`, or are refused if that was never measured
-    (None). `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
+    backward pass. The backward pass takes `backward_attention` times the forward time in attention (five matrix
+    products for two), `backward_linear` times in linear work, and sends the same bytes in its all-to-alls. `node`
+    devices share the link `within`; wider groups use the link `across`, and are refused if it is None (never
+    measured). `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
     """
 
     source: str
@@ -140,8 +140,8 @@ class CostModel:
 
     @staticmethod
     def load(path: str | pathlib.Path, model: ModelSizes | None = None) -> CostModel:
-        """Reads a file, for its own model or another. Raises CostError, with the path, for a file that is
-        missing or is something else."""
+        """Reads a file; `model` replaces the model in it. Raises CostError, naming the path, if the file is missing or
+        is no cost model."""
         try:
             raw = json.loads(pathlib.Path(path).read_text())
             parts = {"model": ModelSizes(**raw["model"]), "attention": AttentionFit(**raw["attention"])}
@@ -158,14 +158,14 @@ class CostModel:
         return read.of(model) if model else read
 
     def of(self, model: ModelSizes) -> CostModel:
-        """Returns the same hardware with another model: FLOPs and bytes in proportion."""
+        """Returns the cost model of the same hardware for another model: FLOPs and bytes in proportion."""
         return dataclasses.replace(self, model=model)
 
     # --- seconds of a forward pass ------------------------------------------------------------------
 
     def attention_seconds(self, length: Number, degree: int = 1) -> Number:
         """Seconds of one device's share of the attention of a sequence of `length` tokens on `degree` devices, in a
-        launch of its own; `[...]` for an array of lengths. Heads are dealt by `deal_heads`, which fills up
+        launch of its own; an array of lengths gives an array of seconds. Heads are dealt by `deal_heads` and filled up
         with zeros. Raises PlanError for a degree above the number of heads."""
         length = np.asarray(length, float)
         return self._attention(length**2, length, degree)
@@ -224,12 +224,12 @@ class CostModel:
         return total
 
     def _attention_ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
-        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, where
-        communication overlaps computation (FlexRL, 3.4).
+        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs.
+        Communication overlaps computation (FlexRL, 3.4).
 
         A device computes its unsharded sequences first; meanwhile the all-to-all of its first group is under way. The
         start of a group's attention issues the all-to-all of the device's next group; its end issues the all-to-all of
-        its own outputs. A device has one wire. Its all-to-alls run in order, and start when the group is ready.
+        its own outputs. A device has one wire: its all-to-alls run in order, and each starts when its group is ready.
 
         `squares` are the squared tokens of each sequence. Attention takes `factor` times the forward pass's time. A
         `mirrored` pass swaps the bytes of inputs and outputs.
@@ -242,7 +242,7 @@ class CostModel:
             ready = np.where(there, np.maximum(wire_until, after), 0.0).reshape(-1, degree).max(axis=1)
             wire_until[there] = np.repeat(ready + takes, degree)[there]
 
-        for turn in sorted(plan.rounds, key=lambda turn: turn.degree > 1):  # unsharded ones first; stable
+        for turn in sorted(plan.rounds, key=lambda turn: turn.degree > 1):  # unsharded rounds first; stable
             degree, tokens = turn.degree, _sums(turn, lengths)
             there = np.repeat(tokens > 0, degree)
             attention = self._attention(_sums(turn, squares), tokens, degree)
@@ -252,11 +252,11 @@ class CostModel:
                 continue
             wire = np.asarray(self.all_to_all_seconds(tokens, degree))
             queries, kv = self.model.heads_of(degree)
-            inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # their share of the bytes; the rest are outputs
+            inputs = (queries + 2 * kv) / (2 * queries + 2 * kv)  # share of inputs in the bytes sent
             inputs = 1 - inputs if mirrored else inputs
             send(issued, np.asarray(inputs * wire), there, degree)
             begin = np.maximum(busy_until, wire_until)
-            if leaving:  # outputs of the round before, issued at the end of its attention, after the arrival above
+            if leaving:  # outputs of the round before: issued as its attention ends, after the inputs above arrived
                 send(*leaving)
             issued[there] = begin[there]
             busy_until[there] = (begin + seconds)[there]

@@ -23,8 +23,8 @@ def door(package: str, **modules: tuple[str, ...]) -> Callable[[str], object]:
 
 
 class ByName(Mapping[str, T], Generic[T]):
-    """The choices of a setting: `paths` maps the name of each to a module that stands beside the module `beside`,
-    or to an attribute of one, `module:attribute`. `make(value, name)` turns what stands there into the choice, once."""
+    """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to its
+    attribute, `module:attribute`. `make(value, name)` turns this module or attribute into the choice, once."""
 
     def __init__(
         self, beside: str, paths: Mapping[str, str], make: Callable[[Any, str], T] = lambda value, name: value

@@ -1,12 +1,11 @@
-"""Devices: the mesh that a program runs on, and the target that it is traced for, which may differ from the device that
-traces it.
+"""Devices: the mesh that a program runs on, and the target that it is traced for.
 
-A mesh has one outer axis (replicas or hosts), then axes of size two. A sequence-parallel group of any power-of-two
-degree `p` is the product of the last `log2(p)` axes of size two, so that nested groups need no mesh of their own. FSDP
-shards over all axes at once.
+The target may differ from the device that traces the program. A mesh has one outer axis (replicas or hosts), then axes
+of size two. A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size
+two, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
 
-Triton kernels are launched here, through jax-triton, where the target can run them. Triton is imported and asked for
-only where the computation goes to an NVIDIA GPU.
+This module launches Triton kernels, through jax-triton, if the target can run them. Triton is imported, and its absence
+reported, only if the target is a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _log = logging.getLogger(__name__)
 
 
 class MeshError(ValueError):
-    """The devices can't be arranged as asked. The message says which devices there are, and what was asked for."""
+    """The devices can't form the requested mesh or group. The message names the devices and the request."""
 
 
 def make_mesh(num_devices: int = 0, *, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh `(replica, s{k-1}, ..., s1, s0)` over the first `num_devices` of `devices`.
 
-    `num_devices=0` takes all of them; without `devices`, these are all that JAX sees. The outer axis has the odd factor
-    of the number of devices (1 for 8, 3 for 6).
+    `num_devices=0` takes all of `devices`, by default all devices that JAX sees. The size of the outer axis is the odd
+    factor of the number of devices (1 for 8, 3 for 6).
     """
     devices = jax.devices() if devices is None else devices
     if not devices:
@@ -71,19 +70,19 @@ def replica_size(num_devices: int) -> int:
 
 
 def group_axes(axes: tuple[str, ...], degree: int) -> tuple[str, ...]:
-    """The last `log2(degree)` of a mesh's axes of size two: the axes of a nested group; for degree 1 no axis at all.
-    Raises MeshError for a degree that no product of them has."""
+    """The axes of a nested group: the last `log2(degree)` of a mesh's axes of size two; for degree 1 no axis at all.
+    Raises MeshError for a degree that no product of these axes has."""
     twos = degree.bit_length() - 1
     if degree < 1 or degree != 1 << twos or twos > len(axes):
         raise MeshError(f"no group of {degree} devices on this mesh; a power of two up to {1 << len(axes)}")
     return axes[len(axes) - twos :]
 
 
-# By default one collective is under way at a time, so that a round's all-to-all back, or a gather of weights, keeps the
-# next round's all-to-all from starting. A start is also scheduled as late as its estimated duration allows, and a loop
-# over tiles counts for nothing in that: in the backward pass it comes after the attention that should hide it. Both
-# were seen in schedules compiled for 8 H100 by jax 0.10.2. All collectives get one queue (`operation_queue_id`), that
-# is, they still run in program order.
+# `spread.ulysses` computes attention in rounds and exchanges tokens meanwhile. By default XLA has one collective under
+# way: a round's second all-to-all, or a gather of weights, delays the first all-to-all of the next round. XLA also
+# starts collectives as late as estimates allow, and estimates loops over tiles as 0 s: in the backward pass an
+# all-to-all starts after the attention that should hide it. Schedules compiled for 8 H100 by jax 0.10.2 showed both.
+# All collectives get one queue (`operation_queue_id`), that is, they still run in program order.
 GPU_OVERLAP: Mapping[str, int | bool] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -91,7 +90,7 @@ GPU_OVERLAP: Mapping[str, int | bool] = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, int | bool]:
-    """Options for `jax.jit(..., compiler_options=...)` of programs that contain `spread.ulysses`; empty but on GPUs."""
+    """Options for `jax.jit(..., compiler_options=...)` of programs with `spread.ulysses`; empty except on GPUs."""
     return dict(GPU_OVERLAP) if mesh.devices.flat[0].platform in GPU_PLATFORMS else {}
 
 
@@ -104,7 +103,7 @@ class Target:
 
     @staticmethod
     def of(device: Device) -> Target:
-        """The target that a device is; the device may be only described."""
+        """The target that describes `device`; a description of a device suffices, too."""
         version = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))  # AMD has gfx942, ...
         return Target(device.platform, 10 * int(version[1]) + int(version[2]) if version else 0)
 
@@ -117,8 +116,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """The target of `compiling_for`, or else JAX's default device. On a mesh of the other kind (GPU or CPU): a target
-    of its platform without capability."""
+    """The target of `compiling_for`, or else of the first local device. If only one of it and the mesh in use is a GPU:
+    a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -140,8 +139,8 @@ def compiling_for(target: Target) -> Iterator[None]:
 def runs_triton(*arrays: Array, multiple: int = 1, most: int | float = math.inf) -> bool:
     """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
 
-    It can where the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
-    float32, and the last dimension of the first one is a multiple of `multiple`, and at most `most`.
+    It can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all
+    float32, and the last dimension of the first array is a multiple of `multiple`, and at most `most`.
     """
     device, width = target(), arrays[0].shape[-1]
     if not device.is_gpu or width % multiple or width > most or not _importable() or not _capable(device.capability):
@@ -176,7 +175,7 @@ class Tiling:
     sizes: tuple[int, ...]
     warps: int
     stages: int  # stages of the software pipeline
-    precision: str = "tf32x3"  # the products that make up one of float32; bfloat16 is multiplied directly
+    precision: str = "tf32x3"  # how a product of float32 numbers is computed; bfloat16 needs no choice
 
 
 def launch(
@@ -188,7 +187,7 @@ def launch(
     tiling: Tiling,
     **constants: int | bool | float,
 ) -> list[Array]:
-    """Launches a kernel of a module of `sharding.kernels`. The program names its calls `module_kernel`."""
+    """Launches a kernel of a module of `sharding.kernels`. The program names the call `{module}_{kernel}`."""
     jax_triton: Any = importlib.import_module("jax_triton")
     kernels: Any = importlib.import_module(f"{__package__}.kernels.{module}")
     name = f"{module}_{kernel}"
@@ -210,8 +209,8 @@ def launch(
 
 
 def varying_zero(*arrays: Array) -> Array:
-    """A float32 zero that varies over every mesh axis over which one of `arrays` does. A loop's initial value must vary
-    like its results, and a kernel's results like its inputs; only the arrays tell these axes."""
+    """A float32 zero that varies over every mesh axis over which one of `arrays` varies. A loop's initial value must
+    vary like its results, and a kernel's results like its inputs; only the arrays know these axes."""
     zero = jnp.zeros((), jnp.float32)
     for array in arrays:
         zero = zero + jnp.where(False, array.reshape(-1)[0], 0).astype(jnp.float32)

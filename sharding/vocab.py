@@ -1,11 +1,11 @@
 """Computes log-probabilities over the vocabulary in chunks of tokens: logits of all tokens never exist at once.
 
-With a vocabulary of 152k and 16k tokens, logits are 10 GB in float32 and their gradient as much again. Here a chunk's
-logits are computed, used and dropped; the backward pass computes them again from the saved log-normaliser. NVIDIA GPUs
-have kernels of their own (`kernels.head_kernels`), which are launched here.
+Logits of 16k tokens over a vocabulary of 152k are 10 GB in float32 and their gradient as much again. Here a chunk's
+logits are computed, used and dropped; the backward pass computes them again, given the saved log-normaliser. On NVIDIA
+GPUs, the kernels of `kernels.head_kernels` compute instead; this module launches them.
 
-In their forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for some
-tokens; the sums of the parts, `[parts, T]`, are combined here.
+In the kernels' forward pass, logits exist in registers only. Each program goes through a part of the vocabulary for
+some tokens; the sums of the parts, `[parts, T]`, are combined here.
 
 In their backward pass, the vocabulary is cut into chunks. A kernel computes a chunk's logits again and writes their
 gradients in the dtype of the hidden states, `[T, width]`. Two matrix products of XLA (cuBLAS, or a faster kernel that
@@ -27,11 +27,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .mesh import Tiling, launch, runs_triton, target, varying_zero
 
-CHUNK_LOGITS = 1 << 26  # logits of a chunk where no size is given: 256 MB in float32
+CHUNK_LOGITS = 1 << 26  # logits of a chunk if no size is given: 256 MB in float32
 LOG2E = 1.4426950408889634
 TOGETHER = 16  # tiles of tokens that run at once on the same part of the head: both stay in the L2 cache
 LEAST_PARTS = 8  # parts of the vocabulary: times TOGETHER, a program for nearly each of an H100's 132 processors
-PROGRAMS = 1024  # programs aimed at: with few tokens, the vocabulary has more parts
+PROGRAMS = 1024  # the target for the number of programs: with few tokens, the vocabulary has more parts
 
 
 def token_logprobs(
@@ -44,15 +44,15 @@ def token_logprobs(
     allowed_V: Bool[Array, " V"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-probability of each target, entropy of its distribution) under `softmax(hidden @ head.T / temperature)`.
-    `temperature` is a positive number for all tokens, or one for each.
+    `temperature` is a positive number for all tokens, or an array with a number for each token.
 
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
     other tokens: they are never sampled, so that no reward ever takes it back.
 
     Both are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. Where
-    kernels compute (`chosen`), logits never exist in memory, and `chunk` is the tokens whose gradients of logits do.
-    Raises ValueError for a chunk or a temperature that makes no sense.
+    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the kernels
+    compute (`chosen`), logits never exist in memory, and at most about `chunk * V` gradients of logits exist at once.
+    Raises ValueError for a negative chunk, or a temperature that is not positive.
     """
     if chunk < 0:
         raise ValueError(f"chunk must not be negative, got {chunk}")
@@ -76,7 +76,7 @@ def token_logprobs(
     return logprobs.reshape(-1)[:tokens].reshape(B, T), entropies.reshape(-1)[:tokens].reshape(B, T)
 
 
-# Below, C counts chunks and T the tokens of one chunk.
+# In the suffixes below, C counts chunks and T the tokens of one chunk.
 
 
 def _forward(
@@ -123,7 +123,7 @@ _chunked.defvjp(_forward, _backward)
 
 def _logits(hidden_TD: Array, head_VD: Array, allowed_V: Array, temperatures_T: Array) -> Array:
     logits_TV = jnp.einsum("TD,VD->TV", hidden_TD, head_VD, preferred_element_type=jnp.float32)
-    # finite: 0 * log(0) must be 0
+    # -1e30, not -inf: 0 * log(0) must be 0
     return jnp.where(allowed_V[None, :], logits_TV / temperatures_T[:, None], -1e30)
 
 
@@ -136,7 +136,7 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
     """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
-    largest that ptxas fits into registers. No GPU has timed them."""
+    largest that ptxas fits into registers. Only those for bfloat16 on Hopper were timed (`benchmarks/head.py`)."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:
@@ -152,8 +152,8 @@ def _fused_forward(
     temperatures_T: Float[Array, " T"],
     numbers: int,
 ) -> tuple[tuple[Float[Array, " T"], Float[Array, " T"]], tuple[Array, ...]]:
-    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy), and what the backward pass needs.
-    That has about so many `numbers` of gradients of logits in memory at once."""
+    """`token_logprobs` of a row of tokens: (log-probability of each target, entropy), and residuals for the backward
+    pass, which has about `numbers` gradients of logits in memory at once."""
     del numbers
     T, V = len(hidden_TD), len(head_VD)
     tiling = tiling_of(hidden_TD.dtype, target().capability)

@@ -2,7 +2,7 @@
 
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its stacked layers; FSDP gathers there, a single device does nothing.
+`walk.scan(...)` over its stacked layers; in these calls FSDP gathers weights, and a single device need not.
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
 A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
@@ -58,11 +58,11 @@ def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: ob
 
 HOST_MEMORY = "pinned_host"  # JAX's name; GPUs read and write this memory by themselves
 _LAYER_INPUT = "layer input"
-REMAT: dict[str, Callable[..., Any] | None] = {  # values of a layer, beside its input, that the backward pass keeps
+REMAT: dict[str, Callable[..., Any] | None] = {  # the values of a layer, beside its input, that are kept for backward
     "none": _all_but_gathered,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights; attention runs again
-    "layer": None,  # none
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # none, and the input goes to the host
+    "layer": None,  # no values
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # no values; the input goes to the host
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_LAYER_INPUT],
         offload_src="device",
@@ -76,19 +76,19 @@ class Walk:
     """The single-device walk, and the base of all others.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
-    `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` all is kept except gathered
-    weights. These are gathered again: otherwise every device would hold the complete model between forward and backward
-    pass. `merge(weight, a, b)` gathers a weight with adapters and adds their product (`lora`).
+    `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` it computes nothing again,
+    but gathers weights again: otherwise every device would hold the complete model between forward and backward pass.
+    `merge(weight, a, b)` gathers a weight with adapters, their product added.
     """
 
     gather: Gather | None = None
     merge: Merge | None = None
     remat: str = "none"
-    # With remat `none`, the loop over at most so many layers is written out: kept values need no copy into stacks.
+    # With remat `none`, a loop over at most `unroll` layers is written out: kept values need no copy into stacks.
     unroll: int = 8
 
     def use(self, module: Module) -> Module:
-        """The module with its complete weights. Call it where they are needed, so that they live briefly."""
+        """The module with its complete weights. Call it just before they are read, so that they live briefly."""
         if self.gather is None:
             return module
         graphdef, state = nnx.split(module)
@@ -100,7 +100,7 @@ class Walk:
         whole: dict[tuple, nnx.Variable] = {}
         for path, variable in weights.items():
             spec, local = declared(path)
-            if is_adapter(path):  # adapters are merged into their weight, and nothing else reads them
+            if is_adapter(path):  # only `merge` reads adapters
                 whole[path] = variable
             elif spec.lora and self.merge is not None:
                 whole[path] = variable.replace(self.merge((spec, local), *map(declared, beside(path))))
@@ -126,7 +126,7 @@ class Walk:
         length = jax.tree.leaves(stacked)[0].shape[0]
         written_out = length <= self.unroll and self.remat == "none"
         if self.remat != "none" or self.gather is not None:
-            # Values that are computed again must not be merged with the first ones; within a scan they can't be.
+            # XLA must not merge values that are computed again with the first ones; within a scan it can't.
             body = jax.checkpoint(body, prevent_cse=written_out, policy=REMAT[self.remat])
         return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
 
@@ -167,7 +167,7 @@ class Tally:
         )
 
 
-# Both run on one device's share of the rows; the walk gives them the model's weights.
+# Forwards and losses run on one device's share of the rows; the walk gives them the model's weights.
 Forward: TypeAlias = Callable[[nnx.Module, PyTree, Walk], PyTree]  # (model, inputs, walk) -> arrays with rows first
 Loss: TypeAlias = Callable[[nnx.Module, PyTree, Walk], tuple[Array, Tally]]  # (model, batch, walk) -> sum over rows
 
@@ -220,7 +220,7 @@ class Fsdp:
         )
 
     def shard(self, params: Params) -> Params:
-        """The parameters, laid on the mesh; those that lie there already are not copied."""
+        """The parameters, laid on the mesh; parameters that already lie there are not copied."""
         return _put(params, self.shardings)
 
     def trained(self, tree: Params) -> Params:
@@ -244,8 +244,8 @@ class Fsdp:
     def place(self, batch: Batch) -> Batch:
         """The host arrays of a batch (or of its inputs), laid on the mesh.
 
-        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError for a number of rows
-        that these devices do not divide.
+        Each process gives the rows of its own devices, in the order of the mesh. Raises ValueError if the number of
+        these devices does not divide the number of rows.
         """
         jax.tree.map(self._check, self._row_dims(batch), batch)
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
@@ -286,7 +286,7 @@ class Fsdp:
     def _varying(self, spec: WeightSpec, local: jax.Array) -> jax.Array:
         cut = cut_of(spec, self.mesh)
         replicated_over = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
-        # The transpose of this sums the gradient over these axes: after the scatter, on the slice.
+        # The transpose of `pcast` sums the gradient over these axes: after the scatter, on the slice.
         return jax.lax.pcast(local, replicated_over, to="varying") if replicated_over else local
 
     def _cast(self, local: jax.Array) -> jax.Array:
@@ -297,9 +297,9 @@ class Fsdp:
         return local if cut is None else jax.lax.all_gather(local, cut.axes, axis=cut.dim, tiled=True)
 
     def _merge(self, weight: Weight, adapter_a: Weight, adapter_b: Weight) -> jax.Array:
-        """The complete weight with the product of its adapters, which is added to the shards before they are cast and
-        gathered. One adapter has the axis along which the weight is cut: it is cut in the same way, for `cut_of`
-        chooses by axes. The other adapter is gathered, in float32."""
+        """The complete weight, with the product of its adapters added to the shards before they are cast and gathered.
+        One adapter has the axis along which the weight is cut: it is cut in the same way, for `cut_of` chooses by axes.
+        The other adapter is gathered, in float32."""
         (spec, local), (spec_a, a), (spec_b, b) = weight, adapter_a, adapter_b
         cut = cut_of(spec, self.mesh)
         a, b = self._varying(spec_a, a), self._varying(spec_b, b)
@@ -333,8 +333,8 @@ class Fsdp:
 
 
 def _put(tree: Batch, shardings: PyTree, local: bool = False) -> Batch:
-    """Puts host arrays onto the mesh; in a run of several processes, each puts what belongs to its own devices: its
-    part of arrays that all have, or with `local` all of the arrays, which are its rows.
+    """Puts host arrays onto the mesh. With several processes, each fills its own devices: with its part of arrays that
+    all processes have, or with `local` with the complete arrays, the rows of this process.
 
     Abstract arrays (`jax.ShapeDtypeStruct`) get their sharding, and nothing is allocated."""
     if _is_abstract(tree):
@@ -358,7 +358,7 @@ def _is_abstract(tree: PyTree) -> bool:
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """The rows on devices of this process, of an array that is cut by rows over the mesh; a single process has all."""
+    """The rows of `array`, which is cut by rows over the mesh, that lie on this process's devices."""
     if array.is_fully_addressable:
         return np.asarray(array)
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

@@ -26,7 +26,7 @@ from jaxtyping import Array, PyTree
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 A, B = "_lora_a", "_lora_b"  # suffixes of the names of a weight's two adapters
-CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which they are considered for being cut
+CUT = ("V", "F", "D", "N", "K", "H", "X")  # logical axes, in the order in which `cut_of` tries them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight; with `stack`, so many weights, drawn independently, along a leading axis."""
+    """Creates the declared weight; with `stack`, so many weights, sampled independently, along a leading axis."""
     if stack is None:
         value = spec.init(rngs.params(), spec.shape, spec.dtype)
     else:
@@ -74,7 +74,7 @@ def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Pa
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The place of one weight on a mesh: its dimension `dim` (without layers) is cut over `axes`, in their order."""
+    """The cut of one weight on a mesh: its dimension `dim` (not counting layers) is cut over `axes`, in their order."""
 
     dim: int
     axes: tuple[str, ...]
@@ -83,8 +83,8 @@ class Cut:
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
     """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
 
-    The first logical axis of `CUT` whose size the mesh divides is cut. If the whole mesh divides none, the mesh axes
-    are tried without the outer ones: the weight is then cut over the largest suffix of the mesh axes that fits, and
+    The first logical axis of `CUT` whose size the number of devices divides is cut. If there is none, the mesh axes are
+    tried without the outer ones: the weight is then cut over the largest suffix of the mesh axes that fits, and
     replicated over the others (over all of a mesh of 3, say).
     """
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
@@ -138,7 +138,7 @@ def map_weights(function: Callable[[tuple, nnx.Variable], object], model: nnx.Mo
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Puts a weight from the host onto its devices, each of which gets its share only. All processes have `value`."""
+    """Puts a weight from the host onto its devices; each device gets only its share. All processes have `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
         _dispatch(np.float32(0))  # at a call, the runtime usually frees host values whose transfer is done
@@ -157,10 +157,10 @@ def place_stack(layers: Iterable[np.ndarray], depth: int, sharding: Sharding) ->
     The host holds one layer at a time; a device holds its share of the stack and of one layer.
     """
     stack: jax.Array | None = None
-    for number, value in zip(range(depth), layers, strict=False):  # the iterable may have more
+    for number, value in zip(range(depth), layers, strict=False):  # `layers` may have more
         if stack is None:
             stack = jnp.zeros((depth, *value.shape), value.dtype, device=sharding)
-        # Waits at each layer: otherwise values in transfer would pile up on the host. No name keeps a value alive.
+        # Waits for each layer: otherwise values in transfer would pile up on the host. No variable keeps a layer alive.
         stack = jax.block_until_ready(_with_layer(stack, place(value, _of_a_layer(sharding)), number))
     assert stack is not None, "a stack has layers"
     return stack
@@ -194,7 +194,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, init_a: Initializer) -> None:
-    """Freezes all weights of an abstract model and gives those of `paths` adapters: `a` drawn by `init_a`, `b` zero."""
+    """Freezes all weights of an abstract model and gives those of `paths` adapters: `a` from `init_a`, `b` zero."""
     adapted_paths = set(paths)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
@@ -219,8 +219,8 @@ def attach(model: nnx.Module, paths: Iterable[Path], rank: int, factor: float, i
 
 
 def with_product(spec: WeightSpec, weight: Array, a: Array, b: Array) -> Array:
-    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arguments are those of one
-    layer, or matching shards of them."""
+    """Returns `weight + factor * a @ b`, computed in float32, in the dtype of `weight`. The arrays belong to one layer;
+    they are complete, or matching shards."""
     rank = a.shape[-1]
     flat = a.reshape(-1, rank), b.reshape(rank, math.prod(b.shape[1:]))
     product = jnp.matmul(*flat, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)

@@ -1,8 +1,8 @@
 """Measures attention over packed rows of Qwen2.5-7B beside cuDNN and PyTorch, and other settings of our kernels.
 
 The cases: one sequence, many, prompts with branches, and a long row (forward only). cuDNN and PyTorch compute the same
-sequences as a batch under a causal mask; they have no branches. Each kernel is timed at one sequence
-under the settings of `sharding.kernels.flash.tiling_of` (`chosen`) and others.
+sequences as a batch under a causal mask, without branches. Each of our kernels is timed at one sequence, under the
+settings of `sharding.kernels.flash.tiling_of` (`chosen`) and others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import part
 
 import attention as packed  # isort: skip  # benchmarks/attention.py, which `part` puts in front of this file
 
-# Queries, keys, warps and stages: those that ptxas fits into registers, or nearly.
+# Queries, keys, warps and stages: the settings that ptxas fits into registers, or nearly.
 SETTINGS = {
     "forward": [
         (128, 64, 8, 2),
@@ -64,7 +64,7 @@ def measure(figures: part.Figures, dry: bool) -> None:
         case = cases(dry)[name]
         figures.attempt(f"{name}, cuDNN", functools.partial(_cudnn, case, dtype, repeats))
         figures.attempt(f"{name}, PyTorch", lambda case=case: packed.rates(case, packed.torch_runs(case), repeats, 10))
-    if not dry:  # what computes on a CPU has no settings
+    if not dry:  # the portable form has no settings
         for kernel in SETTINGS:
             figures.attempt(f"settings of {kernel}", functools.partial(_settings, kernel, cases(dry)["one sequence"]))
 
@@ -107,7 +107,7 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
         return query_gradients if kernel == "query_gradients" else key_gradients  # an unused kernel is left out
 
     def compiled(tiling: Tiling | None) -> concurrent.futures.Future[Callable[..., object]]:
-        """The program under some settings: settings are looked up while it is traced, the rest takes a thread."""
+        """The program under some settings: it is traced here, which looks the settings up, and compiled in a thread."""
         flash.tiling_of = lambda name, *about: tiling if tiling and name == kernel else chosen_for(name, *about)
         try:
             traced = jax.jit(lambda *arrays: function(*arrays)).trace(*arrays)
@@ -124,7 +124,7 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
         try:
             run = functools.partial(program.result(), *arrays)
             found[name] = round(1e3 * part.seconds(run, jax.block_until_ready, 10), 3)
-        except Exception as error:  # more registers or shared memory than there are
+        except Exception as error:  # too many registers, too much shared memory
             found[name] = f"{type(error).__name__}: {error}"[:120]
     return found
 

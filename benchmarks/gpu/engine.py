@@ -1,10 +1,10 @@
 """Measures the embedded engine with a random model of Qwen2.5-1.5B's shape in bfloat16: 64 prompts at once, and 8.
 
 Each prompt has 512 tokens and gets 256 new ones; a first turn compiles. A round of decoding gives each sample 4 tokens.
-`round_ms` is from the begin of one round to that of the next; `call_ms` the part of it in the engine's thread, from
-handing the plan to the device until the tokens are on the host; `program_ms` the program of the same round alone, many
-times in a row. `host_gap_ms` = round_ms - program_ms. `floor_ms` is what reading all weights, and the keys and values
-of the sequences at the middle of their responses, would take at the memory's full speed (H100: 3.35 TB/s), a token.
+`round_ms` is from the begin of one round to the begin of the next; `call_ms` the part of it in the engine's thread,
+from handing the plan to the device until the tokens are on the host; `program_ms` the program of the same round alone,
+many times in a row. `host_gap_ms` = round_ms - program_ms. `floor_ms` is the time a token that reading all weights, and
+the keys and values of half-finished responses, would take at the memory's full speed (H100: 3.35 TB/s).
 
 Predicted: 64 prompts: 5.5-7 ms a token, 9-11k tokens/s, 25 % of the floor (1.7 ms); 8 prompts: 2.5-3.2 ms (floor 1.1);
 a host gap of 2-4 ms a round.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rollout.jax_engine import JaxEngine
 
-TURNS = 2  # timed, behind one that compiles
+TURNS = 2  # timed turns, after one that compiles
 
 
 def measure(figures: part.Figures, dry: bool) -> None:

@@ -58,13 +58,13 @@ class Calls:
         self.calls = []
 
     def full_rounds(self, samples: int) -> list[tuple[Call, float]]:
-        """The rounds that decode so many samples and that a round follows, each with the seconds until that begins."""
+        """The rounds of so many samples before another such round, each with the seconds until the next one begins."""
         pairs = itertools.pairwise(self.calls)
         return [(call, after.began - call.began) for call, after in pairs if call.samples == after.samples == samples]
 
     def program_seconds(self, plan: RoundPlan, repeats: int = 10) -> float:
-        """The seconds of the program of a round alone: it runs so many times, and only the last result is waited for.
-        The cache then holds the plan's tokens; nothing may be running."""
+        """The seconds of a round's program alone: the program runs `repeats` times, and only its last result is waited
+        for. The cache then holds the plan's tokens; the engine must be idle."""
         state, batch = self._state, jax.device_put(plan[1])
         took = []
         for _ in range(2):  # the first time, the plan is on its way to the device
@@ -83,8 +83,8 @@ def engine(dry: bool, slots: int, tokens: int) -> JaxEngine:
 
 
 async def generate(engine: JaxEngine, vocabulary: int, samples: int, prompt: int, new: int) -> tuple[float, float]:
-    """Lets the engine answer so many prompts, all of which are there before it begins. Returns the seconds until each
-    response has its first token, and those until all are complete."""
+    """Lets the engine answer so many prompts, all queued before it begins. Returns the seconds until each response has
+    its first token, and the seconds until all responses are complete."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=new)
     first: dict[int, float] = {}

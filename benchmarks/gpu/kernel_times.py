@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-GAP_US = 20.0  # shorter gaps are those between any two kernels
+GAP_US = 20.0  # any two kernels have shorter gaps between them
 LARGEST = 25
 KINDS = {  # by parts of a kernel's name, in small letters; the first that fits counts
     "copies": ("memcpy", "memset"),
@@ -85,7 +85,7 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
 
 
 def _gaps(kernels: Iterable[Kernel]) -> Iterable[float]:
-    """The times in which the GPU did nothing at all, of more than `GAP_US`."""
+    """The times of more than `GAP_US` in which the GPU was idle."""
     busy_until: float | None = None
     for kernel in kernels:
         if busy_until is not None and kernel.began - busy_until > GAP_US:

@@ -1,8 +1,8 @@
 """Checks the Triton kernels of attention and head on a GPU: errors, unwritten results, equal bits, 64-bit offsets.
 
 The cases of the tests are compared with the portable form in float32 on the CPU; rows of many tokens with the portable
-form in float32 on the GPU. Memory is filled with the bits of NaN before: what a kernel leaves unwritten is seen.
-Errors are the largest ones over the largest value, of the output and of each gradient (`largest`), and the norm of all
+form in float32 on the GPU. Memory is filled with the bits of NaN first: results that a kernel does not write are NaN.
+Errors are the largest error over the largest value, of the output and of each gradient (`largest`), and the norm of all
 errors over the norm of all values (`norm`). A check that fails is an error of this part.
 """
 
@@ -81,7 +81,7 @@ def _head_cases(dry: bool) -> dict[str, list[float]]:
 
 
 def _errors(errors: Callable[..., list[float]], cases: Mapping[str, tuple]) -> dict[str, list[float]]:
-    """The errors of each case. The kernels of several are compiled at the same time."""
+    """The errors of each case. The kernels of several cases are compiled at the same time."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         futures = {name: pool.submit(errors, *case) for name, case in cases.items()}
         return {name: [float(f"{error:.3g}") for error in future.result()] for name, future in futures.items()}
@@ -102,7 +102,7 @@ def _long_row(dry: bool) -> dict[str, object]:
     @functools.partial(jax.jit, static_argnums=0)
     def passes(portable: bool, q, k, v, dout, segments, branches):
         mask = Mask(segments, branches)
-        with jax.default_matmul_precision("highest"):  # of float32, which a GPU would multiply as TF32
+        with jax.default_matmul_precision("highest"):  # a GPU would multiply float32 as TF32
             out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask.dense() if portable else mask), q, k, v)
             return out, *pull(dout)
 
@@ -136,7 +136,7 @@ def _large_head(dry: bool) -> dict[str, object]:
 
 
 def _many_numbers(dry: bool) -> dict[str, object]:
-    """Two rows of 2**17 tokens and 64 heads: 2**31 numbers. All segments are the same, and so must be their results."""
+    """Two rows of 2**17 tokens and 64 heads: 2**31 numbers. All segments are equal, so their results must be equal."""
     import jax
     import jax.numpy as jnp
 
@@ -167,7 +167,7 @@ def _many_numbers(dry: bool) -> dict[str, object]:
 
 
 def _compare(run: Callable[[], tuple], want: tuple, most: float) -> dict[str, object]:
-    """The errors of a run in poisoned memory against wider numbers. A second run must have the same bits."""
+    """The errors of a run in poisoned memory against results in float32. A second run must have the same bits."""
     import jax
     import jax.numpy as jnp
 

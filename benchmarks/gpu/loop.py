@@ -1,17 +1,17 @@
 """Runs the whole loop of reinforcement learning, `configs/vlm.py:debug` without its check of memory, and reads its
 metrics.
 
-Learner and engine share one GPU. The data sets are built before (`data_seconds`), where this machine has none yet. The
-run is stopped after a minute, or earlier, so that the part takes 70 seconds at most. `first_step_seconds` is from the
-begin of the run to the end of the first step of a phase, `step_seconds` the median time from the end of one step to
-that of the next, `logprob_gap` the largest mean difference of log-probabilities, in nats, between engine and learner.
-Where there is `nvidia-smi`, it is asked twice a second for the share of time in which the GPU computed anything.
+Learner and engine share one GPU. Missing data sets are built first (`data_seconds`). The run is stopped after 210
+seconds, or earlier, so that the part takes 232 seconds at most. `first_step_seconds` is from the begin of the run to
+the end of the first step of a phase, `step_seconds` the median time from the end of one step to the end of the next,
+`logprob_gap` the largest mean difference of log-probabilities, in nats, between engine and learner. `nvidia-smi`, if
+installed, reports twice a second the share of time in which the GPU computed anything.
 
 In a first try, 45 s did not suffice for the first step: an H100 had compiled for 95 s when a second try was stopped
 in the first rollout.
 
-Predicted before these: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the time; the
-gap is below 1e-4, in float32.
+Predicted before both tries: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the time;
+the gap is below 1e-4, in float32.
 """
 
 from __future__ import annotations

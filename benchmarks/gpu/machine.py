@@ -1,4 +1,4 @@
-"""Measures what the machine can do at best, the denominators of all other parts: products, copies, transfers, calls."""
+"""Measures the best speeds of the machine, the denominators of all other parts: products, copies, transfers, calls."""
 
 from __future__ import annotations
 

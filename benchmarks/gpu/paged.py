@@ -6,7 +6,7 @@ given with the gathering in each token (`gathered`, as with large caches) and wi
 `paged_attention` reads pages of 16 or 64 tokens where they lie.
 
 `one long row`: 63 sequences of 1,024 tokens and one of 32,768, beside 64 of 1,024. Times are milliseconds a layer and
-token. Results are compared first: `difference` is the largest, of values drawn from a normal distribution.
+token. Results are compared first: `difference` is the largest difference, for normally distributed values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import part
 
 HEADS, KV_HEADS, HEAD_SIZE, ROWS = 28, 4, 128, 64
-ALLOWED = 0.02  # of bfloat16, whose last bit is 0.0078 of values next to 1
+ALLOWED = 0.02  # largest difference in bfloat16; its last bit is 0.0078 at values next to 1
 
 
 def measure(figures: part.Figures, dry: bool) -> None:
@@ -36,7 +36,7 @@ def measure(figures: part.Figures, dry: bool) -> None:
 
 
 def _case(lengths: list[int], dry: bool) -> dict[str, Any]:
-    """The milliseconds of each form, and how far its results are from those of the first."""
+    """The milliseconds of each form, and the difference of its results to the first form's."""
     import jax
     import jax.numpy as jnp
 
@@ -91,7 +91,7 @@ def _pages(lengths: list[int], tokens: int) -> tuple[Any, Any]:
 
 
 def _gathered(lengths: list[int], *, alone: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The engine's attention. It also wants the entries that this round added: here one a sequence, which is masked."""
+    """The engine's attention. It also takes the entries that this round added: here one masked entry a sequence."""
     import jax.numpy as jnp
 
     from rollout.programs import KVCache, cached_attention
@@ -116,14 +116,14 @@ def _pallas(lengths: list[int], tokens: int, dry: bool) -> tuple[Callable[..., A
 
     (k_CKSH, v_CKSH), table = _pages(lengths, tokens)
     k_KCSH, v_KCSH = jnp.swapaxes(k_CKSH, 0, 1), jnp.swapaxes(v_CKSH, 0, 1)
-    # Each of the splits, which run side by side, has as many pages, and each block of it eight.
+    # Splits run side by side; each has equally many pages, and reads eight pages at once.
     splits = 1 if dry else 16
     block = 1 if dry else 8
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * block))))
     length_B = jnp.asarray(lengths, jnp.int32)
 
     def attend(queries_BNH: Any, k_KCSH: Any, v_KCSH: Any, table: Any) -> Any:
-        scaled = queries_BNH * jnp.asarray(HEAD_SIZE**-0.5, queries_BNH.dtype)  # it does not scale itself
+        scaled = queries_BNH * jnp.asarray(HEAD_SIZE**-0.5, queries_BNH.dtype)  # the kernel does not scale
         return paged_attention(
             scaled, k_KCSH, v_KCSH, table, length_B, pages_per_compute_block=block, k_splits=splits, interpret=dry
         )

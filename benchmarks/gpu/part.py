@@ -14,12 +14,12 @@ from typing import Any
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent
 ROOT = BENCHMARKS.parent
-# In front of this folder, where parts have the names of benchmarks; the last one has the programs that tests run.
+# Before this folder: some parts have names of benchmarks. The last folder has the programs that tests run.
 sys.path[:0] = [str(ROOT), str(BENCHMARKS), str(ROOT / "tests" / "sharding")]
 
 
 class CheckError(AssertionError):
-    """A figure is not what it must be. `figures` are all that its check found."""
+    """A figure is out of bounds. `figures` are all figures of its check."""
 
     def __init__(self, why: str, figures: Mapping[str, Any]) -> None:
         super().__init__(why)
@@ -27,8 +27,8 @@ class CheckError(AssertionError):
 
 
 class Figures:
-    """The figures of a part. All that are known are printed whenever some are added: if the part is stopped, they
-    are not lost."""
+    """The figures of a part. All figures so far are printed whenever some are added: if the part is stopped, they are
+    not lost."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
@@ -39,7 +39,7 @@ class Figures:
         print(json.dumps(self._known), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], Any]) -> None:
-        """Adds what `measure` returns, or how it failed: one failure takes no other figures along."""
+        """Adds what `measure` returns, or its error: a failure does not stop the other measurements."""
         try:
             self.add(**{name: measure()})
         except Exception as error:
@@ -60,8 +60,8 @@ def main(measure: Callable[[Figures, bool], None], about: str | None) -> int:
 
 
 def seconds(run: Callable[[], object], wait: Callable[[object], object], calls: int, repeats: int = 3) -> float:
-    """The seconds of a call, when `calls` are started one after another and only the last is waited for: the median of
-    `repeats` such rows, after one call that compiles."""
+    """The seconds of a call if `calls` are started one after another and only the last is waited for: the median of
+    `repeats` such series, after one call that compiles."""
     wait(run())
     rows = []
     for _ in range(repeats):

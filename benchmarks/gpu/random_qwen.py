@@ -1,4 +1,4 @@
-"""Builds a model of Qwen2.5-1.5B's shape with random weights, which the device itself draws, and what trains it."""
+"""Builds a model of Qwen2.5-1.5B's shape with random weights, sampled on the device, and its training configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sizes(dry: bool) -> AnyConfig:
 
 
 def drawn(model: AnyConfig, dtype: DTypeLike, places: Callable[[Decoder], Params] = on_first_device) -> Decoder:
-    """The model with random weights of this dtype, drawn on the devices where `places` wants them."""
+    """The model with random weights of this dtype, sampled on the devices that `places` names."""
     abstract = models.abstract(model)
 
     def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
@@ -102,7 +102,7 @@ def bandwidth() -> float:
 
 
 def memory(device: Any) -> dict[str, float]:
-    """GiB of the device: now in use, and at most so far. Empty where the device does not tell."""
+    """GiB of the device: in use now, and the peak so far. Empty if the device does not count them."""
     stats = device.memory_stats() or {}
     names = {"in_use_gib": "bytes_in_use", "peak_gib": "peak_bytes_in_use"}
     return {name: round(stats[field] / 2**30, 2) for name, field in names.items() if field in stats}

@@ -1,4 +1,4 @@
-"""Keeps the results of `gpu_suite.py`: which card and versions they are of, a file of JSON, and a table to read."""
+"""Records the results of `gpu_suite.py`: card and versions, a file of JSON, and a table to read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def card() -> tuple[str, str]:
 
 
 def short(card: str) -> str:
-    """The word of a card's name that has a number, small: h100 for NVIDIA H100 80GB HBM3."""
+    """The first word with a digit in a card's name, in small letters: h100 for NVIDIA H100 80GB HBM3."""
     words = re.split(r"[^a-z0-9]+", card.lower())
     return next((word for word in words if re.search(r"\d", word)), words[0])
 
@@ -53,7 +53,7 @@ class Results:
         self.failed = False
 
     def add(self, name: str, ended: Ended, **about: Any) -> None:
-        """Appends what a part found; `about` is what was known before."""
+        """Appends the result of a part; `about` are facts from before its start."""
         entry = {"part": name, "date": datetime.date.today().isoformat(), **about, "seconds": ended.seconds}
         if ended.figures is not None:
             entry["outcome"] = ended.figures
@@ -70,7 +70,7 @@ class Results:
         self._lines += [f"  {line}" for line in _flat("", ended.figures or {})]
 
     def leave_out(self, name: str, left: float) -> None:
-        """Notes in the table only that a part did not begin."""
+        """Notes that a part did not begin, in the table only."""
         self._lines.append(f"{name:13} left out: {left:.0f} s were left")
 
     def table(self) -> str:
@@ -79,7 +79,7 @@ class Results:
 
 
 def _flat(name: str, value: Any) -> list[str]:
-    """Lines `name: figures` of nested figures; those that hold no others share a line."""
+    """Lines `name: figures` of nested figures; figures that hold no further ones share a line."""
     if not isinstance(value, dict):
         return [f"{name}: {value}"]
     plain = ", ".join(f"{key} {item}" for key, item in value.items() if not isinstance(item, dict))

@@ -1,9 +1,9 @@
 """Compares rounds of 4, 16 and 64 tokens: the embedded engine, 8 prompts of 512 tokens that get 256 new ones.
 
-The more tokens a round has, the fewer times the device waits for the host, and the longer a prompt waits for a sample
-that has ended. The model is that of the part `engine`; `gpu_suite.py` runs this part a second time with command buffers
-(CUDA graphs) for loops and conditions. Each engine compiles in a first turn; then the engines take turns, and medians
-are compared.
+With more tokens a round, the device waits less often for the host, but a prompt waits longer for the slot of an ended
+sample. The model is that of the part `engine`; `gpu_suite.py` runs this part a second time with command buffers (CUDA
+graphs) for loops and conditions. Each engine compiles in a first turn; then the engines alternate, and medians are
+compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(figures: part.Figures, dry: bool) -> None:
 
 
 def _first(engines: dict[int, JaxEngine], engine: JaxEngine, steps: int, *sizes: int) -> dict[str, float]:
-    """The seconds of a turn that compiles. The engine is one of `engines` if it ends well."""
+    """The seconds of a turn that compiles. Adds the engine to `engines` if the turn ends well."""
     seconds = _decoding_seconds(engine, *sizes)
     engines[steps] = engine
     return part.rounded({"decoding_seconds": seconds})

@@ -16,12 +16,12 @@ from typing import Any
 
 PARTS = pathlib.Path(__file__).resolve().parent
 ROOT = PARTS.parent.parent
-TRY_FLAGS = "import jax; jax.devices()"  # a process whose XLA does not know a flag is aborted
+TRY_FLAGS = "import jax; jax.devices()"  # XLA aborts the process if it does not know a flag
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a part. A part that was stopped may have both, figures and an error."""
+    """The end of a part. A part that was stopped may have both figures and an error."""
 
     seconds: float
     figures: dict[str, Any] | None  # the last JSON object that it printed
@@ -29,7 +29,7 @@ class Ended:
 
 
 def stop_on_signals() -> None:
-    """Lets the end of the suite by a signal end the part that runs, too."""
+    """Makes a signal that ends the suite end the running part, too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -53,7 +53,7 @@ def environment(folder: pathlib.Path, packages: pathlib.Path | None, *, dry: boo
 
 
 def with_flags(environment: dict[str, str], flags: Sequence[str]) -> dict[str, str]:
-    """The environment with those of some XLA flags that the installed XLA knows."""
+    """The environment with those of the XLA `flags` that the installed XLA knows."""
     found = dict(environment)
     for flag in flags:
         together = f"{found.get('XLA_FLAGS', '')} {flag}".strip()
@@ -68,8 +68,8 @@ def with_flags(environment: dict[str, str], flags: Sequence[str]) -> dict[str, s
 def run(
     name: str, limit: float, environment: dict[str, str], logs: pathlib.Path, *, dry: bool, script: str = ""
 ) -> Ended:
-    """Runs a part for at most `limit` seconds: the script of its own name, unless another is given. What it prints is
-    in `logs` then."""
+    """Runs a part for at most `limit` seconds: the script of its own name, unless `script` is given. Its output goes to
+    `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     out, err = logs / f"{name}.out", logs / f"{name}.err"
     path = PARTS / f"{script or name}.py"
@@ -87,7 +87,7 @@ def run(
         except subprocess.TimeoutExpired:
             error = f"stopped after {limit:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # also what the part started itself
+            with contextlib.suppress(ProcessLookupError):  # with its child processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - started
@@ -102,7 +102,7 @@ def _tail(path: pathlib.Path) -> str:
 
 
 def _last_object(path: pathlib.Path) -> dict[str, Any] | None:
-    """The last line that is a JSON object: behind it there may be half a line, if the part was stopped."""
+    """The last line that is a JSON object: an incomplete line may follow if the part was stopped."""
     for line in reversed(path.read_text(errors="replace").splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
             if isinstance(found := json.loads(line), dict):

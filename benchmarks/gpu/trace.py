@@ -1,8 +1,8 @@
 """Traces two training steps and eight rounds of decoding of a random 1.5B model, and names the largest kernels.
 
-The programs are those of the parts `train` (16,384 tokens, layers computed again) and `engine` (64 prompts): where
-these ran before, the cache of compiled programs has them. Times are milliseconds of all steps, or rounds, together; a
-gap is a time of more than 20 microseconds in which the GPU did nothing. The kind of a kernel is read off its name.
+The programs are those of the parts `train` (16,384 tokens, layers computed again) and `engine` (64 prompts): after
+these parts, the cache of compiled programs has them. Times are milliseconds of all steps, or rounds, together; a gap is
+a time of more than 20 microseconds in which the GPU was idle. A kernel's kind is read off its name.
 
 Predicted: training: matrix products 60-65 %, attention 10-15, element-wise 15-20, head 13; decoding: 525 kernels and 3
 copies to the host a token.
@@ -77,7 +77,7 @@ def _decoding(dry: bool, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _options() -> Any:
-    """Settings of the profiler: Python's calls are left out, which would fill the trace and slow down the host."""
+    """Settings of the profiler. They leave out Python's calls: these would fill the trace and slow down the host."""
     import jax
 
     options = jax.profiler.ProfileOptions()

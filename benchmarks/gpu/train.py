@@ -2,12 +2,12 @@
 pre-flight's.
 
 Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
-A first case computes layers again in the backward pass. A second one keeps all activations of a shorter row: about 46
-GiB, for which moments in bfloat16 make room.
+A first case computes layers again in the backward pass. A second case keeps all activations of a shorter row, about 46
+GiB; moments in bfloat16 make room for them.
 
 MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
 A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
-tokens that see each other. What is computed again does not count.
+tokens that see each other. Recomputation does not count.
 
 Predicted: compiling 25-45 s; 16,384 tokens with layers computed again: 470-520 ms a step, 32-35k tokens/s, MFU 31-36 %,
 peak within 5 % of arguments and temporaries (36-38 GiB); 8,192 tokens with all kept: MFU 39-44 %.
@@ -67,7 +67,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
     config.packing.tokens_per_row, config.sharding.remat = tokens, remat
     if remat is not Remat.LAYER:
         config.optim.moments_dtype = DType.BFLOAT16
-    learner.opt_state = None  # its place is free for the new one
+    learner.opt_state = None  # frees its memory for the new state
     learner.reset(find_algorithm(config.algorithm).token_loss)  # other settings: other programs
     steps = random_qwen.microbatches(config, learner.text, SEGMENTS)
     before = random_qwen.memory(device)
@@ -99,14 +99,14 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
         "loss": first["loss"],
         "grad_norm": first["grad_norm"],
         "memory": found,
-        # The device remembers the highest peak so far: an earlier case may have been higher.
+        # The device remembers the highest peak so far, which may be an earlier case's.
         "peak_is_of_this_case": found.get("peak_gib", 0) > before.get("peak_gib", 0),
         "predicted_gib": predicted,
     }
 
 
 def _timed(learner: Learner, steps: Any) -> float:
-    """The seconds of a step, which fetches its metrics, so that all of it has been computed."""
+    """The seconds of a step. It fetches its metrics, so that it is computed completely."""
     began = time.perf_counter()
     learner.step(steps)
     return time.perf_counter() - began
@@ -124,7 +124,7 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
         "master weights": bytes_on_device(learner.params),
         "moments": bytes_on_device(learner.opt_state),
         "gradients": trained,
-        "batches": 2 * bytes_on_device(learner.gradients.strategy.place(batch)),  # the next one is placed meanwhile
+        "batches": 2 * bytes_on_device(learner.gradients.strategy.place(batch)),  # the next batch is placed meanwhile
         "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     }
     return {name: round(size / GIB, 3) for name, size in {**kinds, "sum": sum(kinds.values())}.items()}
@@ -136,7 +136,7 @@ def _kernels(program: Any) -> set[str]:
 
 
 def _flops(learner: Learner, tokens: int) -> float:
-    """The FLOPs of a step, see above."""
+    """The FLOPs of a step; the module gives the formula."""
     import jax
 
     text, length = learner.text, tokens // SEGMENTS

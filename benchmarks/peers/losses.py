@@ -2,7 +2,7 @@
 
     python losses.py REQUESTS.npz REPLIES.npz
 
-`REQUESTS.npz` has arrays named `case/field`; a case's `call` is a JSON object: which function, with which settings. The
+`REQUESTS.npz` has arrays named `case/field`; a case's `call` is a JSON object: a function and its settings. The
 arrays of `REPLIES.npz` are named `case/field` as well: `advantages`, or `loss` and its `gradient` by the policy's
 log-probs.
 """
@@ -89,7 +89,7 @@ def verl_loss(arrays, loss, aggregation, low, high, dual=3.0, kl="", kl_coeffici
 
 
 def trl_loss(arrays, loss, low, high, beta=0.0, delta=None, level="token", horizon=None):
-    """Computes the loss by `GRPOTrainer`'s own method, on a trainer without a model: only the forward pass is ours."""
+    """Computes the loss by `GRPOTrainer`'s own method, on a trainer without a model; the forward pass is ours."""
     policy, mask = arrays["policy"].requires_grad_(), arrays["mask"]
     trainer = types.SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros_like(policy), None),

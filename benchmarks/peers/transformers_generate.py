@@ -1,6 +1,6 @@
-"""Generates greedily with transformers: the peer of `benchmarks/generate.py`, run by it in an interpreter that has it.
+"""Generates greedily with transformers. `benchmarks/generate.py` runs it in an interpreter that has transformers.
 
-The model comes from the Hugging Face folder that our side has written. `generate` runs as it is, with its KV cache and
+The model comes from the Hugging Face folder that our side has written. `generate` runs unchanged, with its KV cache and
 all prompts of a batch at once; no end id is set, so that every answer has the same length.
 """
 

@@ -1,7 +1,7 @@
-"""Runs and times GRPO steps in TRL: the peer of `benchmarks/train_step.py`, run by it in an interpreter that has TRL.
+"""Runs and times GRPO steps in TRL. `benchmarks/train_step.py` runs this peer in an interpreter that has TRL.
 
-The model comes from a Hugging Face folder which our side has written, so do the prompts (text, image files and the
-token ids that they must give). `GRPOTrainer.train()` runs as it is; the parent decides when each step begins.
+Model and prompts (text, image files and the expected token ids) come from a Hugging Face folder that our side has
+written. `GRPOTrainer.train()` runs unchanged; the parent decides when each step begins.
 
     prepare   the rest of `_generate_and_score_completions`: chat template, image preprocessing, padding, rewards
     rollout   `_generate_single_turn`: `model.generate` with its KV cache, padding and cutting included
@@ -118,8 +118,8 @@ def load(folder: pathlib.Path, vision: bool) -> tuple[Any, Any]:
 
 
 def dataset(prompts: list[dict[str, Any]], vision: bool) -> datasets.Dataset:
-    """Returns the prompts as a data set for TRL, which puts images before the text of a message. Raises SystemExit for
-    a prompt whose marks do not stand there, too."""
+    """Returns the prompts as a data set for TRL. TRL puts images before the text of a message; raises SystemExit for a
+    prompt whose marks are not at its begin."""
     if not vision:
         return datasets.Dataset.from_list([{"prompt": prompt["text"]} for prompt in prompts])
     rows = []
@@ -182,12 +182,12 @@ def grpo_config(settings: dict[str, Any], output_dir: str) -> trl.GRPOConfig:
 
 
 def half_right(completions: list[Any], **_: Any) -> list[float]:
-    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has advantages; scoring is not measured."""
     return [float(i % 2) for i in range(len(completions))]
 
 
 def check_prompts(processing: Any, trainer: TimedTrainer, prompts: list[dict[str, Any]], rows: Any) -> None:
-    """Raises SystemExit if TRL would show the model other tokens than our side does."""
+    """Raises SystemExit if TRL's tokens of a prompt differ from ours."""
     if rows.column_names == ["prompt"]:
         texts = list(rows["prompt"])
     else:

@@ -1,14 +1,14 @@
-"""Runs and times GRPO steps in google-tunix: a peer of `benchmarks/train_step.py`, run by it where tunix is installed.
+"""Runs and times GRPO steps in google-tunix. `benchmarks/train_step.py` runs it in an interpreter that has tunix.
 
-The model comes from a Hugging Face folder which our side has written, so do the prompts and the lengths of all
-responses. `GRPOLearner.train()` runs as it is; the parent decides when each step begins, because its prompts are handed
-out one step at a time.
+Model, prompts and the lengths of all responses come from a Hugging Face folder that our side has written.
+`GRPOLearner.train()` runs unchanged; the parent decides when each step begins, because prompts are handed out one step
+at a time.
 
     rollout   `RLCluster.generate`: tokenising, prefill, decoding until the longest response has ended
     train     the rest of the step: padding, advantages, forward, backward, clipping, AdamW, the learner's bookkeeping
     step      from the parent's request until the new parameters are there
 
-Its sampler is replaced by a subclass, for two things that `RolloutConfig` can't say: ids that are never sampled, and a
+A subclass replaces tunix' sampler, for two settings that `RolloutConfig` lacks: ids that are never sampled, and a
 length for each response.
 """
 
@@ -43,7 +43,7 @@ WITHOUT_END = 10**9  # steps that no run reaches
 
 
 class ForcedSampler(tunix_sampler.Sampler):
-    """tunix' sampler, with responses that end where they are told to."""
+    """tunix' sampler, with responses of given lengths."""
 
     lengths_B: np.ndarray  # tokens of each response of a step
     end_id: int
@@ -54,7 +54,7 @@ class ForcedSampler(tunix_sampler.Sampler):
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         state = super()._sample(*args, **kwargs)
-        index = state.decoding_step - state.num_input_tokens  # in the response, of the token that was drawn
+        index = state.decoding_step - state.num_input_tokens  # index in the response of the sampled token
         drawn_B = state.token_buffer[:, state.decoding_step]
         token_B = jnp.where(index >= self.lengths_B, self.end_id, drawn_B)
         buffer_BT = state.token_buffer.at[:, state.decoding_step].set(token_B)
@@ -62,7 +62,7 @@ class ForcedSampler(tunix_sampler.Sampler):
 
 
 class ToyTokenizer:
-    """Encodes each prompt to the ids that our side has for it; the text of responses is never looked at."""
+    """Encodes each prompt to our side's ids of it; the text of responses is never read."""
 
     def __init__(self, prompts: list[dict[str, Any]], end_id: int) -> None:
         self._ids, self._end_id = {prompt["text"]: prompt["token_ids"] for prompt in prompts}, end_id
@@ -98,7 +98,7 @@ class TimedCluster(rl_cluster.RLCluster):
 
 
 class Steps:
-    """Hands out the prompts of a step when the parent asks for one, which is when the step before is done."""
+    """Hands out the prompts of a step when the parent asks for a step; the step before is done then."""
 
     def __init__(self, channel: Channel, cluster: TimedCluster, texts: list[str]) -> None:
         self._channel, self._cluster, self._texts = channel, cluster, np.array(texts)
@@ -163,7 +163,7 @@ def cluster_config(settings: dict[str, Any], prompt_tokens: int, mesh: jax.shard
 
 
 def half_right(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Scores every second response as right, so that each group has something to teach; scoring is not measured."""
+    """Scores every second response as right, so that each group has advantages; scoring is not measured."""
     return [float(i % 2) for i in range(len(completions))]
 
 

@@ -1,17 +1,18 @@
 """Attention over packed rows: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
 
-A mask is described by segments and branches. Only the part of it that a chunk of queries needs exists as booleans.
+Segments and branches describe a mask. Booleans exist only for the part that a chunk of queries needs.
 
 `segment_attention` is exact within contiguous segments of a long packed axis, without a quadratic matrix. Segments are
 runs of equal numbers; 0 is padding. If no run is longer than `bound`, the axis is cut into blocks of `bound`, and a
 query finds its complete segment in its own block and the two beside it: the cost of a query grows with `3 * bound`
 instead of the length of the axis. The backward pass computes the scores again, which is faster on CPUs than storing
-them. Without a bound, or with a bound that saves nothing, every query looks at all keys (`attention` bounds the memory
-of that). On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
+them. Without a bound, or with a bound that saves nothing, every query looks at all keys; `attention` bounds the memory
+of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without a bound.
 
 `packed_attention` is causal, for all layers of a model: masks and lists of tiles are computed once. Short rows are
-computed with all their scores, in a few large products. In long rows most scores belong to another segment, another
-branch or the future; only tiles with other scores are computed (`tiles`), and all rows form one stream there.
+computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to
+another segment, another branch or the future. All long rows form one stream there, and only tiles with a score that the
+mask allows are computed (`tiles`).
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once (256 MB in f
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """The keys that a query reaches: those of the same non-zero segment; if `branches` are given, of branch 0 or the
+    """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
     query's branch; if `causal`, at no later index of the row."""
 
     segments: Int[Array, "B T"]
@@ -47,7 +48,7 @@ class Mask:
         return self.of(self.segments, self.branches, index)
 
     def of(self, segments: Array, branches: Array | None, index: Array) -> Bool[Array, "B T S"]:
-        """The mask of some queries of the rows, `[B, T]` each: their segments, branches and indices in the row."""
+        """The mask of some queries of each row, by their segments, branches and indices in the row, `[B, T]` each."""
         query, key = segments[:, :, None], self.segments[:, None, :]
         allowed = (query == key) & (key != 0)
         if branches is not None and self.branches is not None:
@@ -70,8 +71,8 @@ def attention(
 
     A query that reaches no key (padding) returns zeros, so that its gradient is zero too, never NaN. More than
     `whole_scores` scores (rows x heads x queries x keys) are computed for a chunk of queries at a time, and again in
-    the backward pass: memory is linear in the length. Only a chunk of a `Mask` then exists as booleans; a mask that is
-    given as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and has no scores in memory at all.
+    the backward pass: memory is linear in the length. Only one chunk of a `Mask` then exists as booleans; a mask given
+    as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and holds no scores in memory at all.
     """
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
         return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
@@ -82,7 +83,7 @@ def attention(
     chunks = -(-T // chunk)
 
     def split(x: Array) -> Array:
-        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: they are in segment 0 and reach no key."""
+        """`[B, T, ...]` -> `[chunks, B, chunk, ...]`, filled up with zeros: queries of segment 0 reach no key."""
         x = jnp.pad(x, [(0, 0), (0, chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, chunks, chunk, *x.shape[2:]), 1, 0)
 
@@ -100,7 +101,7 @@ def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     """Attention of a chunk of queries under a dense mask.
 
     Moving heads to the front first and dividing by the softmax's sum last halves the time on CPUs, compared with a
-    plain einsum of two batched axes; at short lengths it takes a quarter.
+    plain einsum of two batched axes; at short lengths a quarter of the time remains.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1], k.shape[2]
@@ -127,8 +128,8 @@ def segment_attention(
 ) -> Float[Array, "P N H"]:
     """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
 
-    A `bound` smaller than a segment would cut the segment silently: it must come from the data (`inputs.frame_bound`)
-    or from the architecture (the window size). Padding returns zeros.
+    A `bound` smaller than a segment would cut the segment silently: take it from the data (`inputs.frame_bound`) or
+    from the architecture (the window size). Padding returns zeros.
     """
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)
@@ -144,7 +145,7 @@ def _blocked(q: Array, k: Array, v: Array, segments: Array, *, block: int) -> Ar
 
 
 def _blocks(x: Array, size: int) -> Array:
-    """`[P, ...]` -> `[blocks, size, ...]`, the last one filled up with zeros (segment 0)."""
+    """`[P, ...]` -> `[blocks, size, ...]`, the last block filled up with zeros (segment 0)."""
     count = -(-x.shape[0] // size)
     x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(count, size, *x.shape[1:])

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..mesh import Tiling, launch, runs_triton, target
 
-# Says, while a program is traced, whether the kernels compute attention over these arrays: by the sizes of their heads.
+# Says, while a program is traced, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
 
 
@@ -27,7 +27,7 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
     There, `key_gradients` is a fifth quicker with tiles that spill some registers.
 
     Tensor cores of Hopper and of data centres' Blackwell read from shared memory, which leaves more registers free.
-    These GPUs also have more shared memory: 227 KiB, against 99 on the smallest of the others.
+    These GPUs also have more shared memory: 227 KiB, while other GPUs have 99 KiB at least.
     """
     wide = head > 64
     if jnp.dtype(dtype).itemsize == 4:
@@ -56,8 +56,8 @@ def forward(
     """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
 
     Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
-    bfloat16, which is about as exact. Returns the outputs, and what `backward` needs: among it the log of the sum of
-    exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
+    bfloat16, which is about as exact. Returns the outputs and the arrays that `backward` needs. One of these is the log
+    of the sum of exponentiated scores, `[B, N, T]` float32, 0 where a query reaches no key.
     """
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
@@ -128,7 +128,7 @@ def tile_table(
     most = jnp.iinfo(jnp.int32).max
 
     def ends(x: Array, size: int) -> tuple[Array, Array, Array]:
-        """(least, largest value of each tile's tokens: an empty range if all are padding; whether none is padding)."""
+        """(least, largest value of each tile's real tokens, an empty range if it has none; whether all are real)."""
         real = (segments != 0).reshape(segments.shape[0], -1, size)
         x = x.astype(jnp.int32).reshape(real.shape)
         return jnp.where(real, x, most).min(axis=2), jnp.where(real, x, -1).max(axis=2), real.all(axis=2)

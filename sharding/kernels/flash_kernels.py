@@ -7,9 +7,9 @@ query reaches every key. Products accumulate in float32; the softmax is the runn
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;
 segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0; a list `[B, tiles, width]` int32,
-and its counts `[B, tiles, 2]`: tiles to be masked, and all.
+and its counts `[B, tiles, 2]`: the tiles that need the mask, and all tiles.
 
-Only `flash` imports this file, which fails without Triton.
+Only a launch by `flash` imports this file; the import fails without Triton.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

@@ -1,12 +1,12 @@
 """Attention over one packed stream that computes only the tiles in which a query reaches a key.
 
-Scores are cut into square tiles. A flat list of the tiles with any work is made once a step; every layer runs one loop
-over the list, forward and backward. The loop's length is data: it differs between the devices of one program, and
-padding, other segments and other branches cost nothing. Tiles are combined by the running softmax of FlashAttention
-(arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
+Scores are cut into square tiles. The active tiles, in which a query may reach a key, are listed once a step; every
+layer runs one loop over the list, forward and backward. The loop's length is data: it differs between the devices of
+one program, and padding, other segments and other branches cost nothing. Tiles are combined by the running softmax of
+FlashAttention (arXiv:2205.14135), and computed again in the backward pass: memory is linear in the length.
 
-Inside the loop a tile is a batch of plain matrix products: `[tiles, K, R * tile, H]`, KV heads in front, the `R` query
-heads that read one KV head stacked upon each other.
+Inside the loop a tile is a batch of plain matrix products: queries are `[tiles, K, R * tile, H]`, with KV heads in
+front; the `R` query heads that read one KV head are stacked upon each other.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile for a stream of `tokens`. Small tiles skip more, large ones loop less; there are at most 256.
+    """The size of a tile for a stream of `tokens`, which gets at most 256. Small tiles skip more, large ones loop less.
 
-    On CPUs 64 and 128 are the fastest up to 4096 tokens, as measured from 64 to 512. Elsewhere each turn of the loop
-    takes several launches, which tiles of 512 outweigh by arithmetic; this was not measured.
+    On CPUs, of the sizes from 64 to 512, 64 and 128 were the fastest up to 4096 tokens. On other devices an iteration
+    takes several launches; tiles of 512 should do enough arithmetic to outweigh them. This was not measured.
     """
     least = (64 if tokens <= 512 else 128) if target().platform == "cpu" else 512
     at_256_tiles = 1 << max((tokens - 1).bit_length() - 8, 0)
@@ -57,7 +57,7 @@ def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: 
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
 
     The list never lacks a tile. It has no needless tile if segments and branches are contiguous, except at the border
-    of two segments, where branches are not compared. Padding may stand anywhere, and numbers in any order.
+    of two segments, where branches are not compared. Padding may stand anywhere; segments may have any numbers.
     """
     S = segments_S.shape[0]
     tile = tile or tile_size(S)
@@ -66,7 +66,7 @@ def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: 
     segments, branches = (x.reshape(tiles, tile) for x in padded)
     order = jnp.argsort(segments.reshape(-1), stable=True)
     ranked = segments.reshape(-1)[order]
-    # The tile in which each token's segment begins; no tile of keys before the first of these is needed.
+    # The tile in which each token's segment begins: a tile of queries needs no key tile before the first such tile.
     first = order[jnp.searchsorted(ranked, segments, method="sort")] // tile
     since = jnp.where(segments != 0, first, jnp.iinfo(jnp.int32).max).min(axis=1)
     table, _ = flash.tile_table(segments.reshape(1, -1), branches.reshape(1, -1), tile, tile, True)
@@ -81,10 +81,10 @@ def forward(
 ) -> tuple[Float[Array, "S N H"], tuple]:
     """Grouped-query attention over a stream. Scores, softmax and sums are float32; padding gives zeros.
 
-    Returns the outputs, and what `backward` needs: q, k, v, the outputs, the log of the sum of exponentiated scores
-    (float32, 0 where a query reaches no key), and `tiles`. The log is `[tiles, K, M]` with `M = R * tile` queries, on
-    NVIDIA GPUs (`flash`) `[1, N, S]`. Under `shard_map`, `q`, `k` and `v` must vary over at least the axes over which
-    `tiles` does.
+    Returns the outputs and the residuals of `backward`: q, k, v, the outputs, the log of the sum of exponentiated
+    scores (float32, 0 where a query reaches no key), and `tiles`. The log is `[tiles, K, M]` with `M = R * tile`
+    queries, and `[1, N, S]` if `flash` computes. Under `shard_map`, `q`, `k` and `v` must vary over at least the mesh
+    axes over which `tiles` varies.
     """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], *_row(tiles, len(q_SNH)), True)

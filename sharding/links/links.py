@@ -25,43 +25,43 @@ from .wires import MOST, LinkError, Message, Wires, keep_send_buffers_wide
 ADVICE = "All processes of the run end; start them all again, and it goes on from its last checkpoint."
 
 _STREAMS = 2  # TCP streams between two transfer servers; on one host 1, 2 and 4 are equally fast
-_PROBE = 2**64 - 1  # less the process: keys of the arrays that are fetched once, to see that it works
+_PROBE = 2**64 - 1  # minus the fetching process: the key of an array that it fetches once, as a test
 _LINE = 1000  # characters of a reported failure
-_LOOK = 1.0  # seconds between two looks at the clock, in a wait that nothing wakes
-_GLANCE = 0.1  # the same, in a wait for arrays
-_NEWS = 2.0  # seconds in which a death that broke a transfer is known here as well
+_LOOK = 1.0  # seconds between two checks in a wait for messages, if no message wakes it
+_GLANCE = 0.1  # seconds between two checks in a wait for arrays
+_NEWS = 2.0  # seconds within which the wires report a death that broke a transfer
 
 
 class Links:
     """Arrays travel through `jax.experimental.transfer`; beside it, one TCP connection between each two processes
     carries small messages and notices a death at once. Every method may be called from many threads.
 
-    Collective: all processes of `jax.distributed` (started by `initialize` of this package) make theirs in the same
-    order. One process alone opens nothing: nobody to fetch from, and no barrier to wait at.
+    Creation is collective: all processes of `jax.distributed` (started by `initialize` of this package) create `Links`
+    in the same order. A single process opens no connection: it has no peer to fetch from or to wait for.
 
-    A peer is lost when its connection closes without a word (a process killed or crashed: at once) or when nothing was
-    heard of it for `timeout` seconds (a process stopped, a host or network gone; stay below JAX's own
-    `heartbeat_timeout_seconds`). Then, and when a process reports a failure, whatever waits here raises LinkError, and
-    so does what is called afterwards; every peer is told; and this process has `grace` seconds to end itself. A thread
-    inside a collective with a dead process can't be woken, so after that time the process is ended as by `leave`.
+    A peer is lost if its connection closes without a word (a process killed or crashed: at once) or if it sends no
+    message for `timeout` seconds (a process stopped, a host or network gone; stay below JAX's own
+    `heartbeat_timeout_seconds`). After a loss or a reported failure, all waits and later calls raise LinkError, every
+    peer gets a report, and this process has `grace` seconds to end itself. A thread inside a collective with a dead
+    process can't be woken, so the process is then ended as by `leave`.
 
-    The others reach this process by loopback where all share a host, else at the address from which this host speaks to
-    them. Raises LinkError when the processes do not reach each other within `timeout`.
+    Peers reach this process over loopback if all processes share a host, and otherwise at the address from which this
+    host speaks to them. Raises LinkError if the processes do not reach each other within `timeout`.
     """
 
     def __init__(self, *, timeout: float = 60.0, grace: float = 10.0) -> None:
         self.process = jax.process_index()
         self.processes = jax.process_count()
-        self.rank_here = 0  # among the processes that share this one's loopback interface, and so its ports
+        self.rank_here = 0  # this process's number among the processes with its loopback interface, and so its ports
         self._timeout = timeout
         self._grace = grace
-        self._news = threading.Condition()  # guards what follows
+        self._news = threading.Condition()  # guards the fields below
         self._counts: collections.Counter[str] = collections.Counter()  # by topic
         self._boxes: collections.defaultdict[int, collections.deque[bytes]] = collections.defaultdict(collections.deque)
         self._failure = ""
-        self._announced = False  # a failure is about to be told, or has been
+        self._announced = False  # a failure is being reported, or has been reported
         self._closed = False
-        self._peers_closed: dict[int, float] = {}  # when
+        self._peers_closed: dict[int, float] = {}  # the time at which each of them closed
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -87,7 +87,7 @@ class Links:
         self._probe()
 
     def _probe(self) -> None:
-        """Fetches one number from each peer: a firewall that lets no arrays through shows here, not as a hang."""
+        """Fetches one number from each peer: a firewall that blocks arrays fails here, instead of hanging later."""
         device = jax.local_devices()[0]
         for peer in self._peers:
             self.offer(_PROBE - peer, [jax.device_put(np.array([self.process], np.int32), device)])
@@ -101,10 +101,11 @@ class Links:
         self.barrier("links")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays`, each on one local device and computed or not, to be fetched once, by one peer, under `key`.
+        """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
+        computing. Raises ValueError for an empty one: the transfer engine would wait for it for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
-        have been fetched; whoever donates or deletes one before breaks the fetch.
+        have been fetched; donating or deleting an array before that breaks the fetch.
         """
         self.check()
         if not all(array.size for array in arrays):
@@ -113,11 +114,11 @@ class Links:
             self._server.await_pull(key, list(arrays))
 
     def fetch(self, process: int, key: int, like: Sequence[jax.ShapeDtypeStruct], device: Device) -> list[jax.Array]:
-        """Fetches to the local `device` what `process` offers, or will offer, under `key`. Does not wait.
+        """Fetches to the local `device` the arrays that `process` offers, or will offer, under `key`. Does not wait.
 
         The arrays have the shapes and dtypes of `like`, which must be those of the offer. Like results of a program
-        they are filled in later, and programs can be called on them meanwhile. Wait with `ready` for them and for what
-        is computed from them: `jax.block_until_ready` hangs where a peer does.
+        they are filled in later, and programs can be called on them meanwhile. Wait with `ready` for them and for
+        results computed from them: `jax.block_until_ready` hangs if the peer hangs.
         """
         self.check()
         if process not in self._peers:
@@ -127,7 +128,7 @@ class Links:
         return list(self._connections[process].pull(key, specs))
 
     def ready(self, arrays: Sequence[jax.Array]) -> None:
-        """Returns when all `arrays` are there. Raises LinkError, or the error of the program that computes them."""
+        """Waits until all `arrays` are fetched or computed. Raises LinkError, or the error of the computing program."""
         self.check()
         try:
             if _arrive(arrays, self._hopeless):
@@ -142,7 +143,8 @@ class Links:
     def explain(self, error: BaseException) -> BaseException:
         """Returns the LinkError behind the error of a program, a collective or a transfer if there is one, or `error`.
 
-        The wires may hear of a death later than the program that needed the dead process: waits two seconds for it.
+        A program that needed a dead process may fail before the wires report the death: waits two seconds for the
+        report.
         """
         if self._peers and not isinstance(error, LinkError):
             with self._news:
@@ -151,7 +153,7 @@ class Links:
         return error
 
     def notify(self, process: int, topic: str) -> None:
-        """Notifies `process`, which may be this one, of `topic` once more. Does not wait."""
+        """Adds 1 to the count of `topic` in `process`, which may be this process. Does not wait."""
         self.check()
         if process == self.process:
             self._count(topic)
@@ -161,18 +163,18 @@ class Links:
             self._wires.send(process, {"kind": "count", "topic": topic})
 
     def counted(self, topic: str) -> int:
-        """Returns the number of notifications of `topic` that have come so far."""
+        """Returns the number of notifications of `topic` that have arrived so far."""
         with self._news:
             return self._counts[topic]
 
     def wait(self, topic: str, at_least: int) -> None:
-        """Returns when `at_least` notifications of `topic` have come since the beginning, from all processes together.
-        Raises LinkError for a failure before."""
+        """Waits until `at_least` notifications of `topic` have arrived since the beginning, from all processes
+        together. Raises LinkError for an earlier failure."""
         self._await(lambda: self._counts[topic] >= at_least, self._hopeless)
 
     def send(self, process: int, *data: bytes) -> int:
-        """Sends `data` to `process`, another one, which takes it, joined, by `receive`; what is sent comes in order.
-        Returns its bytes. Waits only where the peer's buffers are full. Raises ValueError for more than a GiB."""
+        """Sends `data` to the peer `process`; its `receive` returns the data joined, in the order of the sends. Returns
+        the number of bytes. Waits only if the peer's buffers are full. Raises ValueError for more than a GiB."""
         self.check()
         size = sum(map(len, data))
         if size > MOST:
@@ -183,22 +185,22 @@ class Links:
         return size
 
     def receive(self, process: int) -> bytes:
-        """Returns what `process` sends next, when it has come. Raises LinkError for a failure before."""
+        """Waits for the next data that `process` sends, and returns them. Raises LinkError for an earlier failure."""
         box = self._boxes[process]
         self._await(lambda: bool(box), lambda: self._over() or process in self._peers_closed)
         with self._news:
             return box.popleft()
 
     def forget(self, prefix: str) -> None:
-        """Sets the counts of topics that begin with `prefix` back to zero, and frees their memory. Behind a `barrier`,
-        all notifications that a peer sent before it called that have come."""
+        """Sets the counts of topics that begin with `prefix` back to zero, and frees their memory. After a `barrier`,
+        all notifications that peers sent before their calls of `barrier` have arrived."""
         with self._news:
             for topic in [topic for topic in self._counts if topic.startswith(prefix)]:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
-        """Returns when all processes have called it with `name` as often as this one, each from one thread at a time.
-        Raises LinkError for a failure before. No device takes part."""
+        """Waits until all processes have called `barrier` with `name` as often as this one, each from one thread at a
+        time. Raises LinkError for an earlier failure. No device takes part."""
         self.check()
         for peer in self._peers:
             self.notify(peer, f"barrier of {self.process}: {name}")
@@ -209,10 +211,10 @@ class Links:
         self._await(lambda: not missing(), lambda: self._over() or bool(missing() & self._peers_closed.keys()))
         with self._news:
             self._counts.subtract(f"barrier of {peer}: {name}" for peer in self._peers)
-            self._counts = +self._counts  # who was ahead by one keeps it; the others are forgotten
+            self._counts = +self._counts  # keeps the counts of peers that are one call ahead, and drops zeros
 
     def fail(self, reason: str) -> None:
-        """Tells all processes that this one has failed: what waits raises LinkError with `reason`, here as well. Only
+        """Reports to all processes that this one has failed: waits raise LinkError with `reason`, here as well. Only
         the first failure of a run counts. Never raises."""
         self._announce(f"{self._name(self.process)} failed: {reason}")
 
@@ -222,8 +224,9 @@ class Links:
             raise self._error()
 
     def close(self) -> None:
-        """Closes the links in good order, and tells the peers, whose waits fail only if they are for this process.
-        Call it behind a `barrier`, as peers may still wait for what was offered. A failure ends in `leave` instead."""
+        """Closes the links in good order and notifies the peers: their `receive` from this process and `barrier` then
+        fail at once, their other waits after the time-out. Call it after a `barrier`, as peers may still fetch offered
+        arrays. After a failure, call `leave` instead."""
         with self._news:
             if self._closed or self._announced:
                 return
@@ -235,7 +238,7 @@ class Links:
 
     @property
     def address(self) -> str:
-        """The IP address by which the others reach this process."""
+        """The IP address at which the peers reach this process."""
         return self._cards[self.process].address if self._cards else "127.0.0.1"
 
     @property
@@ -263,8 +266,8 @@ class Links:
         return bool(self._failure) or self._closed
 
     def _hopeless(self) -> bool:
-        """Returns True if what has not come will never come. When a peer has closed, it may still be under way, or come
-        from another peer; but who closes has been through the last barrier, so it takes no longer than the time-out."""
+        """Says whether missing messages and arrays will never arrive. After a peer has closed, they may be under way or
+        come from another peer, but for no longer than the time-out: a peer closes after the last barrier."""
         late = time.monotonic() - self._timeout
         return self._over() or any(when < late for when in self._peers_closed.values())
 
@@ -299,7 +302,7 @@ class Links:
 
     def _announce(self, text: str) -> None:
         with self._news:
-            if self._announced or self._closed:  # whoever goes on must not end the process before all were told
+            if self._announced or self._closed:  # the caller must not end the process before all peers have the report
                 self._news.wait_for(lambda: self._failure or self._closed, 2 * _NEWS)
                 return
             self._announced = True
@@ -318,10 +321,10 @@ class Links:
 
 
 def _arrive(arrays: Sequence[jax.Array], hopeless: Callable[[], bool]) -> bool:
-    """Returns True once all `arrays` are there, False soon after `hopeless()`: JAX's own wait for a peer that hangs
-    never ends. Raises the error of the program or of the transfer that should have brought them.
+    """Returns True once all `arrays` are fetched or computed, False soon after `hopeless()`: JAX's own wait for a
+    hanging peer never ends. Raises the error of the program or the transfer that should have filled them.
 
-    A thread waits. If the arrays never come, it can't be stopped, only left to the end of the process.
+    A thread waits. If the arrays never arrive, it can't be stopped and waits until the process ends.
     """
     done, errors = threading.Event(), list[Exception]()
 
@@ -345,11 +348,11 @@ _ending = threading.Lock()
 
 
 def leave(error: BaseException, links: Links | None = None, code: int = 1) -> NoReturn:
-    """Ends this process with one line on standard error and exit status `code`, after telling the others.
+    """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`.
 
-    It ends at once and without Python's exit handlers, so files must be written before. Among the handlers is JAX's
-    shutdown, which waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts. And a
-    thread that waits within JAX for arrays which never come aborts an interpreter that is about to end.
+    The process ends at once and without Python's exit handlers, so files must be written before. One of the handlers is
+    JAX's shutdown: it waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts.
+    Also, a thread that waits within JAX for arrays that never arrive aborts an interpreter that is about to end.
     """
     error = error if links is None else links.explain(error)
     line = str(error) if isinstance(error, LinkError) else f"{type(error).__name__}: {error}"
@@ -357,13 +360,13 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
         links.fail(line)
         if links._failure and not isinstance(error, LinkError):
             line = str(links._error())
-    if not _ending.acquire(blocking=False):  # another thread is at it
+    if not _ending.acquire(blocking=False):  # another thread is ending the process
         threading.Event().wait()
     with contextlib.suppress(OSError):
         os.write(2, (" ".join(line.split()) + "\n").encode())
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
-    flush.join(_NEWS)  # a thread that never goes on may hold the lock of a stream
+    flush.join(_NEWS)  # a thread that hangs may hold the lock of a stream
     for child in multiprocessing.active_children():
         child.terminate()
     os._exit(code)

@@ -1,14 +1,14 @@
 """The processes of a run find each other: the address at which each is reached, and a wire between each two.
 
-What they must know beforehand they tell each other through `jax.distributed`. A connection counts only once it has
-named its process and the secret that this process was told.
+They first exchange addresses and secrets through `jax.distributed`. A connection counts only if the caller names its
+process and the secret of the process that it calls.
 
-`initialize` starts `jax.distributed` so that the death of process 0 leaves the others the time to say so. Process
+`initialize` starts `jax.distributed` so that the other processes have time to report the death of process 0. Process
 0 serves JAX's coordination service. When its connection closes, JAX 0.10.2 aborts every other process within 0.1 s,
 with a stack trace and SIGABRT; neither `jax_enable_recoverability` nor a heartbeat time-out changes that, and a
-callback in Python can't be given (its argument can't be converted). But the abort comes from the connection that
-closes: without that, a process misses its heartbeats only after `heartbeat_timeout_seconds` (100). So the others reach
-the service through a relay of their own, which forwards every byte, and never closes their side.
+callback in Python can't be given (its argument can't be converted). But only a closing connection causes the abort:
+while it stays open, missing heartbeats end a process only after `heartbeat_timeout_seconds` (100). So each of the other
+processes reaches the service through a relay of its own; the relay forwards every byte, and never closes their side.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from jax.experimental import multihost_utils
 from .wires import LinkError, Wire
 
 T = TypeVar("T")
-_WIDTH = 1024  # bytes of what a process says of itself
+_WIDTH = 1024  # bytes of a process's entry in `gather`
 _GREETING = 1024  # bytes
-_STRANGERS = 64  # callers that have not greeted, beside the processes: a new one takes the place of the oldest
-_PATIENCE = 20.0  # seconds to wait for the coordination service before the caller is turned away, and tries again
+_STRANGERS = 64  # callers without a greeting, beside the processes: a further caller replaces the oldest
+_PATIENCE = 20.0  # seconds for which a relay calls the coordination service before it hangs up; JAX then tries again
 _PIECE = 1 << 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
     """The addresses of a process: `host` is for people, `address` an IP address with the `port` of its wires,
-    `transfer` the address of its transfer server. Who knows the `secret` is one of the run's processes."""
+    `transfer` the address of its transfer server. A caller that knows the `secret` is a process of the run."""
 
     host: str
     address: str
@@ -52,7 +52,7 @@ class Card:
 
 
 def gather(mine: T) -> list[T]:
-    """Returns the `mine` of every process, in order, by way of JSON. Collective. Raises LinkError when one has died."""
+    """Returns `mine` of every process, in order, sent as JSON. Collective. Raises LinkError if a process has died."""
     data = json.dumps(mine).encode()
     if len(data) > _WIDTH:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
@@ -75,7 +75,7 @@ def place() -> str:
 def own_address(peer_hosts: Sequence[str]) -> str:
     """Returns the IP address from which this host speaks to the first of `peer_hosts` (names) that has an address.
 
-    Where none has, that of the default route; loopback on a host without one. Nothing is sent.
+    If none has one, returns the address of the default route, or loopback without such a route. Sends nothing.
     """
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
@@ -103,13 +103,13 @@ def listen(address: str, processes: int) -> socket.socket:
 
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
-    """Makes a wire to every peer: calls the processes before this one, is called by those behind it at `door`.
+    """Makes a wire to every peer: calls processes with lower numbers, is called at `door` by those with higher ones.
 
-    Raises LinkError when one of them is not there `timeout` seconds later.
+    Raises LinkError if a peer is missing after `timeout` seconds.
     """
     wires: dict[int, Wire] = {}
     here, end = cards[process], time.monotonic() + timeout
-    with contextlib.ExitStack() as opened:  # closes them again if one is missing
+    with contextlib.ExitStack() as opened:  # closes the wires if a peer is missing
         for peer, card in enumerate(cards[:process]):
             try:
                 wires[peer] = Wire.on(socket.create_connection((card.address, card.port), timeout=_left(end)))
@@ -143,9 +143,9 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 
 
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
-    """Yields callers with their greeting, each as soon as its line has come: nobody waits for another.
+    """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another.
 
-    `most` callers may be connected that have not greeted: for one more, the oldest is closed. Raises OSError at `end`.
+    At most `most` callers without a greeting stay connected: one more closes the oldest. Raises OSError at `end`.
     """
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
@@ -161,7 +161,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
                     if len(said) <= most:
                         continue
                     caller = next(iter(said))
-                elif caller not in said:  # it has made room
+                elif caller not in said:  # closed above, to make room
                     continue
                 else:
                     said[caller] += (piece := _rest_of_line(caller))
@@ -176,7 +176,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
 
 
 def _rest_of_line(caller: socket.socket) -> bytes:
-    """Reads as much as has come of a caller's line, and nothing behind it; nothing where the caller is gone."""
+    """Reads the part of a caller's line that has arrived, and no byte after the line; no byte if the caller is gone."""
     with contextlib.suppress(OSError):
         seen = caller.recv(_GREETING, socket.MSG_PEEK)
         return caller.recv(seen.find(b"\n") + 1 or len(seen))
@@ -188,7 +188,7 @@ def _left(end: float) -> float:
 
 
 def _greeted(greeting: bytes, secret: str) -> int:
-    """Returns the process that a caller says it is; -1 for one that does not know the secret."""
+    """Returns the process that a caller's greeting names; -1 if the greeting lacks the secret."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         said = json.loads(greeting)
         if hmac.compare_digest(str(said["secret"]).encode(), secret.encode()):
@@ -200,18 +200,18 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
     """Calls `jax.distributed.initialize(coordinator, processes, process, **options)`, through a relay if not process 0.
 
     `coordinator` is `host:port`; on loopback, no other host reaches the service. `heartbeat_timeout_seconds` must stay
-    above the time-out of `Links`, which else has no time to name the process that hangs. JAX's calls to the service
-    release the interpreter lock, so that a relay in threads of this process is enough.
+    above the time-out of `Links`: otherwise `Links` has no time to name a process that hangs. JAX's calls to the
+    service release the interpreter lock, so that a relay in threads of this process is enough.
     """
     if process > 0:
         coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):
-        options.setdefault("coordinator_bind_address", coordinator)  # JAX listens on all interfaces else
+        options.setdefault("coordinator_bind_address", coordinator)  # by default JAX listens on all
     jax.distributed.initialize(coordinator, processes, process, **options)
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether the name or address is one of this host that no other can mean."""
+    """Says whether the name or address is a loopback one: it means this host on every host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -238,7 +238,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
         try:
             far = socket.create_connection(target, timeout=_PATIENCE)
             break
-        except OSError:  # process 0 has not come so far
+        except OSError:  # process 0 has not started the service yet
             if time.monotonic() > end:
                 near.close()
                 return
@@ -251,7 +251,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Forwards until either side ends. The far side's end is kept from the near one: see `initialize`."""
+    """Forwards until either side ends; then, if `close`, ends sending to `target`. The module says why not always."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)

@@ -1,6 +1,6 @@
 """One TCP connection between each two processes: messages, a heartbeat, and the news of a death at once.
 
-A message is a line of JSON, behind which may come so many bytes as it says; nothing is unpickled.
+A message is a line of JSON; its field `bytes` says how many bytes of data follow. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Callable, Mapping
 Message = dict[str, str]
 
 _LINE = 1 << 16  # bytes of a line
-MOST = 1 << 30  # bytes behind it
-_PARTS = 512  # that are sent by one call; Linux takes 1,024
-_LAST_WORDS = 2.0  # seconds that a peer which reads nothing may hold up the others
+MOST = 1 << 30  # bytes of data after a line
+_PARTS = 512  # parts that one call sends; Linux takes 1,024
+_LAST_WORDS = 2.0  # seconds for which peers that read nothing may delay `tell_all`
 _SEND_BUFFER = 1 << 20  # bytes
-_EVERY = 0.5  # seconds between two looks: a program's first collectives open connections
-_OPEN_FILES = "/proc/self/fd"  # Linux's; elsewhere nothing is changed
+_EVERY = 0.5  # seconds between two calls of `widen_send_buffers`: a program's first collectives open connections
+_OPEN_FILES = "/proc/self/fd"  # exists on Linux; other systems keep their buffers
 
 
 class LinkError(RuntimeError):
-    """A peer is lost, has failed or does not answer. One line: which process, on which host, and what to do."""
+    """A peer is lost, has failed or does not answer. The message is one line: the process, its host, and a remedy."""
 
 
 @dataclasses.dataclass
 class Wire:
-    """One end of a connection. `lines` reads from `socket`; whoever writes to it holds `writing`."""
+    """One end of a connection. `lines` reads from `socket`; a thread holds `writing` while it writes to `socket`."""
 
     socket: socket.socket
     lines: io.BufferedReader
@@ -45,9 +45,9 @@ class Wire:
         return cls(end, end.makefile("rb"), threading.Lock())
 
     def write(self, message: Message, *data: bytes) -> None:
-        """Sends a message, and `data` behind it, if there is any: then the message has its length in all as `bytes`.
+        """Sends a message, then `data`; if there are any, the message's field `bytes` is their total length.
 
-        Nothing is copied to be sent.
+        Sending copies no data.
         """
         head = json.dumps(message).encode() + b"\n"
         missing = len(head) + int(message.get("bytes", 0))
@@ -64,7 +64,7 @@ class Wire:
                 waiting[: whole + 1] = [memoryview(waiting[whole])[sent:]]
 
     def read(self) -> tuple[Message, bytes] | None:
-        """Returns the next message and its data; None at the end. Raises ValueError for one that is too long."""
+        """Returns the next message and its data; None at the end. Raises ValueError if it is incomplete or too long."""
         line = self.lines.readline(_LINE)
         if not line:
             return None
@@ -86,10 +86,10 @@ class Wire:
 
 class Wires:
     """The wires of one process at work. `heard(process, message, data)` is called for every message of a peer, in
-    order, and `gone(process, why)` once, behind the last of them; both from the thread that listens to this peer.
+    order, and `gone(process, why)` once, after the last message; both from the thread that listens to this peer.
 
-    A peer of which nothing was heard for `timeout` seconds is gone. Every process sends a heartbeat several times as
-    often, from a thread: only a process that is stopped, cut off, or holds the interpreter lock that long misses it.
+    A peer that sends no byte for `timeout` seconds is gone. A thread of every process sends at least five heartbeats in
+    this time: they stop only if the process is stopped, is cut off, or holds the interpreter lock that long.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Wires:
         threading.Thread(target=self._beat, name="link-heartbeat", daemon=True).start()
 
     def send(self, process: int, message: Message, *data: bytes) -> None:
-        """Sends a message to a peer. Never raises: `gone` says it where a peer is gone, behind its last message."""
+        """Sends a message to a peer. Never raises: if the peer is gone, `gone` reports it after its last message."""
         try:
             self._wires[process].write(message, *data)
-        except TimeoutError:  # its buffers have been full for the whole time-out, and half a line is written
+        except TimeoutError:  # the peer's buffers were full for the whole time-out, and the message is incomplete
             self._hang_up(self._wires[process])
         except OSError:
             pass
 
     def tell_all(self, message: Message) -> None:
-        """Sends a message to every peer; returns after two seconds although one of them reads nothing."""
+        """Sends a message to every peer; returns after two seconds at the latest, even if a peer reads nothing."""
         threads = [threading.Thread(target=self.send, args=(peer, message), daemon=True) for peer in self._wires]
         for thread in threads:
             thread.start()
@@ -129,14 +129,14 @@ class Wires:
             thread.join(max(end - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Ends sending. Goes on listening until the peers close as well, for a socket closed earlier would reset the
-        connection, and a message under way be lost."""
+        """Ends sending, and goes on listening until the peers close, too: a socket closed earlier would reset the
+        connection, and messages under way would be lost."""
         self._closed.set()
         for wire in self._wires.values():
             self._hang_up(wire, socket.SHUT_WR)
 
     def _hang_up(self, wire: Wire, how: int = socket.SHUT_RDWR) -> None:
-        with contextlib.suppress(OSError):  # the peer was faster
+        with contextlib.suppress(OSError):  # the peer has closed already
             wire.socket.shutdown(how)
 
     def _listen(self, process: int) -> None:
@@ -145,11 +145,11 @@ class Wires:
             while (came := wire.read()) is not None:
                 self._heard(process, *came)
             why = "its connection closed"
-        except ConnectionError:  # reset, because it died before it had read everything
+        except ConnectionError:  # a reset: the peer died before it had read all data
             why = "its connection closed"
         except TimeoutError:
             why = f"it has not answered for {self._timeout:g} s"
-        except Exception as error:  # whatever it said instead of a message
+        except Exception as error:  # the peer sent something that is no message
             why = f"{type(error).__name__}: {error}"
         self._gone(process, why)
         wire.close()
@@ -161,12 +161,12 @@ class Wires:
 
 
 def widen_send_buffers() -> None:
-    """Gives each TCP connection of this process a mebibyte for sending, or what the system allows, where it has less.
+    """Raises smaller send buffers of this process's TCP connections to a mebibyte, or to the system's maximum.
 
     Gloo, which carries XLA's collectives between processes on CPUs, leaves these buffers at Linux's default of 16 KiB.
     Loopback's packets have 64 KiB: one fills the buffer, and the next one waits until the peer's delayed
-    acknowledgement comes, 40 ms later. Where both ends send, as in an all-to-all, that is 1.6 MB/s. Gloo has no setting
-    for it, but its connections are this process's own.
+    acknowledgement comes, 40 ms later. If both ends send, as in an all-to-all, the speed is 1.6 MB/s. Gloo has no
+    setting for the buffers, but its connections belong to this process.
     """
     for name in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else ():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -179,7 +179,7 @@ def widen_send_buffers() -> None:
 
 
 def keep_send_buffers_wide(closed: Callable[[], bool]) -> None:
-    """Does so again and again, in a thread, for connections to come."""
+    """Calls `widen_send_buffers` in a thread, again and again until `closed()`, for connections that open later."""
 
     def watch() -> None:
         while not closed():

@@ -10,5 +10,5 @@ each other once a minibatch instead of twice a layer.
 class OdcError(RuntimeError):
     """A device failed within a minibatch, or a process was lost. The message names it, the stage and the reason.
 
-    Parameters are unchanged. A single process may try the next minibatch; of several processes, all have to end.
+    Parameters are unchanged. A single process may try the next minibatch; several processes all have to end.
     """

@@ -1,6 +1,6 @@
-"""Runs a minibatch: one thread a device, each through its own microbatches, and one barrier at the end.
+"""Runs a minibatch: a worker thread for each device goes through its microbatches; one barrier ends the minibatch.
 
-A worker fetches the weights of the next layers, computes one, and pushes gradients. Programs are dispatched without
+A worker fetches the weights of the next step, computes a step, and pushes gradients. Programs are dispatched without
 waiting for their results; the window bounds how far dispatch runs ahead.
 """
 
@@ -30,7 +30,7 @@ from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
-_numbers = itertools.count(1)  # of this process's minibatches; all processes run the same ones in the same order
+_numbers = itertools.count(1)  # numbers of minibatches, equal in all processes: they run the same ones in one order
 
 
 class _Failure:
@@ -43,7 +43,7 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Records an error raised inside, so that no thread waits for this one. `what` describes the work."""
+        """Records an error raised inside, so that no other thread waits for this one. `what` describes the work."""
         try:
             yield
         except BaseException as error:
@@ -69,7 +69,7 @@ class Task:
     microbatches: Sequence[StagedMicrobatch]
 
     def itinerary(self, train: bool) -> Itinerary:
-        """The way forward through all microbatches, each followed by the way back if `train`."""
+        """The weights of each step: forward through each microbatch and, if `train`, back."""
         needs: list[tuple[Key, ...]] = []
         for microbatch in (self.microbatches[i] for i in self.indices):
             needs += [*microbatch.keys, *(microbatch.keys[k] for k in microbatch.back if train)]
@@ -83,8 +83,8 @@ class Task:
 class Worker:
     """Runs the task of device `number`; `read` returns the host arrays of a batch.
 
-    `place` describes the present step, `tally` is the sum of training's results, `results` are those of forward passes
-    alone, by index.
+    `place` describes the present step, `tally` is the sum of training's results, `results` are the results of forward
+    passes without training, by index of the batch.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Worker:
         self.seconds = 0.0
         self._check, self._read = check, read
         self._steps = 0  # dispatched so far
-        self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # step, and a push's arguments
+        self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # pushes: step, arguments
 
     def run(self, window: Window, push: Push) -> None:
         """Goes forward through each microbatch and, with `push(key, microbatch's number, rows)`, backward.
 
-        Gradients are pushed only when they are computed: otherwise the owner, which works in order, would wait.
+        Gradients are pushed after they are computed: otherwise the owner, which works in order, would wait.
         """
         for number, index in enumerate(self.task.indices):
             microbatch = self.task.microbatches[index]
@@ -139,8 +139,8 @@ class Worker:
     def _forward(
         self, window: Window, number: int, microbatch: StagedMicrobatch, program: Callable[[Step], Callable], push: Push
     ) -> tuple[PyTree, dict[int, tuple[PyTree, list[tuple[tuple[int, ...], np.dtype]]]]]:
-        """Goes forward through a microbatch. Returns the results, and what each step saved, with the shapes of its
-        outputs."""
+        """Goes forward through a microbatch. Returns the results, and for each step its saved values with the shapes
+        of its outputs."""
         batch, saved = self.task.batches[self.task.indices[number]], {}
         leaves = jax.device_put(jax.tree.leaves(self._read(batch)), self.device)
         values: dict[int, jax.Array] = dict(zip(microbatch.inputs, leaves, strict=True))
@@ -172,15 +172,15 @@ class Worker:
 
 
 class Odc:
-    """The weights of `strategy`, walked on demand.
+    """Computes the loss and the log-probs of `strategy`, with weights fetched on demand.
 
     Parameters and gradients are laid out as by `strategy`, which may also be used between two minibatches. A device
     holds the complete weights of at most three steps at once (a step is a layer, or the part between two stacks of
     layers). `deterministic` adds gradients in an order that depends only on the minibatch and the predicted work.
     `group` neighbouring devices (0: all) hold all parameters and gradients together (hybrid sharding). `links` connect
-    this process with the others, if there are any. While a minibatch runs, there is a copy of the parameters in the
-    compute dtype, each device's part on the device. `last_seconds` is the time of each local device for its part of the
-    last minibatch, `idle` the seconds that a device then waited for the others, on average.
+    this process with the other processes, if the run has several. While a minibatch runs, each device also holds its
+    part of the parameters in the compute dtype. `last_seconds` is each local device's time for its part of the last
+    minibatch, `idle` the seconds that a device then waited for the others, on average.
     """
 
     last_seconds: dict[int, float]
@@ -229,8 +229,8 @@ class Odc:
         return loss, tally, grads
 
     def logprobs(self, params: Params, inputs: Sequence[PyTree], devices: Sequence[int]) -> list[PyTree]:
-        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None in another
-        process."""
+        """Returns the result of `forward` for each of `inputs`, on the device that computed it; None for an input that
+        another process computed."""
         tasks = self._tasks(self._strategy.forward, inputs, devices)
         workers = self._run(params, tasks, _Failure(self._links))
         found = {i: result for worker in workers for i, result in worker.results.items()}
@@ -246,8 +246,8 @@ class Odc:
         return [Task(indices, batches, microbatches) for indices in shares]
 
     def _staged_for(self, function: Loss | Forward, batch: PyTree) -> StagedMicrobatch:
-        """The staged microbatch that computes `function`, the strategy's `loss` or `forward`, for batches like `batch`:
-        one for each shape of a batch."""
+        """The staged microbatch that computes `function`, the strategy's `loss` or `forward`, for batches of the shapes
+        of `batch`."""
         strategy = self._strategy
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         leaves, tree = jax.tree.flatten(abstract)
@@ -258,7 +258,7 @@ class Odc:
 
         with self._lock:
             if name not in self._staged:
-                dtype = strategy.compute_dtype  # that of the rows
+                dtype = strategy.compute_dtype  # the dtype of the rows
                 params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), strategy.abstract)
                 self._staged[name] = StagedMicrobatch(self._rows, traced, params, abstract, strategy.remat)
             return self._staged[name]
@@ -303,8 +303,8 @@ class Odc:
         return workers
 
     def _orders(self, tasks: Sequence[Task], work: Sequence[float]) -> dict[Device, dict[Key, list[Turn]]]:
-        """Returns, for each owner in this process, the order in which pushes of each key are added: that of the
-        expected ends of their microbatches. All owners of a group have the same order."""
+        """Returns, for each owner in this process, the order in which pushes of each key are added: by the expected
+        ends of their microbatches. All owners of a group have the same order."""
         orders: dict[range, dict[Key, list[Turn]]] = {}
         for group in {self._rows.members(d) for d in self._local}:
             orders[group] = {}

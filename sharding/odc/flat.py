@@ -1,13 +1,13 @@
 """Parameters as a parameter server holds them: one flat row on each device for each unit of weights.
 
 A unit is the weights of one layer, or some weights outside all stacks; it is fetched at once. Its row on a device holds
-FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push one to
-each. Rows are made from parameters on the mesh, and gradients return to that layout, without leaving the device.
+FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push is one
+transfer to each. Programs on the mesh make rows from parameters, and gradients in the parameters' layout from rows.
 
 A weight that FSDP can't cut over all devices has copies. Each holder of a copy owns a part of it, padded to equal
-lengths, so that every element has one owner. If `group` is fewer than all devices, the devices of a group (a host) hold
-the rows of the whole mesh together. The rows are gathered when they are published, and their gradients are summed and
-scattered over the groups at the end of the minibatch (hybrid sharding, ODC paper section 6.1).
+lengths, so that every element has one owner. If `group` is less than the number of devices, the devices of a group (a
+host) together hold the rows of all devices. Publishing gathers these rows over the groups; at the end of the minibatch
+their gradients are summed and scattered over the groups (hybrid sharding, ODC paper section 6.1).
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from ..weights import WeightSpec, cut_of
 
 @dataclasses.dataclass(frozen=True)
 class RowPiece:
-    """A weight in a unit: cut along `dim` into `shards` (1: not cut), each of which is on `copies` devices.
+    """A weight in a unit: cut along `dim` into `shards` (1: not cut); each shard is on `copies` devices.
 
-    A device owns `size` elements of it.
+    A device owns `size` elements of the weight.
     """
 
     leaf: int
@@ -50,8 +50,8 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that are fetched together, and lie one after another in a row; `layers` is their number of layers, 0 if
-    not stacked."""
+    """Weights that are fetched together and lie one after another in a row; `layers` is their number of layers, 0 for
+    weights outside all stacks."""
 
     pieces: tuple[RowPiece, ...]
     layers: int
@@ -109,7 +109,7 @@ class ParameterRows:
         for unit, unit_rows in zip((self.units[number] for number in units), rows, strict=True):
             # [group, outer, size] -> [devices, size]: device `n` is member `n % group` of group `n // group`
             table = jnp.stack(unit_rows).reshape(self.group, self.outer, -1).swapaxes(0, 1).reshape(-1, unit.size)
-            # The transpose of a split joins its parts; that of many slices would sum as many padded rows.
+            # The transpose of a split joins its parts; the transpose of many slices would sum as many padded rows.
             for piece, part in zip(unit.pieces, jax.lax.split(table, unit.sizes, axis=1), strict=True):
                 shards = part.reshape(piece.copies, piece.shards, -1).swapaxes(0, 1).reshape(piece.shards, -1)
                 shards = shards[:, : math.prod(piece.shard_shape)].reshape(piece.shards, *piece.shard_shape)

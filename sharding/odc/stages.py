@@ -1,12 +1,12 @@
 """A model's loss cut into stages: each layer, and each part between two stacks of layers, is a program of its own.
 
-FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch and to push. The function is
-traced once with complete weights (`Trace`), where a `MarkingWalk` leaves one equation for each stack that the model
-walks; the equations between two of these are one more stage. So ODC computes the same operations as the other
-strategies, for any model that walks its stacks with `Walk.scan`, and models do not depend on it.
+FSDP runs the loss as one program a device. ODC must stop between any two layers, to fetch and to push. The loss is
+traced once with complete weights (`Trace`). A `MarkingWalk` leaves one equation in the trace for each stack that the
+model walks; the equations between two stacks form one more stage. So ODC computes the same operations as the other
+strategies, for any model that walks its stacks with `Walk.scan`, and models do not depend on ODC.
 
-This file holds everything that ODC needs of JAX's representation of programs. Stacks are marked by an equation of our
-own, because the parameters of JAX's own loops are private and change from release to release.
+This file holds everything that ODC needs of JAX's representation of programs. An equation of our own marks a stack,
+because the parameters of JAX's own loops are private and change from release to release.
 """
 
 import dataclasses
@@ -77,8 +77,8 @@ class Trace:
     """The equations of `function(*args)`, whose arguments may be abstract (`ShapeDtypeStruct`s) or traced themselves.
 
     `inputs` are the variables of the arguments' leaves, `outputs` those of the results' leaves (or literals), `results`
-    the results' shapes. `constants` are the values of all other variables that are read: arrays, or traced values if
-    the function reads traced values from around it.
+    the results' shapes. `constants` are the values of all other variables that the equations read: arrays, or traced
+    values that the function reads from its surroundings.
     """
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
@@ -199,7 +199,7 @@ class Program:
             seen.update(step.last)
 
     def _segment(self, begin: int, end: int) -> None:
-        """Adds one step for the equations from `begin` to `end`; its outputs are those that later ones read."""
+        """Adds one step for the equations from `begin` to `end`; its outputs are the variables that are read later."""
         eqns = self._trace.equations[begin:end]
         if not eqns:
             return
@@ -237,8 +237,8 @@ class Program:
         consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
-        # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index among those of its
-        # kind, and whether a part of it is cut out for each layer. Weights come as those of one layer.
+        # For each argument of the body: its kind (0: a constant, 1: a weight, 2: a value), its index within the kind,
+        # and whether each layer gets a part of it. `given` weights are already those of one layer.
         sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
         for at, var in enumerate(eqn.invars):

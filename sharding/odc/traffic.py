@@ -1,17 +1,18 @@
 """Brings rows to workers and gradients to owners in one minibatch, between devices of this process and of others.
 
-An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time, and holds those
-of at most three steps: of the one that is dispatched, of the next one, and of the one before, which may not be done.
+An itinerary lists the weights that a device needs at each of its steps. A window fetches them in time and holds the
+weights of at most three steps: the dispatched step, the next step, and the step before, which may still be running.
 
 Processes send each other no requests. Each process knows the complete minibatch, and so the rows that other processes'
 devices will fetch, and their order. It offers these rows under numbers that both sides count up. It also knows the
-gradients that the others will push, and pulls them in that order. A worker that is many pushes ahead of an owner waits.
+gradients that the others will push, and pulls these in their order. A worker that is many pushes ahead of an owner
+waits.
 
 Owners add gradients up. In arrival order a push is added at once, and two runs differ in the last bits. In a fixed
-order a push waits until all pushes before it have been added: pushes of microbatches that the plan expects to end
-earlier. Few pushes wait if the expectation is right. The number of waiting pushes is bounded, so that a device that is
-too early waits itself. That can't block all devices: the first microbatch in the order that is not added in full never
-waits, neither to push nor, since a fetch only reads, to fetch.
+order a push waits for its key's pushes of all microbatches that the plan expects to end earlier. Few pushes wait if the
+expectation is right. The number of waiting pushes is bounded: a device with too many of them waits, too. This can't
+block all devices: the first microbatch in the order that is not added in full never waits, since its pushes are next
+and a fetch only reads.
 """
 
 import collections
@@ -38,8 +39,8 @@ _FETCH, _PUSH = 0, 1
 
 
 def held_at(itinerary: Itinerary, step: int) -> list[Key]:
-    """The keys of the weights that the device holds, or is fetching, when this step is dispatched: of the step and of
-    the one after it. The step before, which may not be done, has its own for so long."""
+    """The keys of the weights that the window holds or fetches when this step is dispatched: those of the step and of
+    the step after it. The program of the step before may still be running, and holds its own weights meanwhile."""
     return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
 
@@ -77,7 +78,7 @@ class Window:
 
     @property
     def done(self) -> int:
-        """The least number of steps that are done: those that `next` has waited for."""
+        """The number of steps that are surely done, because `next` has waited for them."""
         return self._step - len(self._pending)
 
     def dispatched(self, result: jax.Array) -> None:
@@ -174,7 +175,7 @@ class Traffic:
         number: int,
     ) -> None:
         self._rows, self._devices, self._local = rows, devices, set(local)
-        self._links: Any = links  # only asked where there are devices of other processes
+        self._links: Any = links  # used only if other processes have devices
         self._number = number
         self._dtype = published[0][0].dtype
         self._shards = [
@@ -187,7 +188,7 @@ class Traffic:
         return [d for d in range(len(self._devices)) if d not in self._local and self._owners_here(d)]
 
     def offer(self, trips: Sequence[Itinerary]) -> None:
-        """Offers all rows that devices of other processes will fetch here; `trips` are all devices'."""
+        """Offers all rows that devices of other processes will fetch here; `trips[d]` is device `d`'s itinerary."""
         for client in self.clients:
             keys = [key for keys in fetches(trips[client]) for key in keys]
             for count, key in enumerate(keys):
@@ -258,7 +259,7 @@ class Traffic:
         return self._links.fetch(self._devices[source].process_index, name, [like], self._devices[device])[0]
 
     def _name(self, kind: int, client: int, count: int, owner: int) -> int:
-        """The key of a transfer, unique in the offering process. Raises ValueError where its 63 bits do not suffice."""
+        """The key of a transfer, unique in the offering process. Raises ValueError if its 63 bits do not suffice."""
         name = 0
         for part, bits in ((self._number, 24), (kind, 1), (client, 10), (owner, 10), (count, 18)):
             if part >> bits:

@@ -1,11 +1,12 @@
 """Planners of sequences: `ulysses` gives all of them one degree, FlexUlysses gives each its own degree, so that all
 devices compute for equally long and little is sent.
 
-Its objectives in lexicographic order: first, tokens of a device within the memory limit and the largest compute load
-within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times); then
-traffic. A placement without any sharding is the plan if it reaches the first objective. Otherwise sequences descend the
-tree of groups and pairs of groups exchange sequences (`placement`), which takes milliseconds and is nearly always good.
-Only if that plan is not good, a search (`search`) follows, and the best placement of all is the plan.
+FlexUlysses has two objectives. The first: tokens of a device within the memory limit and the largest compute load
+within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). The second,
+among plans that are equal in the first: little traffic. A placement without any sharding is the plan if it reaches the
+first objective. Otherwise sequences descend the tree of groups and pairs of groups exchange sequences (`placement`).
+This takes milliseconds and is nearly always good. If it is not, a search (`search`) follows, and the best placement of
+all is the plan.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from .plan import Limits, Placement, PlanError, Problem, ShardPlan, pose
 from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many
-TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can tell which is best
+TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
 MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
@@ -116,7 +117,7 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields placements, quick ones first. Blocks of the highest degree are rarely better than those of a host's."""
+    """Yields placements, quick ones first. Blocks of the highest degree are rarely better than blocks of one host."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:
@@ -126,7 +127,7 @@ def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[P
 
 
 def _good(problem: Problem, placement: Placement) -> bool:
-    """Says whether a search is not worth its time: loads are accepted, and traffic is little or the least possible."""
+    """Says whether no search is needed: loads are accepted, and traffic is little or the least possible."""
     compute, memory = largest(problem, placement)
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False

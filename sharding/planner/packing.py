@@ -20,13 +20,13 @@ Bins = list[tuple[float, list[int]]]  # (sum, items) of each bin, fullest first
 
 
 def lb_mini(lengths_I: np.ndarray, work_I: np.ndarray, num_devices: int, room: int = 0) -> list[Microbatches]:
-    """Returns the microbatches of each device, even over the whole minibatch (section 4, C.1): however many sequences
-    and microbatches each has, perhaps none.
+    """Returns the microbatches of each device. Work is even over the whole minibatch (section 4, C.1); devices may have
+    different numbers of sequences and microbatches, even none.
 
     `lengths_I` are the tokens and `work_I` (f64) the work of each sequence; a microbatch holds at most `room` tokens,
-    0 for no bound. The best of Karmarkar-Karp, of longest first and of equal numbers of sequences deals them out, each
-    improved by exchanges. Then each device packs alone, in as many microbatches as it takes until every one fits: even
-    in tokens, since work need not be. Raises PlanError for a sequence that no microbatch holds.
+    0 for no bound. The best of three deals is taken: Karmarkar-Karp, longest first, equal numbers of sequences, each
+    improved by exchanges. Then each device packs its share into the fewest microbatches that fit: even in tokens, or
+    else in work. Raises PlanError for a sequence that no microbatch holds.
     """
     if room and lengths_I.max(initial=0) > room:
         worst = int(lengths_I.argmax())
@@ -76,8 +76,8 @@ def fewest(lengths_I: np.ndarray, share: list[int], room: int) -> int:
 def packed(
     lengths_I: np.ndarray, work_I: np.ndarray, share: list[int], count: int, room: int, by: Sequence[np.ndarray]
 ) -> Microbatches | None:
-    """`count` microbatches that fit, made even in one of the amounts `by`, the first that does, heaviest first; None if
-    none does. One always does for as many microbatches as sequences, which then stand alone."""
+    """Packs a share into `count` microbatches, heaviest first: even in the first of the amounts `by` whose microbatches
+    all fit; None if none of the amounts fits. With as many microbatches as sequences, each holds one, and all fit."""
 
     def order(members: list[int]) -> tuple[float, list[int]]:
         return -float(work_I[members].sum()) if members else 0.0, members
@@ -98,7 +98,7 @@ def karmarkar_karp(
     A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest bin of
     one with the emptiest of the other, until one partial solution is left. Empty bins are not stored. With
     `equal_size`, the first partial solutions are `count` items of similar work, one in each bin. Every bin gets one
-    item of each, so that bins have equal sizes, or differ by one where `count` does not divide the number of items.
+    item of each, so that bins have equal sizes, or differ by one if `count` does not divide the number of items.
     """
     amounts = np.asarray(work, float)
     if equal_size:
@@ -143,9 +143,9 @@ def longest_first(work_I: np.ndarray, count: int) -> list[int]:
 def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
-    """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if it gets
-    emptier and no other bin as full as it was. The best exchange is made as long as there is one. The largest sum never
-    grows. `equal_size` allows no gift for nothing, so that bins keep their numbers of items."""
+    """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if afterwards
+    both bins are emptier than the fullest one was. The best exchange is made until no exchange helps. The largest sum
+    never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:
         loads = np.bincount(bins_I, work_I, count)

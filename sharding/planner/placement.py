@@ -1,10 +1,10 @@
-"""A placement is a plan in the making. Here are its score, its first blocks, the descent beneath them, the exchange.
+"""A placement is a plan in the making. This file has its score, first blocks, the descent beneath them, the exchange.
 
 The descent places sequences from the largest groups down: some stay on all of a group, its two halves share the others.
 A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
-such that the others can be dealt to the two halves within that rest. It is always possible that all stay, so that a
-plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
-(Karmarkar-Karp, in two resources at once) down to a dozen differences, for which all ways are tried.
+such that the two halves can share the others within the compute and memory left. All sequences may always stay, so that
+a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
+(Karmarkar-Karp, in two resources at once) down to 11 differences, for which all ways are tried.
 
 Then a local search follows: two groups at a time deal their sequences anew, exactly, so that fewer are sharded.
 """
@@ -23,7 +23,7 @@ SPARE = 0.03  # share of the memory limit left free, so that the devices within 
 GOOD = 0.25  # the pressure below which no block is dealt anew
 NEIGHBOURS = 6  # emptiest blocks with which the fullest one deals anew
 EXACT = 7  # up to so many sequences are dealt left/right/both by trying all ways: 3**7
-ENTITIES = 11  # and up to so many differences left/right: 2**10
+ENTITIES = 11  # up to so many differences are dealt left/right by trying all ways: 2**10
 TRIES = 8  # sets of staying sequences that are tried before ever more of the largest sequences stay
 FREE = 6  # up to so many sequences of two groups are dealt anew together: 4**6 ways
 HARD = 100.0  # the weight of exceeding memory, against compute
@@ -31,11 +31,11 @@ EPS = 1e-9
 
 Score = tuple[float, float]  # excess over the limits of memory and compute (relative to them), then traffic
 Pair = tuple[float, float]  # compute and memory, in units of one device's limit
-Ways = tuple[list[int], list[int], list[int]]  # sequences that stay on all of a group, and those of each half
+Ways = tuple[list[int], list[int], list[int]]  # sequences that stay on all of a group, of its left half, of its right
 
 
 def dealt(problem: Problem, degree: int) -> list[int]:
-    """The block of `degree` devices of each sequence: as even as possible in compute, within the memory limit."""
+    """The number of each sequence's block of `degree` devices: blocks even in compute, within the memory limit."""
     amounts = np.array([problem.work_I, problem.lengths_I])
     target = np.array([problem.least_compute or 1.0, max(problem.least_memory, (1 - SPARE) * problem.memory_limit)])
     spare = np.maximum([problem.compute_limit or 1.0, problem.memory_limit] / target - 1, 0.002) / [2, 1]
@@ -45,10 +45,10 @@ def dealt(problem: Problem, degree: int) -> list[int]:
 def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
     """The block, out of `count`, of each sequence: as even as possible in compute and memory at once.
 
-    `amounts`, `[2, sequences]`, are work and tokens in units of what one block should take; `room`, `[2]`, is the spare
-    part of these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its
-    excess over 1, divided by `room`. Then the block with the most pressure and another one deal anew, as long as that
-    helps.
+    `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the spare part of
+    these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its excess over
+    1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, as long as
+    that helps.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -123,7 +123,7 @@ def signs(count: int) -> np.ndarray:
 @functools.cache
 def ternary(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """`[codes, count]` each: 1.0 where the item is left, right, in both; and the code itself (0, 1, 2). The two sides
-    are alike, so that the first item is never right."""
+    are equal, so that codes with the first item on the right are left out."""
     code = np.array(list(itertools.product((0, 1, 2), repeat=count)), np.int8).reshape(-1, count)
     code = code[code[:, 0] != 1] if count else code
     return (code == 0) * 1.0, (code == 1) * 1.0, (code == 2) * 1.0, code
@@ -146,7 +146,7 @@ class Descent:
         if size == 1:
             return self._stay(members, first, 1)
         rest = list(members)
-        while stay := [i for i in rest if not self._fit([i], size // 2, have)]:  # no half can hold these
+        while stay := [i for i in rest if not self._fit([i], size // 2, have)]:  # too large for a half
             self._stay(stay, first, size)
             rest = [i for i in rest if self._fit([i], size // 2, have)]
             have = self._less(stay, size, have)
@@ -183,7 +183,7 @@ class Descent:
         return self.tokens[i] * (self.weights[size.bit_length() - 1] - self.weights[degree.bit_length() - 1])
 
     def _cases(self, items: list[int], size: int, have: Pair, dust: Pair) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf where it does not fit),
+        """Returns `[codes]`, the cost of each way to put `items` left, right or in both (inf if the way does not fit),
         and the codes. Smaller sequences have compute and memory `dust` in all; they count as a fluid that evens out
         differences."""
         is_left, is_right, stays, code = ternary(len(items))
@@ -201,7 +201,7 @@ class Descent:
     def _enumerate(self, rest: list[int], size: int, have: Pair) -> Ways:
         cost, codes = self._cases(rest, size, have, (0.0, 0.0))
         best = int(cost.argmin())
-        if cost[best] == np.inf:  # only rounding can cause this: all of them stay
+        if cost[best] == np.inf:  # only rounding can cause this: all sequences stay
             return rest, [], []
         left, right, stay = ([i for i, way in zip(rest, codes[best], strict=True) if way == side] for side in range(3))
         return stay, left, right
@@ -231,7 +231,8 @@ class Descent:
         return rest, [], []
 
     def _halves(self, members: list[int], size: int, have: Pair) -> tuple[float, list[int], list[int]]:
-        """Returns (unevenness of the most even halves found: above 1, a half exceeds `have`; these two halves)."""
+        """Returns (unevenness of the most even halves that were tried, left half, right half); above 1, a half exceeds
+        `have`."""
         work, tokens = self._total(members)
         spare = max(size * have[0] - work, EPS), max(size * have[1] - tokens, EPS)
         return halves(members, self.work, self.tokens, *spare)
@@ -240,8 +241,8 @@ class Descent:
 def halves(
     members: Sequence[int], work: Sequence[float], tokens: Sequence[float], spare_work: float, spare_tokens: float
 ) -> tuple[float, list[int], list[int]]:
-    """Deals `members` to two sides. Returns the larger of their differences in work and in tokens, each over what is
-    spare of it, and the sides. Karmarkar-Karp differencing down to `ENTITIES` entries, then all ways."""
+    """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
+    Returns the larger of the sides' differences in work and tokens, over what is spare of each, and the sides."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):
@@ -273,8 +274,8 @@ def halves(
 
 @functools.cache
 def subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (starts, codes, left, right, in_both): each of `count` items is elsewhere (0), left (1), right (2) or in
-    both halves (3) of a group.
+    """Returns (starts, codes, left, right, in_both): each of `count` items is outside a group (0), in its left half
+    (1), its right half (2) or both halves (3).
 
     Codes are ordered by the set of items that are in the group: the codes of set `m` (bit `i`: item `i` is in it) are
     `[starts[m], starts[m + 1])`. `left` and `right` hold the share of an item that each half computes, `in_both` is
@@ -339,8 +340,8 @@ class Exchange:
         self.loads[first : first + degree] -= self.amounts[i] / degree
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
-        """Deals the sequences of two groups of `2 * half` devices anew. Returns whether traffic falls; None: it
-        can't."""
+        """Deals the sequences of two groups of `2 * half` devices anew. Returns whether traffic falls; None if no deal
+        was tried, because none could lower it."""
         size = 2 * half
         firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]
@@ -352,7 +353,7 @@ class Exchange:
             self._take(i)
         starts = [first + part * half for first in firsts for part in (0, 1)]
         room = [1 + EPS - self.loads[f : f + half].max(0) for f in starts]
-        # Useless unless some half of a group has room for a sequence of some complete group.
+        # A deal is useless unless some half of a group has room for a sequence that now stays on all of a group.
         most = np.max(room, axis=0) * half
         if not (self.amounts[[i for i in free if i in whole]] <= most).all(1).any():
             for placed in before:
@@ -361,7 +362,7 @@ class Exchange:
         bounds, codes, in_left, in_right, in_both = subsets(len(free))
         amounts = self.amounts[free]
         shares = (amounts / half).T
-        # Each resource is a row, since columns take twice as long.
+        # Each resource is a row: columns would take twice as long.
         left, right = shares @ in_left.T, shares @ in_right.T
         saved = self.weights[size.bit_length() - 1] - self.weights[half.bit_length() - 1]
         price = in_both @ (amounts[:, 1] * saved)

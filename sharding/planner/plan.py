@@ -1,7 +1,7 @@
 """A shard plan: on how many devices, and on which, each sequence of a microbatch is computed. numpy only.
 
-Limits are the bounds of a plan; a Problem is one microbatch to place, in numbers. A microbatch that no planner can
-place raises here, naming the sequence or field.
+Limits are the bounds of a plan; a Problem is one microbatch to place, in numbers. For a microbatch that no planner can
+place, `pose` raises PlanError, naming the sequence or field.
 
 Devices are numbered along the mesh in row-major order. A group of degree `p` is `p` consecutive devices beginning at a
 multiple of `p`, so any two groups are disjoint or nested (FlexRL section 3.3), and a group is the product of the last
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-GAMMA = 16.0  # traffic beyond a host costs so many times as much as within
+GAMMA = 16.0  # traffic between hosts costs so many times as much as traffic within a host
 
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
@@ -113,9 +113,9 @@ def rounds(num_devices: int, degrees: Sequence[int], firsts: Sequence[int]) -> t
 class Deal(NamedTuple):
     """Attention heads as they are dealt to the devices of a group, each of which computes equally many.
 
-    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and compute a part of
-    its query heads each: `kv` KV heads after filling up, each copied `copies` times, with `queries` query heads for
-    each copy. All copies are cut into `degree` consecutive equal parts.
+    If heads do not divide evenly, zeros fill them up, or several devices get copies of a KV head and each computes a
+    part of its query heads. There are `kv` KV heads after filling up, `copies` copies of each, and `queries` query
+    heads for each copy. All copies are cut into `degree` consecutive equal parts.
     """
 
     degree: int
@@ -136,7 +136,7 @@ class Deal(NamedTuple):
 def deal_heads(num_heads: int, num_kv_heads: int, degree: int) -> Deal:
     """The deal with the fewest query heads a device (compute), then the fewest KV heads (traffic).
 
-    KV heads that `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
+    KV heads whose number `degree` divides are neither filled up nor copied. Zeros multiply the compute of attention by
     `local_queries * degree / num_heads`: 8 / 7 for 28/4 heads at 8. Raises PlanError for a degree above the number of
     query heads, and ValueError for heads that are no multiple of the KV heads.
     """
@@ -159,7 +159,7 @@ class Limits:
     """The settings of every planner. Sizes are tokens.
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
-    stays in an aligned block of the largest power of two that divides the devices (12: blocks of 4, odd numbers: 1).
+    stays in an aligned block; its size is the largest power of two that divides the devices (12: 4, odd numbers: 1).
     `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
     `alpha`: most tokens of a device over the mean (FlexRL's alpha). It is exceeded, by as little as the search finds,
     only if one sequence or one block of `max_degree` devices holds more at the highest degree.
@@ -188,7 +188,7 @@ class Limits:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
 
     def degree(self, num_devices: int) -> int:
-        """The largest degree on so many devices. Raises PlanError for a `max_degree` that these forbid."""
+        """The largest degree on so many devices. Raises PlanError for a `max_degree` that devices or heads forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         aligned = num_devices & -num_devices
@@ -208,7 +208,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """One microbatch to place. `lengths_I` int64 and `work_I` float64, by sequence.
+    """One microbatch to place. `lengths_I` (int64) and `work_I` (float64) are tokens and work of each sequence.
 
     Under any plan, the largest compute of a device is at least `least_compute`, the largest number of tokens at least
     `least_memory`. Planners aim at `compute_limit` and `memory_limit` as the most of a device.

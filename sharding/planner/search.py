@@ -1,8 +1,8 @@
 """A search beyond the quick descent: beams over complete placements, then repair of the best ones.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
-Where loads are tight, a cheaper placement may require changes in all blocks at once, which no repair finds: two of the
-mixes of `tests/sharding/test_planner_mixes.py` send 1 and 2 % more than the least.
+If loads are tight, a cheaper placement may need changes in all blocks at once; repair does not find it. Two of the
+mixes of `tests/sharding/test_planner_mixes.py` therefore send 1 and 2 % more than the least.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 from .placement import Score, dealt, score
 from .plan import Placement, Problem
 
-# For each beam: the weight of unevenness, and the share of the limits that it aims at, since the last sequences exceed
-# that a little. No pair is best for all problems.
+# For each beam: the weight of unevenness, and the share of the limits that the beam aims at, since the last sequences
+# exceed the aim a little. No pair is best for all problems.
 STARTS = ((0.001, 0.997), (0.1, 0.997), (0.4, 0.997), (1.0, 0.997), (1.0, 0.999), (0.4, 0.999))
 WIDTH = 64  # partial placements (ways) that a beam keeps
 BLOCK = 64  # devices that are searched together
@@ -26,7 +26,7 @@ HARD = 1e4  # the weight of exceeding a limit in a beam, against traffic in unit
 DUST = 0.04  # share of a device's limit: smaller sequences only follow the best way, which they hardly change
 
 EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # the weight of unevenness in each try of a round of repair; tries run side by side
-TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if they are larger than `LARGE`
+TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if blocks are larger than `LARGE`
 LARGE = 8
 FREED = 12  # sequences that a try places anew
 FEW = 16  # ways that the beams of repair keep
@@ -35,8 +35,8 @@ FEW = 16  # ways that the beams of repair keep
 def search(
     problem: Problem, starts: list[Placement], good: Callable[[Placement], bool], *, mend: bool
 ) -> Iterator[Placement]:
-    """Yields placements until the caller finds one good: from `starts`, by beams and, with `mend`, repair; then by more
-    of both."""
+    """Yields placements until the caller accepts one: from `starts`, by beams and, with `mend`, by repair; then by more
+    beams and more repair."""
     found = list(starts)
 
     def score_of(placement: Placement) -> Score:
@@ -99,8 +99,8 @@ def beam(
     Beam search places the largest sequence first, on any group of devices, in each of the best ways so far. Blocks of
     devices that share nothing are searched in lockstep, so that one numpy call serves all of them.
 
-    `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero where a block has fewer
-    sequences. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices already have.
+    `work_KI` and `tokens_KI`, `[blocks, sequences]`, are in units of one device's limit, zero behind a block's last
+    sequence. `held_KRD`, `[blocks, 2, devices]`, is the work and the tokens that devices already have.
     `weights[log2(p)]` is the traffic of a token at degree `p`, `even_K` the weight of unevenness against traffic; the
     beam keeps `width` ways. Limits that can't be met are exceeded by as little as the search achieves.
     """
@@ -164,7 +164,7 @@ def _groups(loads_KBRD: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray
 
 def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
     """The candidates with the lowest scores, `[blocks, at most keep]`, lowest first. Candidates of equal score differ
-    in the order of devices only, so that one is enough."""
+    in the order of devices only, so that one candidate of each score is enough."""
     if keep == 1:
         return score_KC.argmin(1)[:, None]
     order_KC = np.argsort(score_KC, axis=1, kind="stable")
@@ -172,7 +172,7 @@ def _best(score_KC: np.ndarray, keep: int) -> np.ndarray:
     new_KC = np.ones(sorted_KC.shape, bool)
     new_KC[:, 1:] = np.diff(sorted_KC, axis=1) > 1e-10
     keep = min(keep, int(new_KC.sum(1).max()))
-    # New scores come first, in order; a block that has fewer of them than another is filled up with repetitions.
+    # New scores come first, in order; a block with fewer new scores than another is filled up with repetitions.
     return np.take_along_axis(order_KC, np.argsort(~new_KC, axis=1, kind="stable")[:, :keep], 1)
 
 
@@ -186,8 +186,8 @@ def top_degree(problem: Problem) -> int:
 
 
 def redealt(problem: Problem, degree: int) -> list[int]:
-    """The block of `degree` devices of each sequence, by repair with blocks in place of devices: slower than `dealt`,
-    and better. If the limit of compute can't be met, ever higher limits are tried."""
+    """The number of each sequence's block of `degree` devices, by repair with blocks in place of devices: slower than
+    `dealt`, and better. If the limit of compute can't be met, ever higher limits are tried."""
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)

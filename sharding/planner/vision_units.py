@@ -1,4 +1,4 @@
-"""Deals images and frame pairs to devices that run the vision tower: evenly, and near the tokens that show them."""
+"""Deals images and frame pairs to devices that run the vision tower: evenly, and near the units' own tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spread_vision(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """`count` units of `size` patches each from unit `start`, with one home."""
+    """`count` units from number `start` on, of `size` patches each; their home is `degree` devices from `first`."""
 
     start: int
     count: int
@@ -55,7 +55,7 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
     if not runs:
         return
     mean = sum(run.count * run.size for run in runs) / replica
-    even = _spread(runs, base, replica, 0.0)  # no unit stays home on purpose: the most even of all
+    even = _spread(runs, base, replica, 0.0)  # units don't stay home on purpose: the evenest placement
     most = max(TARGETS[0] * mean, float(even[0].max()))
     kept = even
     for target in (most, *(t * mean for t in TARGETS)):
@@ -67,8 +67,8 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
 
 
 def _spread(runs: Sequence[_Run], base: int, replica: int, target: float) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Loads, patches at home, and units of each run on each device of a replica. The longest run goes first. A unit
-    stays home while its device stays within `target`; else it goes to the least loaded device."""
+    """Loads, patches at home, and units of each run on each device of a replica. Runs are placed in order, large units
+    first. A unit stays home while its device stays within `target`; otherwise it goes to the least loaded device."""
     loads, home, placed = np.zeros(replica), 0, []
     for run in runs:
         counts = np.zeros(replica, np.int64)

@@ -1,8 +1,8 @@
 """Lays a microbatch whose sequences are shared by several devices into its buffers.
 
-Every device has one dense row of `T` tokens: its chunks of all its sequence groups, one round after another. A round's
-part of the row is a view of it: at most `budget` tokens (a static size) from a column that may differ on each device.
-So MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
+Every device has one dense row of `T` tokens: its chunks of all its sequence groups, one round after another. A round
+sees its part of the row as a view: `budget` columns (a static size) from a column that may differ on each device. So
+MLPs compute no padding except the end of the row, whatever the sum of the rounds' budgets.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Spread:
     """The part of a shard plan that the devices need. Arrays have one row a device, like the token buffer.
 
     `starts_BJ` and `counts_BJ`: round `j` has the columns `[start, start + count)`; 0 tokens if a device has no part in
-    the round. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)`, and the round's columns
-    later in it. `exports_BX`: the columns whose hidden states predict tokens on other devices (the last token of a
-    chunk, or of a prompt before its responses).
+    the round. Since `start + budget` may exceed T, a view begins at `min(start, T - budget)`; the round's columns may
+    begin later in the view. `exports_BX`: the columns whose hidden states predict tokens on other devices (the last
+    token of a chunk, or of a prompt before its responses).
 
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` of them.
@@ -71,7 +71,7 @@ class Layout:
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """(device, column) of every token, sequence after sequence. They are computed anew at each call: process 0 of
-        many has the layout of a whole step, and writes little of it."""
+        many has the layouts of a complete step, and needs few of the tokens' places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
         for j, round in enumerate(self.plan.rounds):
@@ -87,7 +87,7 @@ class Layout:
         return device, column
 
     def sized(self, sizes: Sizes) -> SizedLayout:
-        """The layout in buffers of these sizes, each at least as `needs` says; additional rounds stay empty."""
+        """The layout in buffers of `sizes`, at least those of `needs`; additional rounds stay empty."""
         return SizedLayout(self, sizes)
 
     def names(self) -> list[str]:
@@ -138,8 +138,8 @@ class SizedLayout:
         return column.astype(np.int32), spread
 
     def padding(self) -> dict[str, float]:
-        """The shares of padding: `mlp` of the rows' columns, and `all_to_all` of the tokens sent to the device that
-        receives most."""
+        """The shares of padding: `mlp` is that of the rows' columns, `all_to_all` that of the sharded rounds' columns,
+        on the device with most tokens in these rounds."""
         sharded = [j for j, (degree, _) in enumerate(self.rounds) if degree > 1]
         sent = sum(self.rounds[j][1] for j in sharded)
         used = int(self.counts[:, sharded].sum(axis=1).max()) if sharded else 0
@@ -155,7 +155,7 @@ def _round_order(name: str) -> tuple[int, int]:
 
 
 def size_weight(name: str) -> float:
-    """The cost of a unit of a buffer's size. A column of the row, which passes all of the decoder, costs 1.
+    """The cost of a unit of a buffer's size. A column of the row passes all of the decoder and costs 1.
 
     Sharded rounds are sent; patches and features pass a smaller tower and the wire; exports are few.
     """

@@ -1,9 +1,9 @@
 """Routes the features of the vision tower from the device that computed them to the devices that hold their tokens.
 
-The tower's work is spread evenly, wherever the tokens are, so that features must move. They move in at most `log2`
-steps, one for each mesh axis of size two, as on a hypercube. In a step every device exchanges features with its partner
-across that axis: those whose destination is on the other side. The host plans which device sends which features; the
-program is the same on all devices, and a device without features takes part.
+The tower's work is spread evenly, wherever the tokens are, so that features must move. They move as on a hypercube: in
+at most one step for each mesh axis of size two. In a step every device exchanges features with its partner across that
+axis: it sends the features whose destination is on the partner's side. The host plans which device sends which
+features; the program is the same on all devices, and a device without features takes part.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class ExchangeRoute:
 
 def crossings(wanted_DD: np.ndarray) -> Sizes:
     """The number of features that cross each axis, as `send/<axis>`, if device `i` has `wanted_DD[i, j]` features for
-    device `j`. It is too large if several devices need one feature."""
+    device `j`. The number is too large if several devices need one feature."""
     num_devices = len(wanted_DD)
     block, device = replica_size(num_devices), np.arange(num_devices)
     at_DD, needs = wanted_DD.astype(np.int64), {}
@@ -61,11 +61,11 @@ def route(
     rows: int,
     counts: Mapping[str, int],
 ) -> tuple[ExchangeRoute, np.ndarray]:
-    """Plans (the route, the row of each requested feature in the final buffer of its `target`).
+    """Returns (the route, the row of each requested feature in the final buffer of its `target`).
 
     Requested feature `i` is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a
     feature may be requested several times. `counts` are the sizes of each axis's transfer: those of `crossings`, or
-    more. Raises ValueError if a feature would have to leave its replica: sequence groups never do.
+    larger. Raises ValueError if a feature would have to leave its replica; sequence groups stay within one.
     """
     axes = binary_axes(num_devices)
     block = replica_size(num_devices)

@@ -1,6 +1,6 @@
-"""Keeps the number of compiled shapes small: buffer sizes that were compiled are used again where they waste little.
+"""Keeps the number of compiled shapes small: compiled buffer sizes are used again if they waste little.
 
-Every distinct tuple of buffer sizes is a program of its own, which takes seconds to compile on a CPU and minutes on a
+Every distinct tuple of buffer sizes is a program of its own: compiling it takes seconds on a CPU and minutes on a
 cluster. Lengths differ in every batch. Rounding each size to a coarse grid would waste a third of every buffer, and
 still multiply the combinations of a dozen sizes. So all sizes are chosen together, and remembered.
 """
@@ -13,12 +13,12 @@ from typing import Any
 Sizes = dict[str, int]  # by the name of the buffer
 Cost = Callable[[Mapping[str, int]], float]  # cost of a microbatch in buffers of these sizes
 
-BASE = "columns"  # the size that scales all others,
-FIXED = ("frame", "exports")  # except these, which never shrink,
-GIVEN = "rows"  # and this one, which is always exact
-COARSE = ("round/", "send/")  # sizes that vary so much that their shares are powers of two
+BASE = "columns"  # the size that scales all sizes except FIXED and GIVEN
+FIXED = ("frame", "exports")  # sizes that never shrink
+GIVEN = "rows"  # the size that is always exact
+COARSE = ("round/", "send/")  # sizes that vary so much that their shares of a device's tokens are powers of two
 LEAST = 0.25  # the least of these shares
-SETTLED = 100  # requests without a new entry after which the accepted slack is doubled, after twice as many tripled
+SETTLED = 100  # requests without a new entry that double the accepted slack; twice as many triple it
 
 
 @dataclasses.dataclass
@@ -27,15 +27,15 @@ class ShapeBook:
 
     The cheapest entry that is large enough serves a request, if it costs at most `slack` more than a new entry would
     (see `patience`). A new entry has the requested columns, rounded up by an eighth of an octave at most. Its other
-    sizes are, beside its columns, at least as large as in all entries before, so that entries differ in little but
-    their columns. The last place is reserved for an entry of all caps, which holds every possible request.
+    sizes, relative to its columns, are at least as large as in all earlier entries, so that entries differ in little
+    but their columns. The last place is reserved for an entry of all caps: it holds every possible request.
 
-    Entries for one number of devices are useless for another number: each number has its own entries, and `most` counts
-    for each. If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the
-    `most` places. The order of requests decides, so that it is part of a run's state: `state` and `load_state`.
+    Entries for one number of devices are useless for another number: each number has its own entries, at most `most`.
+    If microbatches of single devices and of all devices alternate (`odc`), single devices get `alone` of the `most`
+    places. Entries depend on the order of requests, so that they are part of a run's state: `state` and `load_state`.
 
-    With `ahead`, a new entry is used only `ahead` steps (`next_step`) later, and compiled meanwhile. Until then a
-    larger entry serves, if there is one. Equal runs compute in equal sizes, however long compilations take.
+    With `ahead`, a new entry is compiled first, and used only `ahead` steps (`next_step`) later. Until then a larger
+    entry serves, if there is one. Equal runs compute in equal sizes, however long compilations take.
     """
 
     most: int = 32
@@ -44,7 +44,7 @@ class ShapeBook:
     ahead: int = 0
     step: int = 0
     entries: dict[int, list[Sizes]] = dataclasses.field(default_factory=dict)  # by the number of devices
-    served: dict[int, int] = dataclasses.field(default_factory=dict)  # requests since the last new entry, likewise
+    served: dict[int, int] = dataclasses.field(default_factory=dict)  # by devices: requests since the last new entry
     coming: list[tuple[int, Sizes, int]] = dataclasses.field(default_factory=list)  # devices, entry, its first step
     divided: dict[int, int] = dataclasses.field(default_factory=dict)  # `served` when a request was last divided
 
@@ -64,7 +64,7 @@ class ShapeBook:
     def choose(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> tuple[Sizes, Sizes | None]:
-        """Returns (sizes of the buffers now, new sizes to compile, or None); without `ahead`, (`fit`'s, None)."""
+        """Returns (sizes of the buffers now, new sizes to compile or None); without `ahead`, (sizes of `fit`, None)."""
         sizes = self.fit(needs, caps, cost, devices, exact)
         if not self.ahead:
             return sizes, None
@@ -84,7 +84,7 @@ class ShapeBook:
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
         """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `exact`
-        sizes equal `needs` while places are free, except the frame bound, which never shrinks."""
+        sizes equal `needs` while places are free; only the frame bound never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
@@ -100,7 +100,7 @@ class ShapeBook:
         self.served[devices] = self.divided[devices] = 0
         if len(entries) < places - 1:
             sizes = dict(needs) if exact else self._fresh(needs, caps, usable)
-        else:  # sizes without a cap grow
+        else:  # the last place: sizes without a cap grow to a power of two
             names = {name for known in [needs, caps, *usable] for name in known}
             known = [needs, *usable]
             sizes = {name: caps.get(name) or _doubled(max(k.get(name, 0) for k in known)) for name in sorted(names)}
@@ -129,8 +129,8 @@ class ShapeBook:
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Notes that a request was divided into smaller ones, and no entry made for it. If another such request follows
-        soon, lengths have grown for good, and it gets an entry."""
+        """Notes that a request was divided into smaller ones and got no entry. If another such request follows soon,
+        lengths have grown for good, and that request gets an entry."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
@@ -138,8 +138,8 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The columns, from `least` to `most`, of the entries for so many devices with so many `rows` (0: entries
-        without a number of rows), ascending."""
+        """The columns, from `least` to `most` and ascending, of the entries for so many devices with so many `rows` (0:
+        entries without a number of rows)."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
@@ -148,7 +148,7 @@ class ShapeBook:
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
-        """The entries within the caps that have a number of rows, if `needs` has one, or else have none."""
+        """The entries within the caps. All have a number of rows if `needs` has one, and none has if it has none."""
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 
@@ -186,7 +186,7 @@ class ShapeBook:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.entries = {int(devices): list(map(dict, entries)) for devices, entries in state["entries"].items()}
-        # Newer fields, which older checkpoints lack.
+        # Older checkpoints lack the fields below.
         self.served = {int(devices): count for devices, count in state.get("served", {}).items()}
         self.divided = {int(devices): count for devices, count in state.get("divided", {}).items()}
         self.step = state.get("step", 0)

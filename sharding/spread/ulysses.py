@@ -10,18 +10,18 @@ transfer.
 For the backward pass every round keeps q, k, v as received, its output and the log-sum-exp: sending q, k and v a second
 time would double the traffic of that pass. To save this memory, wrap layers in `jax.checkpoint`.
 
-Why this can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
+This can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
 counts and tiles differ between devices, but they are data, and a device without a token in a round still exchanges its
 padding. Number the collectives in that order. Groups of one collective are disjoint and cover all devices; groups of
-two are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for ever, and look
-at the lowest-numbered collective in which a device waits. It waits for a device of its group that has not reached this
-collective. That device waits in a lower-numbered collective (a contradiction), or it computes, which ends, as the loops
-over tiles have a fixed length. So it reaches the collective, which then ends. This also holds for asynchronous starts,
-as long as they run in the order in which the compiled program issues them.
+two collectives are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for
+ever, and look at the lowest-numbered collective in which a device waits. It waits for a device of its group that has
+not reached this collective. That device waits in a lower-numbered collective (a contradiction), or it computes; the
+computation ends, as the loops over tiles have a fixed length. So that device reaches the collective, which then ends.
+The same holds for asynchronous starts, as long as they run in the order in which the compiled program issues them.
 
-The argument does not need the order of degrees. They still never increase in one direction: a device leaves a group's
-exchange only for an exchange of the same group or of a group within it. XLA:GPU keeps that order; XLA:CPU drops the
-barriers that state it, and runs another order, the same on all devices.
+The argument does not need the order of degrees. Degrees still never increase among the exchanges of one direction: a
+device leaves a group's exchange only for an exchange of the same group or of a group within it. XLA:GPU keeps this
+order; XLA:CPU drops the barriers that state it, and runs another order, the same on all devices.
 """
 
 import dataclasses
@@ -84,8 +84,8 @@ def spread_attention(
     `spread.axes`; each device has one row (B = 1).
 
     Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
-    scan over the layers, and `attend` in it. Masked like `sharding.kernels.attention.Mask`, along the streams; padding
-    gives zeros. `tile=0` lets the kernel choose. Raises ValueError for several rows on a device; `attend` raises
+    scan over the layers, and `attend` in it. The mask is `sharding.kernels.attention.Mask` along the streams; padding
+    gives zeros. `tile=0` chooses the tiles' size. Raises ValueError for several rows on a device; `attend` raises
     PlanError for a degree above the number of heads.
     """
     views = views_of(spread, segments_BT, branches_BT, tile)
@@ -179,9 +179,9 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
-    arrived, and no round is computed before all rounds ahead are. The compiler only has to start an exchange as soon as
-    it may, with the computation of the round before; on GPUs it does under `mesh.compiler_options`. Operations are
-    named `{phase}_round{j}_{send, attend, return}`.
+    arrived, and no round is computed before all rounds ahead are. The compiler only has to start an exchange as early
+    as barriers allow, together with the computation of the round before; on GPUs it does under
+    `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
     back, kept = list(outgoing), list[PyTree](outgoing)
     alone = [j for j, view in enumerate(views) if view.degree == 1]
