@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ _HISTORY = 1 << 14  # transitions
 _GREETING = 10.0  # seconds that a place may take to answer the first question: it starts workers
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
 _STATS_SECONDS = 2.0  # that a place may take to say its statistics
+_ROUNDS = 2  # media and ranges that a place is asked for at a time, for each of its threads
 _LEVELS = {"memory_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
 Answer = TypeVar("Answer")
 
@@ -65,8 +67,7 @@ class PlaceSeat:
         self.link: FlightPlace | None = None  # while it is there
         self.reason = "it was not reached yet"  # why it is not there
         self.refused = ""  # why it never will be
-        self.busy = self.asked = 0  # media and ranges that it is asked for now, and was in all
-        self.heard = 0.0  # time of its last answer
+        self.busy = self.asked = 0  # media and ranges that it is chosen for now, and was in all
         self.counts: Counter[str] = Counter()  # looks, fetches, bytes, lost
         self.said = PlaceCounts()
 
@@ -90,9 +91,11 @@ class PlaceSeat:
 class Places:
     """The places at these addresses, HOST:PORT, by name (where there are no names, the address is the name).
 
-    A place that answers nothing for `lease_seconds` is lost, and used again when it answers again. `silent` is called
-    with its name. DataError is raised if no place answers for `patience` seconds, and at once if a place refuses this
-    client. Each place is asked for its statistics every `stats_seconds`. `lock` guards the places by name, `seats`.
+    A place may take `lease_seconds` for a medium, and longer for one behind others. One that has not answered by then
+    is lost if nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its
+    name. It is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at
+    once if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a
+    lease. `lock` guards the places by name, `seats`.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class Places:
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was asked for its statistics, last
         self._settled = threading.Condition(self.lock)  # there is a place, or none that will do
-        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # under way
+        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # wanted or under way
+        self._unasked: collections.deque[MediaRef] = collections.deque()  # of these, what no thread has taken up
+        self._lookers = 0  # threads that take them up
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # a lost connection shows that nothing is held
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
         self._alone_since = time.monotonic()  # there was no place since then, if there is none
@@ -217,14 +222,15 @@ class Places:
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
         """Returns the place that is to be asked for a medium, and counts the question. Waits until there is a place.
-        Places in `avoid` are asked where there are no others."""
+        Those that are least often in `avoid` come first."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
             if there:
                 break
             self._settled.wait(0.5)
-        there = [seat for seat in there if seat not in avoid] or there
+        least = min(map(avoid.count, there))
+        there = [seat for seat in there if avoid.count(seat) == least]
         seat = self._holder(ref)
         if seat not in there:
             seat = min(there, key=lambda seat: (seat.busy, seat.asked))
@@ -245,14 +251,25 @@ class Places:
         return work.result()
 
     @contextlib.contextmanager
-    def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[None]:
-        """Keeps the books while a place is asked for `count` media or ranges. Trouble with the place loses it."""
-        begin = time.monotonic()
+    def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[float]:
+        """Waits until a place has room for a question about `count` media or ranges, gives the seconds that the place
+        may take, and keeps the books until it has answered. Trouble with the place loses it."""
+        given = 0
         try:
-            yield
+            with self.lock:
+                while seat.link is link and link.working >= _ROUNDS * link.threads:
+                    self.check()
+                    seat.changed.wait(0.5)
+                if seat.link is not link:
+                    raise PlaceLost("it was lost before it was asked")
+                given = count
+                link.working += given
+                seconds = self._lease * math.ceil(link.working / link.threads)
+            yield seconds
         except PlaceSilent:
-            with self.lock:  # one that answers others is at work, and asked again
-                lapsed = seat.heard < begin and self.lose(seat, link, f"it did not answer for {self._lease:g} s")
+            with self.lock:  # one that says something is at work
+                lapsed = time.monotonic() - link.heard >= self._lease
+                lapsed = lapsed and self.lose(seat, link, f"it did not answer for {self._lease:g} s")
             if lapsed:
                 self._silent(seat.name)
             raise
@@ -262,14 +279,11 @@ class Places:
                     seat.refused = str(error)
                 self.lose(seat, link, str(error))
             raise
-        except (MediaError, DataError):
-            seat.heard = time.monotonic()
-            raise
-        else:
-            seat.heard = time.monotonic()
         finally:
             with self.lock:
                 seat.busy -= count
+                link.working -= given
+                seat.changed.notify_all()
 
     def _keep(self, seat: PlaceSeat) -> None:
         """Keeps a connection with a place, and asks for its statistics."""
@@ -294,7 +308,7 @@ class Places:
                 pause = _SHORTEST_PAUSE if connected else min(_LONGEST_PAUSE, 2 * pause)
                 seat.changed.wait_for(
                     lambda now=now: self._closed or (seat.link, seat.address) != now,
-                    self._stats_seconds if connected else pause,
+                    min(self._stats_seconds, self._lease / 4) if connected else pause,
                 )
 
     def _kept(self, seat: PlaceSeat, ended: concurrent.futures.Future[None]) -> None:
@@ -331,12 +345,13 @@ class Places:
 def started(work: Callable[[], Answer], name: str) -> concurrent.futures.Future[Answer]:
     """Starts a thread for the work, which does not keep a process from ending as those of a pool do."""
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def settle(future: concurrent.futures.Future[Answer], work: Callable[[], Answer]) -> None:
+    """Does the work, in this thread, and gives its result or its error to the future."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
