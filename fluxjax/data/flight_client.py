@@ -68,7 +68,7 @@ class FlightPlace:
                 f"the preprocessor at {self.address} speaks protocol {said[0]} and takes the settings for {said[1]}, "
                 f"not {PROTOCOL} and {self._settings.digest}: start both from one release"
             )
-        self.threads = max(1, int(answer.get("threads", 1)))
+        self.threads = max(1, threads) if isinstance(threads := answer.get("threads"), int) else 1
 
     def look(self, ref: MediaRef, seconds: float) -> Ticket:
         """Asks what a medium is. Raises MediaError for one that can't be used."""
