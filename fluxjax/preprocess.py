@@ -4,7 +4,7 @@
     python -m fluxjax.preprocess --listen 10.0.0.7:7070 --workers 32 --cache-gib 64
 
 A run starts its own preprocessors (`data.preprocessors`). A preprocessor that is ready prints one line of JSON,
-{"address": "HOST:PORT", "protocol": 1}. It must see the media files under the names that the run knows them by. SIGTERM
+{"address": "HOST:PORT", "protocol": 2}. It must see the media files under the names that the run knows them by. SIGTERM
 and SIGINT end it. Beyond loopback addresses it needs a token, the variable FLUXJAX_TOKEN, which the run must have, too.
 Wrong input is one line on stderr and exit status 2.
 """

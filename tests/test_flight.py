@@ -61,7 +61,7 @@ def test_slices_are_those_of_direct_decoding(tmp_path):
         rows.append(Rows(str(tickets[2]), 0, 1))
         for ours, theirs in zip(place.fetch(rows, 30.0), direct.fetch_bytes(rows), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-        assert place.stats(10.0) == {"decoded": 5}
+        assert place.stats(10.0) == {"decoded": 5, "queue_depth": 0}
         place.close()
         assert process.end(signal.SIGTERM) == 0, "SIGTERM is a polite end"
 

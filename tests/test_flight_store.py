@@ -17,7 +17,7 @@ from process_cases import until
 
 from fluxjax.base.errors import DataError
 from fluxjax.base.statuses import MediumStage
-from fluxjax.data.flight_client import PlaceRefuses
+from fluxjax.data.flight_client import PlaceRefuses, PlaceSilent
 from fluxjax.data.flight_server import FlightServer
 from fluxjax.data.tickets import MediaRef, MediaStore, StaleTicket, Ticket
 from fluxjax.runtime import flight_store
@@ -27,14 +27,15 @@ from models.shadow import Rows, ShadowError
 
 
 @contextlib.contextmanager
-def store_of(count=1, token="", slow=0.0):
+def store_of(count=1, token="", slow=0.0, make=PlainStore, threads=8, **options):
     """A store, and its preprocessors, which are all there, in this process."""
     with contextlib.ExitStack() as stack:
         servers = []
         for _ in range(count):
-            servers.append(FlightServer(lambda s: PlainStore(s, slow), "127.0.0.1", 0, token=token))
+            servers.append(FlightServer(lambda s: make(s, slow), "127.0.0.1", 0, token=token, threads=threads))
             stack.callback(servers[-1].close, 0.1)
-        store = FlightStore({f"place {n}": server.address for n, server in enumerate(servers)}, SETTINGS, token)
+        addresses = {f"place {n}": server.address for n, server in enumerate(servers)}
+        store = FlightStore(addresses, SETTINGS, token, **options)
         stack.callback(store.close)
         until_up(store)
         yield store, servers
@@ -46,6 +47,39 @@ def until_up(store):
 
 def counts(store, name):
     return [seat.counts[name] for seat in store.seats.values()]
+
+
+def questions(store):
+    """The places that were asked to look, in order."""
+    return [step.place for step in store.history() if step.stage is MediumStage.LOOKED_AT]
+
+
+class MuteStore(PlainStore):
+    """Says nothing of itself for a while."""
+
+    def stats(self):
+        time.sleep(1.5)
+        return super().stats()
+
+
+@contextlib.contextmanager
+def stuck_stores(ref, everywhere, **options):
+    """A store as of `store_of`; the first place that is asked for the medium `ref` is stuck then, or all are."""
+    ending = threading.Event()
+    stuck: list[PlainStore] = []
+
+    class StuckStore(PlainStore):
+        def _load(self, wanted):
+            if wanted == ref and (everywhere or not stuck or self in stuck):
+                stuck.append(self)
+                ending.wait(60)
+            return super()._load(wanted)
+
+    with store_of(2, make=StuckStore, **options) as found:
+        try:
+            yield found
+        finally:
+            ending.set()
 
 
 @contextlib.contextmanager
@@ -116,6 +150,7 @@ def test_a_medium_that_no_preprocessor_can_look_at_ends_the_look(tmp_path):
     with store_of(2) as (store, _):
         with pytest.raises(DataError, match="RuntimeError: this store is broken"):
             store.look([ref])
+        assert sorted(questions(store)) == ["place 0"] * 2 + ["place 1"] * 2, "places are tried in turn"
         check(store, pictures(tmp_path / "fine", 2))
 
 
@@ -204,19 +239,93 @@ def test_a_hung_place_is_lost_after_the_lease(tmp_path):
     silent: list[str] = []
     with processes(2, slow=0.2) as started:
         addresses = {f"place {number}": process.address for number, process in enumerate(started)}
-        store = FlightStore(addresses, SETTINGS, lease_seconds=1.5, silent=silent.append)
+
+        def lapsed(place: str) -> None:
+            silent.append(store.seats[place].reason)
+
+        store = FlightStore(addresses, SETTINGS, lease_seconds=1.0, silent=lapsed)
         until_up(store)
         started[1].send(signal.SIGSTOP)
         begin = time.monotonic()
         check(store, refs)
-        assert time.monotonic() - begin > 1.5 and silent == ["place 1"]
+        assert time.monotonic() - begin > 1.0 and silent == ["it did not answer for 1 s"]
         assert not store.statuses()[1].up
-        assert "did not answer for 1.5 s" in store.seats["place 1"].reason
         started[1].send(signal.SIGCONT)
         until(lambda: store.statuses()[1].up)
-        started[0].send(signal.SIGSTOP)  # a fetch, too, loses it
-        check(store, refs)
+        tickets: list[Any] = store.look(refs[:4])
+        assert {store.holder(str(ticket)) for ticket in tickets} == {"place 0"}
+        started[0].send(signal.SIGSTOP)
+        check(store, refs[:4], tickets)
+        assert len(silent) == 2 and counts(store, "lost") == [1, 1], "a fetch, too, loses it"
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("media", "slow", "make"),
+    [
+        pytest.param(6, 0.12, PlainStore, id="for each of many ranges it has a lease"),
+        pytest.param(3, 0.5, MuteStore, id="batches that come are signs of life"),
+        pytest.param(1, 0.7, PlainStore, id="statistics are signs of life"),
+    ],
+)
+def test_a_place_that_gives_slowly_is_not_lost(tmp_path, media, slow, make):
+    silent: list[str] = []
+    tickets = PlainStore(SETTINGS).look(refs := pictures(tmp_path, media))
+    with store_of(1, slow=slow, make=make, threads=1, lease_seconds=0.4, silent=silent.append) as (store, servers):
+        check(store, refs, tickets)
+        assert counts(store, "lost") == [0] and not silent
+        assert servers[0]._served.store._decoded == media, "what was decoded for the first question is still there"
+
+
+def test_many_media_wait_until_the_place_has_room(tmp_path):
+    silent: list[str] = []
+    refs = pictures(tmp_path, 60)
+    with store_of(1, slow=0.03, threads=2, lease_seconds=0.25, silent=silent.append) as (store, _):
+        with concurrent.futures.ThreadPoolExecutor(1) as asking:
+            looked = asking.submit(store.look, refs)
+            until(lambda: store.statuses()[0].queued > 0, 10.0)
+            link = store.seats["place 0"].link
+            assert link is not None and link.working <= 4, "it is asked for twice as many as it has threads"
+            assert sum(thread.name == "flight-look" for thread in threading.enumerate()) <= 32
+            assert looked.result(30) == PlainStore(SETTINGS).look(refs)
+        assert len(questions(store)) == 60, "no lease ran out: leases begin when a question is really asked"
+        assert counts(store, "lost") == [0] and not silent
+        until(lambda: store.statuses()[0].queued == 0, 10.0)
+
+
+def test_what_nobody_waits_for_any_more_is_not_decoded(tmp_path):
+    refs = pictures(tmp_path, 3)
+    with store_of(1, slow=0.3, threads=1) as (store, servers), concurrent.futures.ThreadPoolExecutor(1) as asking:
+        link = store.seats["place 0"].link
+        busy = asking.submit(link.look, refs[0], 30.0)
+        time.sleep(0.05)
+        with pytest.raises(PlaceSilent):
+            link.look(refs[1], 0.1)
+        assert link.look(refs[2], 30.0).ref == refs[2] and busy.result(30).ref == refs[0]
+        assert servers[0]._served.store._decoded == 2
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+def test_one_medium_that_a_place_is_stuck_on_is_asked_of_another(tmp_path, fetch):
+    silent: list[str] = []
+    refs = pictures(tmp_path, 2)
+    tickets = PlainStore(SETTINGS).look(refs)
+    with stuck_stores(refs[0], False, lease_seconds=0.3, silent=silent.append) as (store, _):
+        begin = time.monotonic()
+        store.fetch(all_rows(tickets)) if fetch else store.look(refs)
+        assert 0.3 < time.monotonic() - begin < 1.2, "after one lease"
+        assert counts(store, "lost") == [0, 0] and not silent, "it answers others"
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+def test_a_medium_that_all_places_are_stuck_on_ends_the_question(tmp_path, fetch, monkeypatch):
+    monkeypatch.setattr(flight_store, "_LOSSES", 3)
+    refs = pictures(tmp_path, 1)
+    tickets = PlainStore(SETTINGS).look(refs)
+    with stuck_stores(refs[0], True, lease_seconds=0.1) as (store, _):
+        with pytest.raises(DataError, match="were lost or did not answer 3 times over the same media; the last, place"):
+            store.fetch(all_rows(tickets)) if fetch else store.look(refs)
+        assert fetch or questions(store)[:2] in (["place 0", "place 1"], ["place 1", "place 0"])
 
 
 def test_one_file_asked_for_by_many_is_looked_at_once(tmp_path):

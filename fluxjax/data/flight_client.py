@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ class FlightPlace:
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings
+        self.threads = 1  # of the preprocessor, as it says when it is greeted
+        self.working = 0  # media and ranges that it is asked for now; whoever asks counts them
+        self.heard = 0.0  # when it last gave a sign of life: an answer, a batch of one, an error of its own
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:
             self._client = flight.FlightClient(f"grpc://{address}", generic_options=_OPTIONS)
@@ -64,6 +68,7 @@ class FlightPlace:
                 f"the preprocessor at {self.address} speaks protocol {said[0]} and takes the settings for {said[1]}, "
                 f"not {PROTOCOL} and {self._settings.digest}: start both from one release"
             )
+        self.threads = max(1, threads) if isinstance(threads := answer.get("threads"), int) else 1
 
     def look(self, ref: MediaRef, seconds: float) -> Ticket:
         """Asks for the ticket of a medium. Raises MediaError if the medium can't be used."""
@@ -76,7 +81,10 @@ class FlightPlace:
         question = flight.Ticket(self._question(ranges=range_words(rows)))
         with self._translated():
             chunks = self._client.do_get(question, self._bounds(seconds))
-            slices = [patches_of(chunk.data, self._settings.patch_bytes) for chunk in chunks]
+            slices = []
+            for chunk in chunks:
+                self.heard = time.monotonic()
+                slices.append(patches_of(chunk.data, self._settings.patch_bytes))
             if [len(patches) for patches in slices] != [len(piece) for piece in rows]:
                 raise ValueError(f"came as {[len(patches) for patches in slices]} rows, not {[len(r) for r in rows]}")
             return slices
@@ -97,6 +105,7 @@ class FlightPlace:
         with self._translated():
             body = flight.Action(action, self._question(**fields))
             answer = json.loads(next(self._client.do_action(body, self._bounds(seconds))).body.to_pybytes())
+            self.heard = time.monotonic()
             if not isinstance(answer, dict):
                 raise ValueError(f"answered {str(answer)[:100]}")
             return answer
@@ -115,6 +124,7 @@ class FlightPlace:
             ) from None
         except (pa.ArrowException, flight.FlightError, OSError, StopIteration) as error:
             told = told_error(getattr(error, "extra_info", b"") or b"")
+            self.heard = self.heard if told is None else time.monotonic()
             if isinstance(told, MediaError):
                 raise told from None
             if isinstance(told, BadQuestion):

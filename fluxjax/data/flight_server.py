@@ -85,7 +85,9 @@ class FlightServer(flight.FlightServerBase):
         self._make_store = make_store
         self._served: _Served | None = None
         self._lock = threading.Lock()  # held while the store is made
+        self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
+        self._work: set[concurrent.futures.Future[Any]] = set()  # that waits for a thread, or has one
         self.address = f"[{host}]" if ":" in host else host
         guard = {"token": _Token(token)} if token else None
         try:
@@ -95,7 +97,7 @@ class FlightServer(flight.FlightServerBase):
         self.address += f":{self.port}"
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        actions = {"settings": self._greet, "look": self._look, "stats": self._stats}
+        actions = {"settings": self._greet, "look": lambda asked: self._look(asked, context), "stats": self._stats}
         try:
             if action.type not in actions:
                 raise BadQuestion(f"there is no action {action.type[:100]!r}")
@@ -132,7 +134,7 @@ class FlightServer(flight.FlightServerBase):
                 f"the client speaks protocol {question.get('protocol')!r}, this preprocessor {PROTOCOL}: "
                 "start both from one release"
             )
-        return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest}
+        return {"protocol": PROTOCOL, "digest": self._of(question).settings.digest, "threads": self._threads}
 
     def _of(self, question: Mapping[str, Any]) -> _Served:
         """Returns the store of the question's settings; makes it for the first question. Raises BadQuestion."""
@@ -148,9 +150,10 @@ class FlightServer(flight.FlightServerBase):
                 raise BadQuestion("this preprocessor serves a run with other media settings")
             return self._served
 
-    def _look(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        ref = read_ref(question.get("ref"))
-        (outcome,) = self._pool.submit(self._of(question).store.look, [ref]).result()
+    def _look(self, question: Mapping[str, Any], context: flight.ServerCallContext) -> Mapping[str, Any]:
+        ref, store = read_ref(question.get("ref")), self._of(question).store
+        # A client that has gone may have asked again: what it waits for stands behind this.
+        outcome = self._submitted(lambda: None if context.is_cancelled() else store.look([ref])[0]).result()
         if isinstance(outcome, MediaError):
             raise outcome
         return {"ticket": str(outcome)}
@@ -158,7 +161,7 @@ class FlightServer(flight.FlightServerBase):
     def _slices(self, store: SliceStore, ranges: Sequence[Rows]) -> Iterator[pa.RecordBatch]:
         """Yields a batch for each range, in order; batches share the store's memory."""
         try:
-            futures = [self._pool.submit(store.fetch_bytes, [rows]) for rows in ranges]
+            futures = [self._submitted(store.fetch_bytes, [rows]) for rows in ranges]
             try:
                 for future in futures:
                     yield batch_of(future.result()[0])
@@ -170,7 +173,15 @@ class FlightServer(flight.FlightServerBase):
 
     def _stats(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         served = self._served
-        return dataclasses.asdict(served.store.stats()) if served else {}
+        said = dataclasses.asdict(served.store.stats()) if served else {}
+        waiting = sum(not work.running() for work in self._work.copy())
+        return {**said, "queue_depth": said.get("queue_depth", 0) + waiting}
+
+    def _submitted(self, work: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+        future = self._pool.submit(work, *arguments)
+        self._work.add(future)
+        future.add_done_callback(self._work.discard)
+        return future
 
 
 def _check_range(rows: Rows, settings: MediaSettings) -> None:

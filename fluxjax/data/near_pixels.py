@@ -73,6 +73,9 @@ class NearPixels:
         with self._changed:
             for gap, patches in zip(gaps, fetched, strict=True):
                 if len(gap) and gap not in self._kept and self._make_room(patches.nbytes):
+                    for part in [*self._parts.get(gap.ticket, ())]:
+                        if part.patches is not None and gap.start <= part.rows.start and part.rows.stop <= gap.stop:
+                            self._forget(part)
                     self._keep(_KeptPatches(gap, patches.nbytes, False, patches))
         came = iter(fetched)
         return normalised(self._store.settings, rows, [next(came) if patches is None else patches for patches in near])
@@ -90,19 +93,24 @@ class NearPixels:
     # These methods need the lock:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
-        """Returns cached patches, or waits for patches that are being fetched; None for other rows."""
+        """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None if
+        some rows are neither."""
         self._expected.pop(rows.ticket, None)
-        while (kept := self._containing(rows)) is not None:
-            if kept.patches is not None:
-                self._promise(kept, False)
-                self._kept.move_to_end(kept.rows)
-                return kept.patches[rows.start - kept.rows.start : rows.stop - kept.rows.start]
-            self._changed.wait()
-        return None
-
-    def _containing(self, rows: Rows) -> _KeptPatches | None:
-        parts = self._parts.get(rows.ticket, ())
-        return next((k for k in parts if k.rows.start <= rows.start and rows.stop <= k.rows.stop), None)
+        pieces: list[np.ndarray] = []
+        start = rows.start
+        while start < rows.stop:
+            parts = [k for k in self._parts.get(rows.ticket, ()) if k.rows.start <= start < k.rows.stop]
+            if not parts:
+                return None
+            kept = max(parts, key=lambda kept: kept.rows.stop)
+            if kept.patches is None:
+                self._changed.wait()
+                continue
+            self._promise(kept, False)
+            self._kept.move_to_end(kept.rows)
+            pieces.append(kept.patches[start - kept.rows.start : rows.stop - kept.rows.start])
+            start = kept.rows.stop
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else None
 
     def _keep(self, kept: _KeptPatches) -> None:
         self._kept[kept.rows] = kept

@@ -2,7 +2,8 @@
 
 This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. The place that holds a
 medium looks at it, or else the least busy place, and its slices come from there. Any place can answer any question: if
-it does not hold the medium, it decodes it first. Questions to a lost place are asked of other places.
+it does not hold the medium, it decodes it first. Questions to a place that is lost, or does not answer in
+time, are asked of other places.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from ..base.statuses import MediumStage
 from ..data.flight_client import FlightPlace, PlaceLost, PlaceRefuses
 from ..data.flight_wire import MOST_BATCH, MOST_RANGES
 from ..data.tickets import MediaRef, Ticket, normalised
-from .places import Places, PlaceSeat, started
+from .places import Places, PlaceSeat, settle, started
 
 _LOOKS = 8  # looks that each place is asked for at a time
+_LOOKERS = 32  # threads that look, for each place
 _MOST_FETCHED = 256 << 20  # bytes that a question asks for
 _ATTEMPTS = 4  # times that places may fail to look at a medium
-_LOSSES = 8  # times that the places of a question may be lost
+_LOSSES = 8  # times that the places of a question may be lost, or not answer it in time
 
 
 class _Part(NamedTuple):
@@ -86,16 +88,19 @@ class FlightStore(Places):
     # With the lock:
 
     def _begin_look(self, ref: MediaRef) -> concurrent.futures.Future[Ticket | MediaError]:
-        seat, link = self.choose(ref)
-        self._looks[ref] = started(lambda: self._looked(ref, seat, link), f"flight-look-{seat.name}")
+        self._looks[ref] = concurrent.futures.Future()
+        self._unasked.append(ref)
+        if self._lookers < _LOOKERS * max(len(self.seats), 1):
+            self._lookers += 1
+            started(self._look_on, "flight-look")
         return self._looks[ref]
 
-    def _questions(self, parts: Sequence[_Part]) -> list[_Question]:
+    def _questions(self, parts: Sequence[_Part], avoid: Sequence[PlaceSeat]) -> list[_Question]:
         """Returns questions that together ask for these parts. Waits until there is a place."""
         questions: list[_Question] = []
         newest: dict[FlightPlace, tuple[_Question, int]] = {}  # the last question to each place, and its bytes
         for part in parts:
-            seat, link = self.choose(part.ref)
+            seat, link = self.choose(part.ref, avoid)
             question, asked = newest.get(link, (_Question(seat, link, []), _MOST_FETCHED))
             size = len(part.rows) * self.settings.patch_bytes
             if len(question.parts) == MOST_RANGES or asked + size > _MOST_FETCHED:
@@ -107,62 +112,73 @@ class FlightStore(Places):
 
     # Without the lock:
 
-    def _looked(self, ref: MediaRef, seat: PlaceSeat, link: FlightPlace) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and other places if that place fails or is lost."""
+    def _look_on(self) -> None:
+        """Looks at one medium after another, until all are taken."""
+        while True:
+            with self.lock:
+                if not self._unasked:
+                    self._lookers -= 1
+                    return
+                ref = self._unasked.popleft()
+                look = self._looks[ref]
+            settle(look, lambda ref=ref: self._looked(ref))
+
+    def _looked(self, ref: MediaRef) -> Ticket | MediaError:
+        """Asks a place to look at a medium, and other places if that place fails, is lost or does not answer in time."""
         failed: list[PlaceSeat] = []
-        losses = 0
+        lost: list[PlaceSeat] = []
         try:
             while True:
-                outcome: Ticket | MediaError | None = None
                 with self.lock:
+                    seat, link = self.choose(ref, failed + lost)
                     self.note(ref, seat, MediumStage.LOOKED_AT)
                 try:
-                    with self.asking(seat, link, 1):
-                        outcome = link.look(ref, self._lease)
+                    with self.asking(seat, link, 1) as seconds:
+                        outcome = link.look(ref, seconds)
                 except MediaError as error:
                     outcome = error
                 except PlaceLost as error:
-                    losses += 1
-                    if losses == _LOSSES:
+                    lost.append(seat)
+                    if len(lost) == _LOSSES:
                         raise _lost_over(seat, link, error) from None
+                    continue
                 except PlaceRefuses:
                     raise
                 except DataError:
                     failed.append(seat)
                     if len(failed) == _ATTEMPTS:
                         raise
+                    continue
                 with self.lock:
-                    if outcome is not None:
-                        seat.counts["looks"] += 1
-                        usable = isinstance(outcome, Ticket)
-                        self.note(ref, seat, MediumStage.HELD if usable else MediumStage.UNUSABLE)
-                        return outcome
-                    seat, link = self.choose(ref, failed)
+                    seat.counts["looks"] += 1
+                    usable = isinstance(outcome, Ticket)
+                    self.note(ref, seat, MediumStage.HELD if usable else MediumStage.UNUSABLE)
+                return outcome
         finally:
             with self.lock:
                 self._looks.pop(ref, None)
 
-    def _arrived(self, parts: Sequence[_Part], losses: int = 0) -> dict[int, np.ndarray]:
+    def _arrived(self, parts: Sequence[_Part], lost: Sequence[PlaceSeat] = ()) -> dict[int, np.ndarray]:
         """Returns the patches of every part, by its number. Places are asked at the same time, one of them in
-        this thread."""
+        this thread; those that were `lost` over these parts come last."""
         with self.lock:
-            questions = self._questions(parts)
-        asked = [started(lambda q=q: self._given(q, losses), "flight-fetch") for q in questions[1:]]
-        arrived = self._given(questions[0], losses) if questions else {}
+            questions = self._questions(parts, lost)
+        asked = [started(lambda q=q: self._given(q, lost), "flight-fetch") for q in questions[1:]]
+        arrived = self._given(questions[0], lost) if questions else {}
         for question in asked:
             arrived |= self.result(question)
         return arrived
 
-    def _given(self, question: _Question, losses: int) -> dict[int, np.ndarray]:
-        """Returns what a place gives to a question; if the place is lost, other places are asked for the parts."""
+    def _given(self, question: _Question, lost: Sequence[PlaceSeat]) -> dict[int, np.ndarray]:
+        """Returns what a place gives to a question; other places are asked for the parts of a lost place."""
         seat, link, parts = question
         try:
-            with self.asking(seat, link, len(parts)):
-                slices = link.fetch([part.rows for part in parts], self._lease)
+            with self.asking(seat, link, len(parts)) as seconds:
+                slices = link.fetch([part.rows for part in parts], seconds)
         except PlaceLost as error:
-            if losses + 1 == _LOSSES:
+            if len(lost) + 1 == _LOSSES:
                 raise _lost_over(seat, link, error) from None
-            return self._arrived(parts, losses + 1)
+            return self._arrived(parts, [*lost, seat])
         with self.lock:
             seat.counts.update(fetches=len(slices), bytes=sum(patches.nbytes for patches in slices))
         return {part.number: patches for part, patches in zip(parts, slices, strict=True)}
@@ -170,4 +186,4 @@ class FlightStore(Places):
 
 def _lost_over(seat: PlaceSeat, link: FlightPlace, error: PlaceLost) -> DataError:
     last = f"{seat.name} at {link.address}: {error}"
-    return DataError(f"preprocessors were lost {_LOSSES} times over the same media; the last, {last}")
+    return DataError(f"preprocessors were lost or did not answer {_LOSSES} times over the same media; the last, {last}")

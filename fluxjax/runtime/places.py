@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ _HISTORY = 1 << 14  # transitions that are remembered
 _GREETING = 10.0  # seconds that a place may take to answer the first question: it starts workers
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to reach a place
 _STATS_SECONDS = 2.0  # seconds that a place may take to send its statistics
+_ROUNDS = 2  # media and ranges that a place is asked for at a time, for each of its threads
 _LEVELS = {"memory_bytes", "queue_depth", "busy_workers"}  # the other counts of a store only grow
 Answer = TypeVar("Answer")
 
@@ -66,8 +68,7 @@ class PlaceSeat:
         self.link: FlightPlace | None = None  # None: not connected
         self.reason = "it was not reached yet"  # why there is no connection
         self.refused = ""  # why the place refuses this client, if it does
-        self.busy = self.asked = 0  # media and ranges that it is asked for now, and in all
-        self.heard = 0.0  # time of its last answer
+        self.busy = self.asked = 0  # media and ranges that it is chosen for now, and in all
         self.counts: Counter[str] = Counter()  # looks, fetches, bytes, lost
         self.said = PlaceCounts()
 
@@ -91,9 +92,11 @@ class PlaceSeat:
 class Places:
     """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
-    A place that answers nothing for `lease_seconds` is lost, and used again when it answers again. `silent` is called
-    with its name. DataError is raised if no place answers for `patience` seconds, and at once if a place refuses this
-    client. Each place is asked for its statistics every `stats_seconds`. `lock` guards the places by name, `seats`.
+    A place may take `lease_seconds` for a medium, and longer for one behind others. One that has not answered by then
+    is lost if nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its
+    name. It is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at
+    once if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a
+    lease. `lock` guards the places by name, `seats`.
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class Places:
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was last asked for its statistics
         self._settled = threading.Condition(self.lock)  # notified when a place answers or refuses, and at the end
-        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # looks under way, by medium
+        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # open looks, by medium
+        self._unasked: collections.deque[MediaRef] = collections.deque()  # media of open looks that no thread has taken
+        self._lookers = 0  # threads that look
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
         self._alone_since = time.monotonic()  # when the last connection was lost
@@ -219,14 +224,15 @@ class Places:
 
     def choose(self, ref: MediaRef, avoid: Sequence[PlaceSeat] = ()) -> tuple[PlaceSeat, FlightPlace]:
         """Returns the place to ask for a medium, with its connection, and counts the question. Waits until a place is
-        connected. Places in `avoid` are chosen only if no other is connected."""
+        connected. Places that are least often in `avoid` come first."""
         while True:
             self.check()
             there = [seat for seat in self.seats.values() if seat.link is not None]
             if there:
                 break
             self._settled.wait(0.5)
-        there = [seat for seat in there if seat not in avoid] or there
+        least = min(map(avoid.count, there))
+        there = [seat for seat in there if avoid.count(seat) == least]
         seat = self._holder(ref)
         if seat not in there:
             seat = min(there, key=lambda seat: (seat.busy, seat.asked))
@@ -247,14 +253,25 @@ class Places:
         return work.result()
 
     @contextlib.contextmanager
-    def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[None]:
-        """Wraps a question for `count` media or ranges: notes when the place answers, or loses it if it fails."""
-        begin = time.monotonic()
+    def asking(self, seat: PlaceSeat, link: FlightPlace, count: int) -> Iterator[float]:
+        """Waits until a place has room for a question about `count` media or ranges, gives the seconds that the place
+        may take, and keeps the books until it has answered. Trouble with the place loses it."""
+        given = 0
         try:
-            yield
+            with self.lock:
+                while seat.link is link and link.working >= _ROUNDS * link.threads:
+                    self.check()
+                    seat.changed.wait(0.5)
+                if seat.link is not link:
+                    raise PlaceLost("it was lost before it was asked")
+                given = count
+                link.working += given
+                seconds = self._lease * math.ceil(link.working / link.threads)
+            yield seconds
         except PlaceSilent:
-            with self.lock:  # a place that answered another question since then is busy, not lost
-                lapsed = seat.heard < begin and self.lose(seat, link, f"it did not answer for {self._lease:g} s")
+            with self.lock:  # a place that sends anything is at work
+                lapsed = time.monotonic() - link.heard >= self._lease
+                lapsed = lapsed and self.lose(seat, link, f"it did not answer for {self._lease:g} s")
             if lapsed:
                 self._silent(seat.name)
             raise
@@ -264,14 +281,11 @@ class Places:
                     seat.refused = str(error)
                 self.lose(seat, link, str(error))
             raise
-        except (MediaError, DataError):
-            seat.heard = time.monotonic()
-            raise
-        else:
-            seat.heard = time.monotonic()
         finally:
             with self.lock:
                 seat.busy -= count
+                link.working -= given
+                seat.changed.notify_all()
 
     def _keep(self, seat: PlaceSeat) -> None:
         """Keeps a connection with a place, and asks for its statistics."""
@@ -296,7 +310,7 @@ class Places:
                 pause = _SHORTEST_PAUSE if connected else min(_LONGEST_PAUSE, 2 * pause)
                 seat.changed.wait_for(
                     lambda now=now: self._closed or (seat.link, seat.address) != now,
-                    self._stats_seconds if connected else pause,
+                    min(self._stats_seconds, self._lease / 4) if connected else pause,
                 )
 
     def _kept(self, seat: PlaceSeat, ended: concurrent.futures.Future[None]) -> None:
@@ -333,12 +347,13 @@ class Places:
 def started(work: Callable[[], Answer], name: str) -> concurrent.futures.Future[Answer]:
     """Starts a daemon thread for the work: unlike threads of a pool, it lets the process end."""
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def settle(future: concurrent.futures.Future[Answer], work: Callable[[], Answer]) -> None:
+    """Does the work, in this thread, and gives its result or its error to the future."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

@@ -78,6 +78,17 @@ def test_what_is_expected_is_fetched_before_it_is_asked_for_and_once(store, near
     assert store.asked == store.rows[:4], "what nobody expected is kept as well"
 
 
+def test_rows_that_are_here_in_parts_are_not_fetched_again_nor_kept_twice(store, near):
+    pixels, (first, second, *_) = near(2 * store.size(*range(6))), store.rows
+    halves = [Rows(first.ticket, 0, 2), Rows(first.ticket, 2, first.stop)]
+    for rows in ([halves[0]], [halves[1]], [first], [Rows(first.ticket, 1, first.stop - 1)]):
+        same(pixels.fetch(rows), store.plain.fetch(rows))
+    assert store.asked == halves
+    for rows in (Rows(second.ticket, 1, 3), second):
+        same(pixels.fetch([rows]), store.plain.fetch([rows]))
+    assert pixels.used == store.size(0, 1)
+
+
 def test_who_asks_for_what_is_on_its_way_waits_for_it(store, near):
     store.open.clear()
     pixels = near(2 * store.size(*range(6)))
