@@ -93,8 +93,8 @@ class NearPixels:
     # These methods need the lock:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
-        """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None if
-        some rows are neither."""
+        """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None
+        if some rows are neither."""
         self._expected.pop(rows.ticket, None)
         pieces: list[np.ndarray] = []
         start = rows.start

@@ -124,7 +124,7 @@ class FlightStore(Places):
             settle(look, lambda ref=ref: self._looked(ref))
 
     def _looked(self, ref: MediaRef) -> Ticket | MediaError:
-        """Asks a place to look at a medium, and other places if that place fails, is lost or does not answer in time."""
+        """Asks a place to look at a medium; other places, if that one fails, is lost or does not answer in time."""
         failed: list[PlaceSeat] = []
         lost: list[PlaceSeat] = []
         try:
