@@ -49,7 +49,7 @@ def number(
 ) -> Any:
     """An argparse type: a finite number from `low` (`above`: greater than `low`) to `high`."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:

@@ -35,7 +35,7 @@ from fluxjax.run import callbacks
 from fluxjax.run.callbacks import Reporter
 from fluxjax.runtime.ports import StepReport
 from fluxjax.runtime.server_watch import ServerWatch, server_lanes
-from rollout.fleet_server import Attempt, Seat, Server, ServerStatus
+from rollout.fleet_server import Attempt, FleetState, Seat, Server, ServerStatus
 from rollout.sglang import SampleReply, ServerClient
 
 EVENTS: Any = event_pb2  # generated, without types
@@ -313,7 +313,7 @@ def test_servers_have_lanes_in_place_of_engines():
 
 
 def server_record(seat: int) -> Server:
-    nobody: Any = None
+    nobody = object.__new__(FleetState)
     return Server(nobody, "server 0", Seat(seat), ServerClient("http://127.0.0.1:1"), None)
 
 
@@ -388,6 +388,8 @@ def test_steps_count_what_servers_delivered(tmp_path, servers, monkeypatch):
         pixels=none,
         rewards=none,
         tell=lambda *event: None,
+        **dict.fromkeys(("run_dir", "processor", "learner", "engine", "timeline", "coordinator", "model"), None),
+        **dict.fromkeys(("stop", "evaluate"), dict),
     )
     reporter = Reporter(run)
     display.phase("RL", 2)

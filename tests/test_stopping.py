@@ -10,6 +10,7 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from process_cases import until
@@ -23,6 +24,7 @@ from fluxjax.config import Config
 from fluxjax.run import main
 from fluxjax.run.parts import HeldOut
 from fluxjax.runtime.ports import EvaluationGivenUp
+from models.inputs import ModelInput
 from rollout.engine import SamplingParams
 
 
@@ -100,8 +102,9 @@ class Silent:
 
 def test_an_evaluation_says_how_far_it_is_and_is_given_up_for_a_stop():
     engine, stopping = Silent(), []
-    inputs = types.SimpleNamespace(laid_out=lambda: types.SimpleNamespace(vision=None))
-    prepared = [PreparedPrompt(Prompt(str(k), "s", "?", "a"), inputs) for k in range(3)]  # type: ignore[arg-type]
+    one = np.zeros(1, np.int32)
+    inputs = ModelInput(one, np.zeros((3, 1), np.int32), one - 1, 1)
+    prepared = [PreparedPrompt(Prompt(str(k), "s", "?", "a"), inputs) for k in range(3)]
 
     async def score(prompt: Prompt, text: str) -> Reward:
         return Reward(1.0, True)

@@ -58,7 +58,7 @@ def pair(default: T, first: str, second: str, why: str = "") -> T:
     """Declares a field of two numbers, each with its interval."""
     holds = [_holds(interval) for interval in (first, second)]
 
-    def are_within(value: tuple[float, ...]) -> bool:
+    def are_within(value: tuple[object, ...]) -> bool:
         numbers = [entry for entry in value if isinstance(entry, int | float)]
         return len(value) == len(numbers) == 2 and holds[0](numbers[0]) and holds[1](numbers[1])
 

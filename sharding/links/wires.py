@@ -150,7 +150,7 @@ class Wires:
         except TimeoutError:
             why = f"it has not answered for {self._timeout:g} s"
         except Exception as error:  # the peer sent something that is no message
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self._gone(process, why)
         wire.close()
 
