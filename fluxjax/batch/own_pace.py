@@ -34,7 +34,8 @@ WORTH = 0.01  # share of a step's predicted time that further copies of prompts 
 
 
 class OwnPace:
-    """Deals sequences to devices by LB-Mini, after the sequences that no single device holds.
+    """Deals sequences to devices by LB-Mini (ODC: the work of a minibatch is even). First, devices compute together
+    the sequences that no single device holds.
 
     Raises ConfigError for degrees that the devices or the heads of `text` do not allow, and for a calibration that
     can't be read.
@@ -194,7 +195,7 @@ class OwnPace:
         return ShardPlan(plan.num_devices, lengths, (0.0,) * len(lengths), degrees, all_firsts, packed), taken
 
     def _estimated(self, plan: ShardPlan, pieces: Sequence[Piece]) -> tuple[ShardPlan, float]:
-        """Returns the plan with the work of its sequences without media, and the busiest device's work with media."""
+        """Returns the plan with each sequence's work, media left out, and the busiest device's work with media."""
         work = work_of(self._work_of, [piece._replace(patches=0) for piece in pieces])
         media = float((work_of(self._work_of, pieces) - work).sum()) / plan.num_devices
         plan = dataclasses.replace(plan, work=tuple(work.tolist()))

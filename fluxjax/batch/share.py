@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item: a shard has them once, however many of its pieces it has
+    patches: int = 0  # of the item: a device (with a plan, a replica) holds them once for all pieces of the item
 
 
 Row = tuple[Piece, ...]
@@ -197,7 +197,8 @@ class Outline:
         return dataclasses.replace(self, shards=()) if elsewhere else self
 
     def items_on(self, shards: range) -> set[int]:
-        """Returns the items that have a token or a frame on one of these devices, if `self` is `of` them."""
+        """Returns the items that have a token or a frame on one of these devices. `self` is the result of
+        `of(shards)`."""
         if self.part is None or self.owner is not None:
             return {piece.item for piece in self.pieces}
         return self.part.items_on(shards)
@@ -230,7 +231,8 @@ class Share:
         """Returns the shares of `processes` processes: the rows of each one's devices, and the groups in these rows. A
         process needs the groups that have a token or a frame on one of its devices.
 
-        Groups keep their order, by which media are numbered: all processes send features by one route.
+        Groups keep their order, by which media are numbered: all processes compute the same exchange of vision features
+        (`sharding.spread.route`).
         """
         count, shares = len(self.shards) // processes, list[Share]()
         for process in range(processes):

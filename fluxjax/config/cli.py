@@ -53,7 +53,7 @@ def _text(value: object) -> str:
 
 
 def _corrected(config: Config) -> bool:
-    """Returns True if ratios of the policies count beside the clipped objective."""
+    """Returns True if tokens are weighted by proximal / behaviour, beside the clipped ratio."""
     importance = config.algorithm.importance
     return importance.decoupled or importance.kind is not Importance.NONE
 

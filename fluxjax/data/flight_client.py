@@ -52,7 +52,7 @@ class FlightPlace:
         self.address, self._settings = address, settings
         self.threads = 1  # of the preprocessor, as it says when it is greeted
         self.working = 0  # media and ranges that it is asked for now; whoever asks counts them
-        self.heard = 0.0  # when it last gave a sign of life: an answer, a batch of one, an error of its own
+        self.heard = 0.0  # time of its last sign of life: an answer, a batch of an answer, an error
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:
             self._client = flight.FlightClient(f"grpc://{address}", generic_options=_OPTIONS)

@@ -44,7 +44,7 @@ _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file; empty if the file has none. In a request, an empty name is detected."""
+    """The name of each field in one file; empty if the file has none. An empty setting is found by `ALIASES`."""
 
     prompt: str = ""
     answer: str = ""

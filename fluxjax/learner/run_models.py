@@ -84,7 +84,7 @@ class RunModels:
             self.critic.forget()
 
     def load(self, arrays: dict[str, Any]) -> None:
-        """Takes over what `arrays` returned; `arrays` is emptied."""
+        """Takes over what the method `arrays` returned, and takes learner and critic out of the argument."""
         self._reset()
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:

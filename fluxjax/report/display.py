@@ -1,5 +1,6 @@
-"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. Processes, servers
-and preprocessors have a row of a table or a line each, pixels and rewards a few words."""
+"""The live view of a run: a panel on a terminal, a plain line every few seconds in other outputs. On the panel,
+processes, servers and preprocessors have a row of a table each; in plain output, processes have a line each, servers
+and preprocessors a count. Pixels and rewards have a few words."""
 
 from __future__ import annotations
 

@@ -263,8 +263,8 @@ async def _awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> 
 
 
 class ProcessCaller(Caller):
-    """Calls a reward that has an import path in processes; a process that takes too long, or too much memory, is
-    killed."""
+    """Calls a reward, which must have an import path, in processes. A process that takes too long, or too much memory,
+    is killed."""
 
     def __init__(self, found: FoundReward, bounds: RewardKindConfig, slots: Slots) -> None:
         super().__init__(slots, Callee.of(found.value).batched)

@@ -1,8 +1,8 @@
 """The embedded engines of a run, on a fixed set of devices: the devices of each engine decide the number of engines.
 
 The devices are the first `rollout.engines` x `parallelism.degree` of this process, dealt to engines in their order; if
-`rollout.engines` is 0, they are all accelerators of the process that make complete engines. At another degree, these
-devices make as many complete engines as they can; the remaining devices are idle.
+`rollout.engines` is 0, they are as many as make complete engines (at most `sharding.devices`, if set); on CPUs those of
+one engine. At another degree, these devices make as many complete engines as they can; the other devices are idle.
 """
 
 from __future__ import annotations

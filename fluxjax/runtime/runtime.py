@@ -339,7 +339,7 @@ class Runtime:
             )
             await on_all([self.engines[n] for n in sorted(asleep)], lambda engine: engine.wake())
         self._asleep -= numbers
-        await self._tell_steps()  # before the next instruction: observers still belong to this step
+        await self._tell_steps()  # before the next instruction: what observers do is still counted to this step
         self._post(messages.WeightsPublished(order.version))
 
     async def _tell_steps(self) -> None:

@@ -65,7 +65,7 @@ class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # indices of the sampled frames in the file
-    seconds: float | None  # duration of the video; None if nothing tells the duration of a single frame pair
+    seconds: float | None  # duration of the video; None for at most one frame pair of unknown duration
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
 
@@ -120,9 +120,9 @@ class VideoReader:
         can be found again by their time."""
         slots = {int(index): slot for slot, index in enumerate(indices)}
         size: tuple[int, int] | None = None
-        times: list[int | None] = []  # one entry for every frame, as in the next two lists
+        times: list[int | None] = []  # one entry for every frame, as in `durations`
         durations: list[int] = []
-        damaged: list[int] = []
+        damaged: list[int] = []  # indices of damaged frames
         told: list[int | None] = []  # the times of shown packets
         base = None  # the time base of the last frame
         small = stream.width * stream.height * total < SMALL_VIDEO

@@ -71,7 +71,7 @@ class Buckets(SyncRoute):
         try:
             await client.begin_weight_update()
         except Refused:  # an update that broke off is open; the next one overwrites it
-            with contextlib.suppress(Refused):  # the server may refuse its half
+            with contextlib.suppress(Refused):  # the server may refuse to end an update that came in part
                 await client.end_weight_update()
             await client.begin_weight_update()
         for number, part in enumerate(parts, start=1):
@@ -94,7 +94,8 @@ class Buckets(SyncRoute):
 
 class CudaIpc(Buckets):
     """`ipc`: each bucket is copied from the trainer's arrays into memory on their GPU. Servers of this host, which must
-    see that GPU, open the memory by CUDA IPC (`torch_buckets`). The folder has tensors that the trainer has freed.
+    see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer
+    holds are read from the version's folder.
 
     On a CPU, the memory is PyTorch's shared memory. The route has never run with GPUs, for want of one."""
 
@@ -162,6 +163,6 @@ class OrbaxFolders(SyncRoute):
         return [*wanted, *filter(None, [self._folders.last])]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the next pull on another host removes its copies
+        with contextlib.suppress(OSError):  # another host removes its own copies at its next pull
             shutil.rmtree(pulled(self._local, self._folders.source))
         self._folders.close()

@@ -4,9 +4,9 @@ devices compute for equally long and little is sent.
 FlexUlysses has two objectives. The first: tokens of a device within the memory limit and the largest compute load
 within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). The second,
 among plans that are equal in the first: little traffic. A placement without any sharding is the plan if it reaches the
-first objective. Otherwise sequences descend the tree of groups and pairs of groups exchange sequences (`placement`).
-This takes milliseconds and is nearly always good. If it is not, a search (`search`) follows, and the best placement of
-all is the plan.
+first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange them
+(`placement`). This takes milliseconds and is nearly always good. If it is not, a search (`search`) follows, and the
+best placement of all is the plan.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from .search import redealt, search, top_degree
 
 TRIALS = 64  # pairs of groups that exchange, about 0.1 ms each; more of them if devices are few or many
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # tried if a cost model can choose between the plans
-MANY = 128  # more devices than this exchange less, get no repair, and have fewer tolerances to choose from
+MANY = 128  # more devices than this get no double `TRIALS`, no repair, and fewer tolerances to choose from
 EIGHT, LITTLE = 8, 0.85  # a good plan sends at most LITTLE times the tokens that degree EIGHT for all sequences sends
 EPS = 1e-9
 

@@ -1,4 +1,4 @@
-"""A search beyond the quick descent: beams over complete placements, then repair of the best ones.
+"""A search beyond the quick descent: beam searches that place all sequences anew, then repair of the best ones.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
 If loads are tight, a cheaper placement may need changes in all blocks at once; repair does not find it. Two of the
@@ -55,7 +55,8 @@ def search(
 
 def beams(problem: Problem, cells: int) -> list[Placement]:
     """A placement for each of the first entries of `STARTS`. Devices are searched side by side, in blocks of at most
-    `BLOCK` devices or one group. `cells` bounds the number of ways times the devices, over all beams."""
+    `BLOCK` devices, or of the highest degree if that is more. `cells` bounds the number of ways times the devices, over
+    all beams."""
     top = top_degree(problem)
     units = problem.num_devices // top
     per = max(k for k in range(1, units + 1) if units % k == 0 and (k == 1 or k * top <= BLOCK))
@@ -148,7 +149,7 @@ def beam(
 
 
 def device_shares(degree_I: np.ndarray, first_I: np.ndarray, num_devices: int) -> np.ndarray:
-    """`[groups, devices]`: the share of each group that each device computes."""
+    """`[sequences, devices]`: the share of each sequence that each device computes."""
     device_D, last_I = np.arange(num_devices), first_I + degree_I
     return ((first_I[:, None] <= device_D) & (device_D < last_I[:, None])) / degree_I[:, None]
 

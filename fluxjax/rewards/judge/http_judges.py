@@ -73,7 +73,7 @@ class ChatForm:
         content = choice["message"].get("content")
         if content is not None and not isinstance(content, str):
             raise TypeError("content is no text")
-        return Answer(content or "", choice.get("finish_reason") != "length")  # None: it refused, or only thought
+        return Answer(content or "", choice.get("finish_reason") != "length")  # None: no answer, only thoughts
 
 
 class GenerateForm:
