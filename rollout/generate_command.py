@@ -16,7 +16,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -229,7 +229,9 @@ def how_to_sample(
             raise ValueError(f"{flag} does nothing at temperature 0, which is greedy: give --temperature, too")
         return SamplingParams(temperature=0.0)
     try:
-        typed = {name: (as_integer if name == "top_k" else as_number)(name, value) for name, value in values.items()}
+        typed: dict[str, Any] = {
+            name: (as_integer if name == "top_k" else as_number)(name, value) for name, value in values.items()
+        }
         return checked_sampling(SamplingParams(**typed), vocabulary=1)  # there are no ids to check yet
     except ValueError as error:
         flag = next((name for name in given if str(error).startswith(f"{name}=")), None)
