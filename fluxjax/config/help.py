@@ -57,7 +57,7 @@ def _entries(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield name, "\n".join([f"  --config.{name}: {words}", *items])
         else:
             allowed = field.metadata.get("allowed", "").partition(": ")[0]
-            words += f"; must {allowed}" if allowed not in _OBVIOUS else ""
+            words = f"{words.rstrip('.')}; must {allowed}" if allowed not in _OBVIOUS else words
             members, said = (type(value), comments(type(value))) if isinstance(value, enum.Enum) else ((), {})
             options = [f"      {member.value}: {said.get(member.name, '')}".rstrip(": ") for member in members]
             yield name, "\n".join([_line(name, getattr(value, "value", value), words), *options])
