@@ -134,12 +134,11 @@ async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
             chosen.suspect()
 
 
-class SlowOrders:
-    """A server's client whose orders take a moment; of other methods it has only what a start and a sleep ask."""
-
-    address = "scripted"
+class SlowOrders(ServerClient):
+    """The client of no server: its orders take a moment, and it answers what a start and a sleep ask."""
 
     def __init__(self, running: int = 0) -> None:
+        super().__init__("http://127.0.0.1:1")
         self.paused: bool | None = None
         self.running = running
 
@@ -160,7 +159,7 @@ class SlowOrders:
 
 async def test_a_server_that_comes_up_between_pause_and_resume_goes_on() -> None:
     with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=1)) as fleet:
-        client: Any = SlowOrders()
+        client = SlowOrders()
         server = Server(fleet, "server", fleet.seats[0], client, None)
         fleet.members.append(server)
         await fleet.pause(fleet.seats[0])
@@ -176,7 +175,7 @@ async def test_a_pause_leaves_a_seat_that_is_to_sleep_alone() -> None:
     with contextlib.closing(
         fleet_of(addresses=["http://127.0.0.1:1"], seats=2, options=dataclasses.replace(QUICK, patience=0.05))
     ) as fleet:
-        client: Any = SlowOrders(running=1)
+        client = SlowOrders(running=1)
         server = Server(fleet, "server", fleet.seats[0], client, None)
         server.up, server.open = True, 1
         fleet.members.append(server)
