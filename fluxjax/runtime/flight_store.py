@@ -8,13 +8,15 @@ time, are asked of other places.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from models.processing import MediaError
+from models.processing.media import MediaSettings
 from models.shadow import Rows
 
 from ..base.errors import DataError
@@ -47,6 +49,14 @@ class _Question(NamedTuple):
 
 class FlightStore(Places):
     """A `MediaStore` over preprocessors. Its parameters are those of `Places`."""
+
+    def __init__(
+        self, addresses: Mapping[str, str] | Sequence[str], settings: MediaSettings, token: str = "", **options: Any
+    ) -> None:
+        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # open looks, by medium
+        self._unasked: collections.deque[MediaRef] = collections.deque()  # media of open looks that no thread has taken
+        self._lookers = 0  # threads that look
+        super().__init__(addresses, settings, token, **options)
 
     @property
     def concurrency(self) -> int:
@@ -85,7 +95,7 @@ class FlightStore(Places):
             for some in numbers
         ]
 
-    # With the lock:
+    # These methods need the lock:
 
     def _begin_look(self, ref: MediaRef) -> concurrent.futures.Future[Ticket | MediaError]:
         self._looks[ref] = concurrent.futures.Future()

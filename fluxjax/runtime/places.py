@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from models.processing import MediaError
 from models.processing.media import MediaSettings
 
 from ..base.errors import DataError
@@ -117,9 +116,6 @@ class Places:
         self.seats: dict[str, PlaceSeat] = {}
         self.known = time.perf_counter()  # when a place was last asked for its statistics
         self._settled = threading.Condition(self.lock)  # notified when a place answers or refuses, and at the end
-        self._looks: dict[MediaRef, concurrent.futures.Future[Ticket | MediaError]] = {}  # open looks, by medium
-        self._unasked: collections.deque[MediaRef] = collections.deque()  # media of open looks that no thread has taken
-        self._lookers = 0  # threads that look
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
         self._alone_since = time.monotonic()  # when the last connection was lost
@@ -187,7 +183,7 @@ class Places:
                 if seat.link is not None:
                     seat.link.close()
 
-    # With the lock:
+    # These methods need the lock:
 
     def lose(self, seat: PlaceSeat, link: FlightPlace, reason: str) -> bool:
         """Gives up the connection `link`, with which a caller had trouble. Returns False, and does nothing, if the
