@@ -89,7 +89,7 @@ def measure(run: pathlib.Path, strips: int = 0) -> Counts:
 
 
 def _more_strips(folder: pathlib.Path, strips: int) -> pathlib.Path:
-    """Returns a manifest of so many strips, and writes it beside the runs if it does not exist."""
+    """Returns a manifest with this number of strips; writes it beside the runs if it does not exist."""
     from fluxjax.tasks.digits import DigitsRecipe
     from fluxjax.tasks.embedded import build_once
 

@@ -178,8 +178,8 @@ def _planned_vision(sequences: Sequence[Case], plan: ShardPlan, per_token: int) 
 
 
 def _route_seconds(tokens: float, cost: CostModel) -> float:
-    """Returns the seconds in which each device sends the features of so many tokens to the tokens' devices in one
-    pass, assuming that all features leave their node."""
+    """Returns the seconds of one pass in which each device sends the features of `tokens` to the tokens'
+    devices, assuming that all features leave their node."""
     link = cost.across or cost.within
     sent = tokens * cost.model.width * cost.model.value_bytes
     return link.alpha + link.per_byte * sent if tokens else 0.0

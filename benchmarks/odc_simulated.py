@@ -120,7 +120,7 @@ def rate(span: np.ndarray) -> float:
 
 
 def deviation(span: np.ndarray, draws: float) -> float:
-    """Standard deviation of `rate` over runs of so many samples, percent points."""
+    """Standard deviation of `rate` over runs of `draws` samples, percent points."""
     left = span[:, 0] - span[:, 0].sum() / span[:, 1].sum() * span[:, 1]
     return float(100 * left.std(ddof=1) / span[:, 1].mean() / draws**0.5)
 

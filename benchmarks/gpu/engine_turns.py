@@ -58,7 +58,7 @@ class Calls:
         self.calls = []
 
     def full_rounds(self, samples: int) -> list[tuple[Call, float]]:
-        """The rounds of so many samples before another such round, each with the seconds until the next one begins."""
+        """Returns each round of `samples` samples before another such round, and the seconds until that one begins."""
         pairs = itertools.pairwise(self.calls)
         return [(call, after.began - call.began) for call, after in pairs if call.samples == after.samples == samples]
 
@@ -83,8 +83,8 @@ def engine(dry: bool, slots: int, tokens: int) -> JaxEngine:
 
 
 async def generate(engine: JaxEngine, vocabulary: int, samples: int, prompt: int, new: int) -> tuple[float, float]:
-    """Lets the engine answer so many prompts, all queued before it begins. Returns the seconds until each response has
-    its first token, and the seconds until all responses are complete."""
+    """Lets the engine answer `samples` prompts, all queued before it begins. Returns the seconds until each response
+    has its first token, and the seconds until all responses are complete."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=new)
     first: dict[int, float] = {}

@@ -310,7 +310,7 @@ class WorkerPool:
                 self._processes.discard(process)
                 self._count(killed=1)
 
-    def _count(self, **more: Any) -> None:
+    def _count(self, **more: Any) -> None:  # Any: jaxtyping checks the dictionary against the annotation
         self._load = self._load._replace(**{name: getattr(self._load, name) + count for name, count in more.items()})
 
     def _check_open(self) -> None:

@@ -119,9 +119,8 @@ def lacked_memory(error: BaseException) -> bool:
     """Says whether an error is caused by a lack of memory, which libraries report in many ways."""
     return any(
         isinstance(cause, MemoryError)
-        or (
-            isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN)
-        )  # EAGAIN: no memory for a thread's stack
+        # EAGAIN: no memory for a thread's stack
+        or (isinstance(cause, OSError) and cause.errno in (errno.ENOMEM, errno.EAGAIN))
         or "out of memory" in str(cause).lower()
         for cause in _causes(error)
     )

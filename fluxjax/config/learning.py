@@ -120,8 +120,8 @@ class ParallelismConfig:
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
-    # 0: the degree stays. Else the degree is chosen anew each step, by preemptions, and is at least this: an engine
-    # needs so many devices for its weights and a cache.
+    # 0: the degree stays. Else the degree is chosen anew each step, by preemptions, and is at least this, the number of
+    # devices that an engine needs for its weights and a cache.
     min_degree: int = power_of_two(0)
     profile: str = ""  # file of `python benchmarks/engine_profile.py`, for the first degree; empty: none
 
@@ -210,7 +210,7 @@ class AlgorithmConfig:
     kl_estimator: KlEstimator = KlEstimator.K3  # estimator of the KL from the reference
     kl_in_reward: bool = False  # a response's reward loses kl_coefficient * its KL; else the KL is in the loss
     reference: str = ""  # a local checkpoint folder of a model of the same sizes; empty: the model as RL begins
-    reference_every: int = not_negative(0)  # every so many steps the policy becomes the reference; 0: never
+    reference_every: int = not_negative(0)  # steps after which the policy becomes the reference again; 0: never
     loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what has equal weight in the loss
     importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
 

@@ -291,7 +291,7 @@ class Preparer:
     async def draw(self, count: int) -> Sorted:
         """Returns the next `count` draws: prepared prompts, and skipped prompts with reasons.
 
-        Raises `DataError` if so many prompts in a row were skipped that all data must be wrong, if more than
+        Raises `DataError` if the prompts skipped in a row show that all data must be wrong, if more than
         `MAX_SKIPPED` of all draws were skipped, and if a file cannot be read.
         """
         items = self._taken_at_once(count)

@@ -3,7 +3,7 @@ those steps.
 
 Replay is Flux's third source of data from another policy (component 3, "Unified Importance Correction"): a replayed
 token is a stale token. It keeps the log-probs and versions of its generation, so that ratio, `algorithm.importance` and
-decay treat it as any token that is so many versions behind. Rewards are kept, too. Advantages are computed anew with
+decay treat it as any token of that version. Rewards are kept, too. Advantages are computed anew with
 those of the step: advantages relative to the group stay the same; those that depend on the step or on the policy (KL in
 the reward) change.
 
