@@ -151,7 +151,7 @@ def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, shardi
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)
-    return place_stack(_layers_of(files, entry, dtype), entry.layers, sharding)
+    return place_stack(_layers_of(files, entry, dtype), len(entry.numbers), sharding)
 
 
 def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:

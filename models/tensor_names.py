@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +25,7 @@ class TensorName:
     name: str
     path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    layers: int  # layers in its stack; 1 for a weight outside all stacks
+    numbers: Sequence[int]  # the layers in its stack, in order; one number for a weight outside all stacks
     inputs: int  # number of input axes in `shape`; 0 for tables and vectors
     disk_shape: tuple[int, ...]
 
@@ -36,7 +36,7 @@ class TensorName:
     @property
     def full_names(self) -> list[str]:
         """The name in each layer."""
-        return [self.name.format(layer) for layer in range(self.layers)]
+        return [self.name.format(layer) for layer in self.numbers]
 
     def to_disk(self, value: np.ndarray) -> np.ndarray:
         """One layer's weight as the checkpoint has it; contiguous."""
@@ -54,8 +54,8 @@ class TensorName:
         return disk.reshape(*self.shape[self.inputs :], *self.shape[: self.inputs]).transpose(order)
 
 
-def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights) -> list[TensorName]:
-    """The names of weights, by torch module: `modules` has the path of each, with dots.
+def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights, first: int = 0) -> list[TensorName]:
+    """The names of weights, by torch module: `modules` has the path of each, with dots. Stacks begin with layer `first`.
 
     A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
     are the same on both sides, biases and scales are flat, all others are matrices of a torch `Linear`. Their inputs
@@ -73,8 +73,9 @@ def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights) -> l
             if spec.axes[0] == "V" or len(spec.shape) == 1 or part == "bias":
                 inputs, disk_shape = 0, spec.shape if spec.axes[0] == "V" else (math.prod(spec.shape),)
             layers = variable.shape[0] if len(variable.shape) > len(spec.shape) else 1
+            numbers = range(first, first + layers)
             names.append(
-                TensorName(f"{prefix}{module}.{part}", (*parents, key), spec.shape, layers, inputs, disk_shape)
+                TensorName(f"{prefix}{module}.{part}", (*parents, key), spec.shape, numbers, inputs, disk_shape)
             )
     return names
 

@@ -6,7 +6,7 @@ attention. The end of this file has the names of all weights in Hugging Face che
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
-from ..config import NameLayout, Qwen25VLConfig, VisionConfig
+from ..config import AnyConfig, NameLayout, Qwen25VLConfig, VisionConfig
 from ..decoder import Decoder
 from ..inputs import VisionInput
-from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, project, rotate, zeros
+from ..layers import GatedMLP, LayerNorm, Normal, PlainMLP, RMSNorm, add_bias, gelu, project, rotate, zeros
 from ..tensor_names import TensorName, Weights, decoder_names, name_weights
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
@@ -46,32 +46,41 @@ TOWER = {
 
 
 class PatchEmbed(nnx.Module):
-    """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch."""
+    """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch, with or without a bias."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, *, bias: bool = False) -> None:
         shape = (config.patch_values, config.hidden_size)
         self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
+        self.bias = bias
+        if bias:
+            self.kernel_bias = weight(rngs, WeightSpec(shape[1:], ("D",), zeros))
 
     def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
         kernel = self.kernel[...]
-        return jnp.einsum("PX,XD->PD", patches.astype(kernel.dtype), kernel)
+        x = jnp.einsum("PX,XD->PD", patches.astype(kernel.dtype), kernel)
+        return add_bias(x, self.kernel_bias[...]) if self.bias else x
 
 
 class VisionBlock(nnx.Module):
-    """Pre-norm attention and gated MLP, all with biases. `q`, `k`, `v` are one weight (`C`)."""
+    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
+    and an MLP without gate, others RMS norms and a gated MLP."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
-        D, N, H = config.hidden_size, config.num_heads, config.head_dim
-        init = Normal(config.initializer_range)
-        self.attention_norm = RMSNorm(D, NORM_EPS, rngs, stack)
+    def __init__(
+        self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False
+    ) -> None:
+        D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
+        init, std = Normal(config.initializer_range), config.initializer_range
+        norm = LayerNorm if plain else RMSNorm
+        self.attention_norm = norm(D, NORM_EPS, rngs, stack)
         self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
         self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
         self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
-        self.mlp_norm = RMSNorm(D, NORM_EPS, rngs, stack)
-        self.mlp = GatedMLP(
-            D, config.intermediate_size, bias=True, std=config.initializer_range, rngs=rngs, stack=stack
-        )
+        self.mlp_norm = norm(D, NORM_EPS, rngs, stack)
+        if plain:
+            self.mlp = PlainMLP(D, F, std=std, rngs=rngs, stack=stack)
+        else:
+            self.mlp = GatedMLP(D, F, bias=True, std=std, rngs=rngs, stack=stack)
 
     def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
         """`attend(q, k, v) -> out`, all `[P, N, H]`."""
@@ -85,20 +94,32 @@ class VisionBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Joins each `merge_unit` neighbouring patches (one group of the window order) into one text-width feature."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
+        """`norm` is over one patch, or over all patches of a group."""
         inner = config.hidden_size * config.merge_unit
         init = Normal(config.initializer_range)
         self.width = inner
-        self.norm = RMSNorm(config.hidden_size, NORM_EPS, rngs)
+        self.norm = norm
         self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
         self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros))
         self.down = weight(rngs, WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
         self.down_bias = weight(rngs, WeightSpec((config.out_hidden_size,), ("D",), zeros))
 
     def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
-        merged = self.norm(x).reshape(-1, self.width)
+        merged = self.norm(x.reshape(-1, self.norm.scale.shape[-1])).reshape(-1, self.width)
         inner = add_bias(jnp.einsum("MX,XF->MF", merged, self.up[...]), self.up_bias[...])
         return add_bias(jnp.einsum("MF,FD->MD", gelu(inner), self.down[...]), self.down_bias[...])
+
+
+def axial_rotary(config: VisionConfig, positions_P2: Array) -> tuple[Array, Array]:
+    """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
+    quarter = config.head_dim // 4
+    exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
+    frequencies = (np.float32(1) / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    angles = positions_P2.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    angles = angles.reshape(len(positions_P2), 2 * quarter)
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 class VisionTower(nnx.Module):
@@ -108,22 +129,12 @@ class VisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, rngs)
         self.blocks = VisionBlock(config, rngs, stack=config.depth)
-        self.merger = PatchMerger(config, rngs)
-
-    def rotary(self, positions_P2: Array) -> tuple[Array, Array]:
-        """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
-        quarter = self.config.head_dim // 4
-        exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
-        frequencies = (np.float32(1) / np.float32(self.config.rope_theta) ** exponent).astype(np.float32)
-        angles = positions_P2.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
-        angles = angles.reshape(len(positions_P2), 2 * quarter)
-        angles = jnp.concatenate([angles, angles], axis=-1)
-        return jnp.cos(angles), jnp.sin(angles)
+        self.merger = PatchMerger(config, rngs, RMSNorm(config.hidden_size, NORM_EPS, rngs))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
         """Merged features of the packed patches, in window order; rows of padding are finite and meaningless."""
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
-        rotary = self.rotary(jnp.asarray(vision.positions_P2))
+        rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))
         frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
         frame_bound = vision.frame_bound
         window_bound = self.config.window_patches
@@ -148,9 +159,11 @@ class VisionTower(nnx.Module):
 class Qwen25VL(Decoder):
     """`Qwen2_5_VLForConditionalGeneration`. M-RoPE follows from the rope settings of the text config."""
 
-    def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs) -> None:
+    tower: Callable[..., nnx.Module] = VisionTower
+
+    def __init__(self, config: AnyConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
-        self.visual = VisionTower(config.vision, rngs)
+        self.visual = self.tower(config.vision, rngs)
 
     def embed(
         self,
