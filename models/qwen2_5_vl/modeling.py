@@ -2,11 +2,10 @@
 
 The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
 window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean for its kind of
-attention. The end of this file has the names of all weights in Hugging Face checkpoints, in both layouts.
+attention. `params.py` has the names of all weights in Hugging Face checkpoints.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +18,12 @@ from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
-from ..config import AnyConfig, NameLayout, Qwen25VLConfig, VisionConfig
-from ..decoder import Decoder
+from ..config import DecoderConfig, VisionConfig
+from ..decoder import Decoder, DeepFeatures
 from ..inputs import VisionInput
 from ..layers import GatedMLP, LayerNorm, Normal, PlainMLP, RMSNorm, add_bias, gelu, project, rotate, zeros
-from ..tensor_names import TensorName, Weights, decoder_names, name_weights
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
-PREFIXES = {  # prefixes of the tower and of the decoder
-    NameLayout.FLAT: ("visual.", "model."),
-    NameLayout.NESTED: ("model.visual.", "model.language_model."),
-}
-TOWER = {
-    "patch_embed.proj": "visual.patch_embed.kernel",
-    "blocks.{}.norm1": "visual.blocks.attention_norm.scale",
-    "blocks.{}.attn.qkv": "visual.blocks.qkv",
-    "blocks.{}.attn.proj": "visual.blocks.o",
-    "blocks.{}.norm2": "visual.blocks.mlp_norm.scale",
-    "blocks.{}.mlp.gate_proj": "visual.blocks.mlp.gate",
-    "blocks.{}.mlp.up_proj": "visual.blocks.mlp.up",
-    "blocks.{}.mlp.down_proj": "visual.blocks.mlp.down",
-    "merger.ln_q": "visual.merger.norm.scale",
-    "merger.mlp.0": "visual.merger.up",
-    "merger.mlp.2": "visual.merger.down",
-}
 
 
 class PatchEmbed(nnx.Module):
@@ -161,8 +142,9 @@ class Qwen25VL(Decoder):
 
     tower: Callable[..., nnx.Module] = VisionTower
 
-    def __init__(self, config: AnyConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
+        assert config.vision is not None
         self.visual = self.tower(config.vision, rngs)
 
     def embed(
@@ -171,41 +153,28 @@ class Qwen25VL(Decoder):
         tokens_BT: Int[Array, "B T"],
         feature_index_BT: Int[Array, "B T"] | None = None,
         vision: VisionInput | None = None,
-        features_MD: Float[Array, "M D"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings, with row `feature_index_BT` of the tower's features where that index is not negative.
+        features_MX: Float[Array, "M X"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
+        """(token embeddings, features that layers add). Row `feature_index_BT` of the features replaces the embedding
+        where that index is not negative: its first numbers, as many as an embedding has. Layers add the others.
 
-        Features are those of `vision`, or `features_MD` if they were computed before. Without either the tower does
+        Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.
         """
         x = walk.use(self.embedding)(tokens_BT)
         if vision is not None:
-            features_MD = self.features(walk, vision).astype(x.dtype)
+            features_MX = self.features(walk, vision).astype(x.dtype)
             if vision.route is not None:
-                features_MD = vision.route(features_MD)
-        if features_MD is None:
-            return x
+                features_MX = vision.route(features_MX)
+        if features_MX is None:
+            return x, None
         if feature_index_BT is None:
             raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
-        is_feature = feature_index_BT >= 0
-        return jnp.where(is_feature[..., None], features_MD.astype(x.dtype)[jnp.maximum(feature_index_BT, 0)], x)
+        is_feature, D = feature_index_BT >= 0, x.shape[-1]
+        first_MD = features_MX[:, :D].astype(x.dtype)
+        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
+        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
 
-    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The tower's features of `vision`, in window order."""
         return self.visual(walk, vision)
-
-
-def name_layout(names: Iterable[str]) -> NameLayout:
-    """The layout that a checkpoint with these tensor names has."""
-    nested = any(name.startswith(PREFIXES[NameLayout.NESTED]) for name in names)
-    return NameLayout.NESTED if nested else NameLayout.FLAT
-
-
-def tensor_names(config: Qwen25VLConfig, weights: Weights) -> list[TensorName]:
-    """Every weight of the model, each exactly once, under the names of `config.names`."""
-    tower, decoder = PREFIXES[config.names]
-    vision = config.vision
-    size, frames = vision.patch_size, vision.temporal_patch_size
-    kernel, *tower_names = name_weights(TOWER, tower, weights)
-    convolution = (vision.hidden_size, vision.in_channels, frames, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *tower_names, *decoder_names(weights, decoder)]

@@ -5,12 +5,8 @@ bilinearly to the rows and columns of each frame. The tower is one stack of laye
 whose features the decoder reads, so that no walk hands on more than a hidden state.
 """
 
-import dataclasses
-import itertools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -18,22 +14,10 @@ from sharding.kernels.attention import segment_attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
-from ..config import AnyConfig, DeepVisionConfig, NameLayout
+from ..config import DeepVisionConfig
 from ..inputs import VisionInput
 from ..layers import LayerNorm, Normal
-from ..qwen2_5_vl.modeling import NORM_EPS, PREFIXES, PatchEmbed, PatchMerger, Qwen25VL, VisionBlock, axial_rotary
-from ..tensor_names import TensorName, Weights, decoder_names, name_weights
-
-TOWER = {"patch_embed.proj": "patch_embed.kernel", "pos_embed": "positions.table"}
-BLOCK = {
-    "norm1": "attention_norm.scale",
-    "attn.qkv": "qkv",
-    "attn.proj": "o",
-    "norm2": "mlp_norm.scale",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.linear_fc2": "mlp.down",
-}
-MERGER = {"norm": "norm.scale", "linear_fc1": "up", "linear_fc2": "down"}
+from ..qwen2_5_vl.modeling import NORM_EPS, PatchEmbed, PatchMerger, Qwen25VL, VisionBlock, axial_rotary
 
 
 def grid_taps(
@@ -81,12 +65,6 @@ class PositionGrid(nnx.Module):
         return part(0) + part(1) + part(2) + part(3)
 
 
-def stretches(config: DeepVisionConfig) -> list[range]:
-    """The layers of each stack of the tower. A stack ends at a layer of `deepstack_layers`, the last one at the end."""
-    edges = [0, *(layer + 1 for layer in config.deepstack_layers), config.depth]
-    return [range(first, last) for first, last in itertools.pairwise(edges) if first < last]
-
-
 class DeepVisionTower(nnx.Module):
     """Patches with learned positions, stacks of blocks, and a merger for each layer that the decoder reads."""
 
@@ -94,14 +72,14 @@ class DeepVisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, rngs, bias=True)
         self.positions = PositionGrid(config, rngs)
-        for number, layers in enumerate(stretches(config)):
+        for number, layers in enumerate(config.stretches):
             setattr(self, f"blocks_{number}", VisionBlock(config, rngs, stack=len(layers), plain=True))
         for number in range(len(config.deepstack_layers)):
             norm = LayerNorm(config.hidden_size * config.merge_unit, NORM_EPS, rngs)
             setattr(self, f"deep_merger_{number}", PatchMerger(config, rngs, norm))
         self.merger = PatchMerger(config, rngs, LayerNorm(config.hidden_size, NORM_EPS, rngs))
 
-    def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M width"]:
+    def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """Merged features of the packed patches: those of the last layer, then those of each of `deepstack_layers`,
         side by side. Rows of padding are finite and meaningless."""
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
@@ -113,7 +91,7 @@ class DeepVisionTower(nnx.Module):
             return block(x, rotary, lambda q, k, v: segment_attention(q, k, v, frames, vision.frame_bound)), None
 
         deep = []
-        for number, layers in enumerate(stretches(self.config)):
+        for number, layers in enumerate(self.config.stretches):
             x, _ = walk.scan(getattr(self, f"blocks_{number}"), x, step)
             if layers[-1] in self.config.deepstack_layers:
                 deep.append(walk.use(getattr(self, f"deep_merger_{number}"))(x))
@@ -124,23 +102,3 @@ class Qwen3VL(Qwen25VL):
     """`Qwen3VLForConditionalGeneration`."""
 
     tower = DeepVisionTower
-
-
-def tensor_names(config: AnyConfig, weights: Weights) -> list[TensorName]:
-    """Every weight of the model, each exactly once."""
-    tower, decoder = PREFIXES[NameLayout.NESTED]
-    vision = config.vision
-
-    def named(module: str, modules: dict[str, str], path: str, first: int = 0) -> list[TensorName]:
-        here = {f"{module}{name}": f"visual.{path}{inner}" for name, inner in modules.items()}
-        return name_weights(here, tower, weights, first)
-
-    kernel, *names = named("", TOWER, "")
-    for number, layers in enumerate(stretches(vision)):
-        names += named("blocks.{}.", BLOCK, f"blocks_{number}.", layers[0])
-    for number in range(len(vision.deepstack_layers)):
-        names += named(f"deepstack_merger_list.{number}.", MERGER, f"deep_merger_{number}.")
-    names += named("merger.", MERGER, "merger.")
-    size = vision.patch_size
-    convolution = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *names, *decoder_names(weights, decoder)]
