@@ -30,8 +30,8 @@ import numpy as np
 from common import cores, peak_rss_mib, spread
 
 import models
-from models.hf_config import read_config
 from models.inputs import ModelInput
+from models.registry import read_config
 from rollout.engine import EngineError, GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
 

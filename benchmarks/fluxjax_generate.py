@@ -20,8 +20,8 @@ import numpy as np
 from common import Channel, peak_rss_mib
 
 import models
-from models.hf_config import read_config
 from models.inputs import ModelInput
+from models.registry import read_config
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
 

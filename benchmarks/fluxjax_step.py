@@ -48,7 +48,6 @@ from fluxjax.learner.run_models import RunModels
 from fluxjax.run.build import build_model
 from fluxjax.run.callbacks import SettledHeap
 from fluxjax.sizing.run_programs import cache_tokens
-from models.config import Qwen25VLConfig
 from models.decoder import parameter_count
 from rollout.engine import GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
@@ -81,7 +80,7 @@ class Steps:
         self.config, self.stage, self.watch, self.lengths = config, stage, Stopwatch(), lengths
         sources = open_sources(config)
         self.model, self.processor = build_model(config, sources)
-        self.vision = self.model.config.vision if isinstance(self.model.config, Qwen25VLConfig) else None
+        self.vision = self.model.config.vision
         if not videos:
             sources = {name: source for name, source in sources.items() if not _has_videos(source)}
             if not sources:

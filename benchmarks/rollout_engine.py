@@ -36,12 +36,12 @@ from common import ROOT, cores, spread, thread_environment
 
 import models
 from fluxjax.base.process import keep_freed_memory, settle_heap
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.decoder import Decoder, parameter_count
-from models.hf_config import read_config
 from models.inputs import ModelInput
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
+from models.registry import read_config
 from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
 from rollout.fleet import Fleet, FleetEngine
 from rollout.fleet_server import FleetOptions
@@ -220,7 +220,7 @@ def _save(model: Decoder, folder: pathlib.Path) -> None:
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def _prompts(config: AnyConfig, count: int, options: argparse.Namespace, seed: Sequence[int]) -> list[ModelInput]:
+def _prompts(config: DecoderConfig, count: int, options: argparse.Namespace, seed: Sequence[int]) -> list[ModelInput]:
     T = options.prompt_tokens
     ids_BT = np.random.default_rng(seed).integers(0, config.text.vocab_size, (count, T), dtype=np.int32)
     positions_3T = np.broadcast_to(np.arange(T, dtype=np.int32), (3, T))
@@ -242,7 +242,7 @@ async def _turn(
     return answers
 
 
-async def _compare(sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace) -> dict[str, Any]:
+async def _compare(sides: Mapping[str, Engine], config: DecoderConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Compares the greedy responses of all sides to a prompt. Raises Wrong unless tokens and log-probs are the same."""
     prompts = _prompts(config, 1, options, [0])
     answers = {}
@@ -261,7 +261,7 @@ async def _compare(sides: Mapping[str, Engine], config: AnyConfig, options: argp
     return {"tokens": len(ids), "equal": True, "largest_logprob_gap": float(f"{gap:.1e}")}
 
 
-async def _warm_up(sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace) -> None:
+async def _warm_up(sides: Mapping[str, Engine], config: DecoderConfig, options: argparse.Namespace) -> None:
     """Lets every side compile. Requests do not reach our server at the same moment: it begins with one request, then
     takes 1, 2, 4, ... of the waiting requests together. So the warm-up has turns of all these numbers."""
 
@@ -281,7 +281,7 @@ async def _warm_up(sides: Mapping[str, Engine], config: AnyConfig, options: argp
 
 
 async def _timed(
-    sides: Mapping[str, Engine], config: AnyConfig, options: argparse.Namespace
+    sides: Mapping[str, Engine], config: DecoderConfig, options: argparse.Namespace
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds of each turn, by side and concurrency. Each side goes first equally often."""
     names = list(sides)

@@ -39,14 +39,14 @@ def main() -> None:
     import numpy as np
 
     import models
-    from models.config import Qwen2Config, TextConfig
+    from models.config import DecoderConfig, TextConfig
     from rollout.streamed import DeviceSpeed, StreamedModel, finish, resident_layers
 
     if args.model:
         model = models.load(args.model)
     else:
         shape = TextConfig(VOCABULARY, 896, 4864, args.layers, 14, 2, 64, tie_word_embeddings=True)  # Qwen2.5-0.5B's
-        model = models.create(Qwen2Config(shape))
+        model = models.create(DecoderConfig("qwen2", shape))
     text = model.config.text
     prompts = np.random.default_rng(0).integers(0, text.vocab_size, (args.prompts, args.tokens)).tolist()
     counts = sorted({0, text.num_layers // 2, text.num_layers})

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import models
 from benchmarks.plan_text import plan_of
-from models.config import Qwen2Config, TextConfig
+from models.config import DecoderConfig, TextConfig
 from models.decoder import Decoder, logprobs, parameter_count
 from models.inputs import PackedTokens
 from sharding.mesh import make_mesh
@@ -35,7 +35,7 @@ from sharding.walk import Fsdp, Tally, Walk
 
 
 def text_model(sizes: dict[str, int]) -> Decoder:
-    return models.create(Qwen2Config(text=TextConfig(**sizes, tie_word_embeddings=True)), seed=0)
+    return models.create(DecoderConfig("qwen2", text=TextConfig(**sizes, tie_word_embeddings=True)), seed=0)
 
 
 def loss(model: Decoder, inputs: PackedTokens, walk: Walk) -> tuple[jax.Array, Tally]:

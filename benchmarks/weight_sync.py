@@ -44,7 +44,7 @@ from fluxjax.base.process import keep_freed_memory
 from fluxjax.config import Config
 from fluxjax.data.loader import open_sources
 from fluxjax.run.build import build_model
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.decoder import parameter_count
 from rollout.engine import EngineError
 from rollout.fleet import Fleet, FleetEngine
@@ -207,7 +207,7 @@ class Measured:
     """One server; each route in turn brings weights to it."""
 
     def __init__(
-        self, server: LocalServer, sizes: AnyConfig, weights: list[Any], shared: pathlib.Path, name: str,
+        self, server: LocalServer, sizes: DecoderConfig, weights: list[Any], shared: pathlib.Path, name: str,
         options: argparse.Namespace,
     ) -> None:  # fmt: skip
         """`weights` has one entry: the newest."""

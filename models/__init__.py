@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from sharding.door import door
 
 if TYPE_CHECKING:
+    from .creation import abstract, create
     from .decoder import merge, split
     from .hf import load, save
     from .lora import Lora, adapted, fresh_adapters, load_adapters, save_adapters
-    from .registry import abstract, create
 
 __all__ = [
     "Lora",
@@ -37,5 +37,5 @@ __getattr__ = door(
     decoder=("merge", "split"),
     hf=("load", "save"),
     lora=("Lora", "adapted", "fresh_adapters", "load_adapters", "save_adapters"),
-    registry=("abstract", "create"),
+    creation=("abstract", "create"),
 )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before its fields are read into types
+Grid: TypeAlias = tuple[int, int, int]  # the size of a medium: frame pairs, patch rows, patch columns
 
 
 class ModelConfigError(ValueError):
@@ -19,9 +20,9 @@ class ModelConfigError(ValueError):
 
 
 class NameLayout(enum.Enum):
-    """Two ways to name the weights of Qwen2.5-VL on disk."""
+    """Two ways to name the weights of tower and decoder on disk."""
 
-    FLAT = "flat"  # `visual.*`, `model.*`: the published checkpoints
+    FLAT = "flat"  # `visual.*`, `model.*`
     NESTED = "nested"  # `model.visual.*`, `model.language_model.*`
 
 
@@ -158,33 +159,23 @@ class VisionConfig(PatchLayout):
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen2Config:
-    """Text models: Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`), and with `text.head_norm` Qwen3 (`Qwen3ForCausalLM`)."""
+class DecoderConfig:
+    """A decoder and, if the model reads images and videos, its vision tower."""
 
+    architecture: str  # a key of `models.registry.ARCHITECTURES`
     text: TextConfig
-    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
-
-
-@dataclasses.dataclass(frozen=True)
-class Qwen25VLConfig:
-    """Qwen2.5-VL and models of its architecture, such as MiMo-VL (`Qwen2_5_VLForConditionalGeneration`)."""
-
-    text: TextConfig
-    vision: VisionConfig
-    image_token_id: int = 151655
+    vision: VisionConfig | None = None
+    image_token_id: int = 151655  # this id and the next three: of models with a tower
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
     names: NameLayout = NameLayout.FLAT  # layout of the weights' names in the checkpoint
-    extra: str = dataclasses.field(default="{}", compare=False, repr=False)
+    extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.vision.out_hidden_size != self.text.hidden_size:
+        if self.vision and self.vision.out_hidden_size != self.text.hidden_size:
             raise ModelConfigError(
                 f"vision out_hidden_size={self.vision.out_hidden_size} must equal the text hidden_size="
                 f"{self.text.hidden_size}"
             )
-
-
-AnyConfig: TypeAlias = Qwen2Config | Qwen25VLConfig

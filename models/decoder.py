@@ -22,7 +22,7 @@ from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import WeightSpec, weight
 
-from .config import AnyConfig, TextConfig
+from .config import DecoderConfig, TextConfig
 from .inputs import PackedTokens, VisionInput
 from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
 
@@ -88,9 +88,9 @@ class Decoder(nnx.Module):
     Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """
 
-    config: AnyConfig
+    config: DecoderConfig
 
-    def __init__(self, config: AnyConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         text = config.text
         self.config = config
         self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)

@@ -27,12 +27,12 @@ from safetensors import SafetensorError, safe_open
 from sharding.walk import Params
 from sharding.weights import by_path, on_first_device, place, place_stack
 
-from . import registry
-from .config import AnyConfig, JsonObject, ModelConfigError, Qwen25VLConfig
+from .config import DecoderConfig, JsonObject, ModelConfigError
+from .creation import abstract
 from .decoder import Decoder
 from .folder import CheckpointError, read_json, why_missing, write_json
-from .hf_config import read_config, write_config
-from .tensor_names import TensorName, decoder_names
+from .registry import ARCHITECTURES, read_config, write_config
+from .tensor_names import TensorName, name_layout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
@@ -41,14 +41,10 @@ HEAD = "lm_head.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 
 
-def tensor_names(config: AnyConfig) -> list[TensorName]:
+def tensor_names(config: DecoderConfig) -> list[TensorName]:
     """Every weight of the architecture with its name and layout on disk."""
-    weights = dict(nnx.to_flat_state(nnx.state(registry.abstract(config))))
-    if isinstance(config, Qwen25VLConfig):
-        from .qwen2_5_vl import modeling
-
-        return modeling.tensor_names(config, weights)
-    return decoder_names(weights, "model.")
+    weights = dict(nnx.to_flat_state(nnx.state(abstract(config))))
+    return ARCHITECTURES[config.architecture].tensor_names(config, weights)
 
 
 class _Files:
@@ -122,7 +118,7 @@ def _check_names(files: _Files, names: list[TensorName]) -> None:
         raise CheckpointError(f"{files.path(name)}: tensor {name} is unexpected; this architecture has no such weight")
 
 
-def _tied_or_not(files: _Files, config: AnyConfig, raw: JsonObject) -> AnyConfig:
+def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> DecoderConfig:
     """The configuration, untied if the files store a head that differs from the embedding.
 
     transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
@@ -140,7 +136,7 @@ def _tied_or_not(files: _Files, config: AnyConfig, raw: JsonObject) -> AnyConfig
     return dataclasses.replace(config, text=text, extra=json.dumps(settled))
 
 
-def _is_tied_copy(files: _Files, config: AnyConfig) -> bool:
+def _is_tied_copy(files: _Files, config: DecoderConfig) -> bool:
     """Says whether a stored head equals the embedding: some tied checkpoints store the head, too."""
     entry = next(entry for entry in tensor_names(config) if entry.path == ("embedding", "table"))
     head, embedding = (files.read(name, entry.disk_shape) for name in (HEAD, entry.name))
@@ -194,14 +190,11 @@ def load(
     with contextlib.ExitStack() as stack:
         files = _Files(folder, stack, progress)
         files.check_dtypes()
-        if isinstance(config, Qwen25VLConfig):
-            from .qwen2_5_vl.modeling import name_layout
-
-            config = dataclasses.replace(config, names=name_layout(files.where))
+        config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
         names = tensor_names(config)
         _check_names(files, names)
-        model = registry.abstract(config)
+        model = abstract(config)
         places = by_path((shardings or on_first_device)(model))
         params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
     return nnx.merge(nnx.graphdef(model), unflatten_dict(params))
@@ -241,7 +234,7 @@ def write_weights(file: pathlib.Path, contents: Sequence[StoredTensor], values: 
             out.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def disk_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor as on disk) of every weight, for export and for weight sync, in the order of `stored`."""
     values = by_path(params)
     for entry in _in_order(config, values):
@@ -250,7 +243,7 @@ def disk_tensors(config: AnyConfig, params: Params) -> Iterator[tuple[str, np.nd
             yield name, entry.to_disk(np.asarray(value[layer] if entry.stacked else value))
 
 
-def stored(config: AnyConfig, params: Params, dtype: DTypeLike | None = None) -> list[StoredTensor]:
+def stored(config: DecoderConfig, params: Params, dtype: DTypeLike | None = None) -> list[StoredTensor]:
     """The name, shape and dtype of every tensor on disk; `dtype`, if given, is the dtype of all of them."""
     values = by_path(params)
     return [
@@ -260,7 +253,7 @@ def stored(config: AnyConfig, params: Params, dtype: DTypeLike | None = None) ->
     ]
 
 
-def _in_order(config: AnyConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
+def _in_order(config: DecoderConfig, values: Mapping[tuple[str, ...], Any]) -> list[TensorName]:
     """The names, wide dtypes first: each tensor of a file then begins at a multiple of its own width."""
     return sorted(tensor_names(config), key=lambda entry: -values[entry.path].dtype.itemsize)
 

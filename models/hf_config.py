@@ -10,17 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import (
-    AnyConfig,
+    DecoderConfig,
     JsonObject,
     ModelConfigError,
-    NameLayout,
-    Qwen2Config,
-    Qwen25VLConfig,
     RopeConfig,
     TextConfig,
-    VisionConfig,
 )
-from .folder import one_line
 
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 _ALWAYS = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}
@@ -33,10 +28,8 @@ _READ = {
 }
 _READ_BY_VISION = {"default": _ALWAYS, "axial": _ALWAYS}
 
-_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
-
-def _need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
+def need(config: JsonObject, name: str, where: str, kind: type = int) -> Any:
     value = config.get(name)
     if type(value) is not kind or not value:
         wrong = f"{name}={str(value)[:50]!r}, which must be a {kind.__name__} that is not 0"
@@ -55,7 +48,7 @@ _SUPPORTED: dict[str, bool | int | None] = {
 _QWEN2_BIASES: dict[str, bool] = {"attention_bias": True, "qkv_bias": True}  # biases on q, k, v, as in all checkpoints
 
 
-def _refuse_quantised(config: JsonObject, where: str) -> None:
+def refuse_quantised(config: JsonObject, where: str) -> None:
     for name in ("quantization_config", "compression_config"):
         if (found := config.get(name)) is not None:
             method = found.get("quant_method", "") if isinstance(found, dict) else found
@@ -67,7 +60,7 @@ def _refuse_quantised(config: JsonObject, where: str) -> None:
 
 def _refuse_unsupported(config: JsonObject, where: str, head_norm: bool) -> None:
     """Raises ModelConfigError, naming the field, if `config` asks the decoder for something that it can't do."""
-    _refuse_quantised(config, where)
+    refuse_quantised(config, where)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} in {where} is not supported; supported is silu")
     for name, value in (_SUPPORTED | ({"qkv_bias": False} if head_norm else _QWEN2_BIASES)).items():
@@ -213,19 +206,19 @@ def read_text(
     (`head_norm`) has `attention_bias` as a setting.
     """
     where = "config.json" if config is outer else "text_config of config.json"
-    _refuse_quantised(outer, "config.json")
+    refuse_quantised(outer, "config.json")
     _refuse_unsupported(config, where, head_norm)
-    layers, heads = _need(config, "num_hidden_layers", where), _need(config, "num_attention_heads", where)
+    layers, heads = need(config, "num_hidden_layers", where), need(config, "num_attention_heads", where)
     _refuse_sliding_windows(config, layers, default_full_layers, where)
-    hidden = _need(config, "hidden_size", where)
+    hidden = need(config, "hidden_size", where)
     bias = config.get("attention_bias") or False
     if head_norm and bias is not True and bias is not False:
         raise ModelConfigError(f"{where} has attention_bias {bias!r}; it must be true or false")
     qwen3_bias = head_norm and bias
     return TextConfig(
-        vocab_size=_need(config, "vocab_size", where),
+        vocab_size=need(config, "vocab_size", where),
         hidden_size=hidden,
-        intermediate_size=_need(config, "intermediate_size", where),
+        intermediate_size=need(config, "intermediate_size", where),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -241,65 +234,12 @@ def read_text(
     )
 
 
-def read_vision(config: JsonObject) -> VisionConfig:
-    where = "vision_config of config.json"
-    _refuse_quantised(config, where)
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"vision hidden_act {config['hidden_act']!r} is not supported; supported is silu")
-    needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
-    optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", "window_size")
-    return VisionConfig(
-        **{name: _need(config, name, where) for name in needed},
-        **{name: config[name] for name in optional if config.get(name) is not None},
-        full_attention_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        in_channels=config.get("in_channels") or config.get("in_chans") or 3,
-        tokens_per_second=float(config.get("tokens_per_second", 4)),
-        rope_theta=read_vision_theta(config),
-        initializer_range=float(config.get("initializer_range", 0.02)),
-    )
+def read_qwen2(config: JsonObject) -> DecoderConfig:
+    return DecoderConfig("qwen2", read_text(config, config), extra=json.dumps(config))
 
 
-def read_qwen2(config: JsonObject) -> Qwen2Config:
-    return Qwen2Config(text=read_text(config, config), extra=json.dumps(config))
-
-
-def read_qwen3(config: JsonObject) -> Qwen2Config:
-    return Qwen2Config(text=read_text(config, config, head_norm=True), extra=json.dumps(config))
-
-
-def read_qwen2_5_vl(config: JsonObject) -> Qwen25VLConfig:
-    text = config.get("text_config") or config
-    return Qwen25VLConfig(
-        text=read_text(
-            text, config, default_theta=1e6, default_eps=1e-5, default_section=(16, 24, 24), default_full_layers=80
-        ),
-        vision=read_vision(_need(config, "vision_config", "config.json", dict)),
-        **{name: config[name] for name in _TOKEN_IDS if config.get(name) is not None},
-        names=NameLayout.FLAT,
-        extra=json.dumps(config),
-    )
-
-
-# Keys are names in `architectures` of config.json; MiMo-VL has Qwen2.5-VL's.
-_READERS = {
-    "Qwen2ForCausalLM": read_qwen2,
-    "Qwen3ForCausalLM": read_qwen3,
-    "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
-}
-_MODEL_TYPES = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen2_5_vl": read_qwen2_5_vl}  # without `architectures`
-
-
-@one_line(ModelConfigError)
-def read_config(config: JsonObject) -> AnyConfig:
-    """The typed configuration of a `config.json`. Raises ModelConfigError, which lists the supported architectures."""
-    names = config.get("architectures") or []
-    known = [_READERS[name] for name in names if name in _READERS]
-    if not names and config.get("model_type") in _MODEL_TYPES:
-        known = [_MODEL_TYPES[config["model_type"]]]
-    if known:
-        return known[0](config)
-    found = (", ".join(names) or f"model_type {config.get('model_type')!r}")[:100]
-    raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(_READERS))}")
+def read_qwen3(config: JsonObject) -> DecoderConfig:
+    return DecoderConfig("qwen3", read_text(config, config, head_norm=True), extra=json.dumps(config))
 
 
 # Fields of `TextConfig` that have another name in config.json, with that name.
@@ -337,36 +277,5 @@ def write_text(text: TextConfig) -> dict[str, object]:
     return {**fields, "hidden_act": "silu", "use_sliding_window": False, **write_rope(text.rope)}
 
 
-def write_vision(vision: VisionConfig) -> dict[str, object]:
-    fields = {name: value for name, value in vars(vision).items() if name != "full_attention_layers"}
-    ticks = vision.tokens_per_second
-    return {
-        "model_type": "qwen2_5_vl",
-        **fields,
-        "hidden_act": "silu",
-        "fullatt_block_indexes": list(vision.full_attention_layers),
-        "spatial_patch_size": vision.patch_size,
-        "in_chans": vision.in_channels,  # the published files' name; other readers accept this or `in_channels`
-        "tokens_per_second": int(ticks) if ticks == int(ticks) else ticks,  # `transformers` insists on an integer
-    }
-
-
-def write_config(config: AnyConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration: the one that it was read from, if that still means the same."""
-    source = json.loads(config.extra)
-    read = read_config(source) if source else None
-    if isinstance(read, Qwen25VLConfig) and isinstance(config, Qwen25VLConfig):
-        read = dataclasses.replace(read, names=config.names)  # a property of the weight files, not of config.json
-    if read == config:
-        return source
-    if isinstance(config, Qwen2Config):
-        number = 3 if config.text.head_norm else 2
-        names = {"architectures": [f"Qwen{number}ForCausalLM"], "model_type": f"qwen{number}"}
-        return names | write_text(config.text)
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        **write_text(config.text),
-        "vision_config": write_vision(config.vision),
-        **{name: getattr(config, name) for name in _TOKEN_IDS},
-    }
+def write_text_model(config: DecoderConfig) -> dict[str, object]:
+    return write_text(config.text)

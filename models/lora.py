@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from sharding.walk import Params
 from sharding.weights import attach, beside, by_path, is_adapter
 
-from . import registry
-from .config import AnyConfig, NameLayout, Qwen25VLConfig
+from . import creation
+from .config import DecoderConfig, NameLayout
 from .decoder import Decoder, shapes_only
 from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf import StoredTensor, tensor_names, write_weights
@@ -63,12 +63,12 @@ def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, j
     drawn: dict[Path, jax.Array] = {}
     for keys, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if is_adapter(path := tuple(map(str, keys))):
-            drawn[path] = registry.drawn(path, weight, seed, places[path])
+            drawn[path] = creation.drawn(path, weight, seed, places[path])
     return drawn
 
 
 def save_adapters(
-    config: AnyConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
+    config: DecoderConfig, adapters: Params, path: str | os.PathLike[str], lora: Lora, base: str = ""
 ) -> None:
     """Writes a folder that `peft` loads onto the model of `transformers` (5 or newer). `base` is written down as the
     folder or name of the weights that the adapters were trained beside."""
@@ -85,7 +85,7 @@ def save_adapters(
     write_json(folder / SETTINGS, _settings(config, lora, base))
 
 
-def load_adapters(config: AnyConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
+def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lora) -> dict[Path, np.ndarray]:
     """Reads adapters that `save_adapters` or PEFT wrote: float32 arrays by path. Raises CheckpointError for a folder
     with other settings than `lora`, and for a tensor that is missing, unexpected or mis-shaped."""
     folder = pathlib.Path(path)
@@ -112,10 +112,9 @@ def load_adapters(config: AnyConfig, path: str | os.PathLike[str], lora: Lora) -
     return values
 
 
-def _entries(config: AnyConfig, lora: Lora) -> list[TensorName]:
+def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
     """The adapters, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
-    if isinstance(config, Qwen25VLConfig):
-        config = dataclasses.replace(config, names=NameLayout.NESTED)
+    config = dataclasses.replace(config, names=NameLayout.NESTED)
     paths = {PROJECTIONS[target] for target in lora.targets}
     entries = []
     for weight in tensor_names(config):
@@ -139,7 +138,7 @@ def _entries(config: AnyConfig, lora: Lora) -> list[TensorName]:
     return entries
 
 
-def _settings(config: AnyConfig, lora: Lora, base: str) -> dict[str, Any]:
+def _settings(config: DecoderConfig, lora: Lora, base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -149,7 +148,7 @@ def _settings(config: AnyConfig, lora: Lora, base: str) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "target_modules": list(lora.targets),
         # The vision tower has modules of these names, too.
-        "exclude_modules": r".*\bvisual\b.*" if isinstance(config, Qwen25VLConfig) else None,
+        "exclude_modules": r".*\bvisual\b.*" if config.vision else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

@@ -1,55 +1,97 @@
-"""Builds the model of a configuration, with shapes only or with random weights."""
+"""The table of architectures; reads and writes `config.json` of all of them."""
 
-import itertools
-import zlib
-from collections.abc import Callable
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import Sharding
 
-from sharding.walk import Params
-from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
+from sharding.door import later
 
-from .config import AnyConfig, Qwen25VLConfig
-from .decoder import Decoder
-from .layers import DrawnOnHost
+from .config import DecoderConfig, JsonObject, ModelConfigError, NameLayout
+from .folder import one_line
 
+if TYPE_CHECKING:
+    from flax.nnx import Rngs
 
-def abstract(config: AnyConfig) -> Decoder:
-    """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
-    if isinstance(config, Qwen25VLConfig):
-        from .qwen2_5_vl.modeling import Qwen25VL
-
-        return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))  # a text model is the plain decoder
+    from .decoder import Decoder
+    from .tensor_names import TensorName
 
 
-def create(config: AnyConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
-    """The model with random weights, reproducible from `seed`.
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A row of the table: the parts in which an architecture differs from others, each imported when first called.
 
-    Weights are sampled on the host, each from a generator of its own (`seed` and the weight's path): the values depend
-    on no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
+    `read(config.json)` raises ModelConfigError. `write(config)` returns the content of a config.json without the names
+    of the architecture. `tensor_names(config, weights)` gives every weight of the abstract model its name on disk.
+    `rope_index` has the signature and results of `models.qwen2_5_vl.positions.rope_index`.
     """
-    model = abstract(config)
-    places = by_path((shardings or on_first_device)(model))
 
-    def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
-        names = tuple(key.key for key in path)
-        return drawn(names, variable, seed, places[names])
+    name: str  # in `architectures` of config.json
+    read: Callable[[JsonObject], DecoderConfig]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    model: Callable[[DecoderConfig, "Rngs"], "Decoder"]
+    tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
+    published: NameLayout = NameLayout.FLAT  # the layout of published checkpoints, which SGLang reads
+    rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
 
-    return nnx.merge(nnx.graphdef(model), map_weights(draw, model))
+
+def _part(path: str) -> Callable[..., Any]:
+    return later(__name__, path)
 
 
-def drawn(path: tuple[str, ...], variable: nnx.Variable, seed: int, sharding: Sharding) -> jax.Array:
-    """The first value of an abstract weight, laid out by `sharding`."""
-    spec: WeightSpec = variable.get_metadata("spec")
-    if isinstance(spec.init, DrawnOnHost):
-        rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(path).encode())]))
-        layers = (spec.init.on_host(rng, spec.shape).astype(spec.dtype) for _ in itertools.count())
-    else:  # a constant
-        layers = itertools.repeat(np.asarray(spec.init(jax.random.key(0), spec.shape, spec.dtype)))
-    if len(variable.shape) > len(spec.shape):
-        return place_stack(layers, variable.shape[0], sharding)
-    return place(next(layers), sharding)
+# By `model_type` of config.json. A text model is the plain decoder.
+ARCHITECTURES = {
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM",
+        read=_part("hf_config:read_qwen2"),
+        write=_part("hf_config:write_text_model"),
+        model=_part("decoder:Decoder"),
+        tensor_names=_part("tensor_names:text_model_names"),
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        read=_part("hf_config:read_qwen3"),
+        write=_part("hf_config:write_text_model"),
+        model=_part("decoder:Decoder"),
+        tensor_names=_part("tensor_names:text_model_names"),
+    ),
+    "qwen2_5_vl": Architecture(  # of MiMo-VL, too
+        "Qwen2_5_VLForConditionalGeneration",
+        read=_part("qwen2_5_vl.params:read_config"),
+        write=_part("qwen2_5_vl.params:write_config"),
+        model=_part("qwen2_5_vl.modeling:Qwen25VL"),
+        tensor_names=_part("qwen2_5_vl.params:tensor_names"),
+        rope_index=_part("qwen2_5_vl.positions:rope_index"),
+    ),
+}
+
+
+@one_line(ModelConfigError)
+def read_config(config: JsonObject) -> DecoderConfig:
+    """The typed configuration of a `config.json`. Raises ModelConfigError, which lists the supported architectures."""
+    return ARCHITECTURES[architecture_of(config)].read(config)
+
+
+def architecture_of(config: JsonObject) -> str:
+    """The key of the row of a `config.json`: of its `architectures`, or else of its `model_type`."""
+    names = config.get("architectures") or []
+    keys = {row.name: key for key, row in ARCHITECTURES.items()}
+    known = [keys[name] for name in names if name in keys]
+    if not names and config.get("model_type") in ARCHITECTURES:
+        known = [config["model_type"]]
+    if known:
+        return known[0]
+    found = (", ".join(names) or f"model_type {config.get('model_type')!r}")[:100]
+    raise ModelConfigError(f"unsupported architecture {found}; supported are {', '.join(sorted(keys))}")
+
+
+def write_config(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` dictionary of a configuration: the one that it was read from, if that still means the same."""
+    source = json.loads(config.extra)
+    # `names` is a property of the weight files, not of config.json
+    if source and dataclasses.replace(read_config(source), names=config.names) == config:
+        return source
+    row = ARCHITECTURES[config.architecture]
+    return {"architectures": [row.name], "model_type": config.architecture, **row.write(config)}

@@ -2,16 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from flax import nnx
 
-from sharding.weights import WeightSpec
+from .config import DecoderConfig, NameLayout
+
+if TYPE_CHECKING:  # preprocessors read configurations without flax
+    from sharding.weights import WeightSpec
 
 Path: TypeAlias = tuple[str, ...]  # the keys of a parameter in the nested dict
-Weights: TypeAlias = Mapping[Any, nnx.Variable]  # the weights of an abstract model, by path
+Weights: TypeAlias = Mapping[Any, Any]  # the weights (`nnx.Variable`) of an abstract model, by path
+PREFIXES = {  # prefixes of the tower and of the decoder
+    NameLayout.FLAT: ("visual.", "model."),
+    NameLayout.NESTED: ("model.visual.", "model.language_model."),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +106,13 @@ def decoder_names(weights: Weights, prefix: str) -> list[TensorName]:
     """Every weight of the decoder once; `prefix` is its place on disk: `model.`, or `model.language_model.`."""
     # A tied model has no weight for the head.
     return name_weights(DECODER, prefix, weights) + name_weights({"lm_head": "head.table"}, "", weights)
+
+
+def text_model_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
+    return decoder_names(weights, "model.")
+
+
+def name_layout(names: Iterable[str]) -> NameLayout:
+    """The layout that a checkpoint with these tensor names has."""
+    nested = any(name.startswith(PREFIXES[NameLayout.NESTED]) for name in names)
+    return NameLayout.NESTED if nested else NameLayout.FLAT

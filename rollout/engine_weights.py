@@ -30,8 +30,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 import models
-from models.config import AnyConfig, NameLayout, Qwen25VLConfig, TextConfig
+from models.config import DecoderConfig, TextConfig
 from models.decoder import Decoder, DecoderLayer, shapes_only
+from models.registry import ARCHITECTURES
 from sharding.mesh import Device, make_mesh
 from sharding.walk import Params
 from sharding.weights import WeightSpec, by_path, map_weights
@@ -48,9 +49,9 @@ LayerParams: TypeAlias = dict[str, Any]  # as `models.split` has them, but `laye
 _placing = threading.Lock()
 
 
-def served(config: AnyConfig) -> AnyConfig:
+def served(config: DecoderConfig) -> DecoderConfig:
     """The configuration under whose names servers read weights: SGLang reads no other names."""
-    return dataclasses.replace(config, names=NameLayout.FLAT) if isinstance(config, Qwen25VLConfig) else config
+    return dataclasses.replace(config, names=ARCHITECTURES[config.architecture].published)
 
 
 def on_host(model: Decoder) -> Params:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.shadow import Fetch
 from sharding.mesh import Device
 
@@ -46,7 +46,7 @@ class Fleet(FleetState):
 
     def __init__(
         self,
-        config: AnyConfig,
+        config: DecoderConfig,
         limits: EngineLimits,
         folders: SharedFolders,
         *,

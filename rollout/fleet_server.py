@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
-from models.config import AnyConfig
+from models.config import DecoderConfig
 
 from .engine import EngineError
 from .local_server import LocalServer
@@ -69,7 +69,7 @@ class FleetState:
     """The state that the parts of a fleet share: servers, seats, news of them. All of it belongs to one thread."""
 
     def __init__(
-        self, config: AnyConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
+        self, config: DecoderConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
     ) -> None:
         self.config, self.limits, self.options, self.route = config, limits, options, route
         self.seats = [Seat(number) for number in range(seats)]

@@ -247,7 +247,7 @@ def not_applied(folder: pathlib.Path) -> str:
 
 def _max_tokens(options: argparse.Namespace, prompt_tokens: int) -> int:
     """The number of tokens that may be generated. Raises ValueError if the model has too few positions."""
-    from models.hf_config import read_config
+    from models.registry import read_config
 
     file = pathlib.Path(options.model) / "config.json"
     positions = read_config(read_json(file, needed=True)).text.max_position_embeddings

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
+from models.config import DecoderConfig, VisionConfig
 from models.inputs import ModelInput, VisionInput
 from models.shadow import ShadowTensor
 
@@ -47,10 +47,9 @@ class EngineLimits:
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
 
     @staticmethod
-    def of(config: AnyConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
+    def of(config: DecoderConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
         """The bounds of an engine with a model of this configuration; `more` are further fields."""
-        vision = config.vision if isinstance(config, Qwen25VLConfig) else None
-        return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, vision, **more)
+        return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, config.vision, **more)
 
     @property
     def merge_unit(self) -> int:

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from models.config import AnyConfig, Qwen25VLConfig
+from models.config import DecoderConfig
 from models.processing import Processor
 
 from .engine import FinishReason, GenerateRequest, TokenChunk
@@ -51,7 +51,7 @@ class RolloutServer:
     def __init__(
         self,
         engine: JaxEngine,
-        config: AnyConfig,
+        config: DecoderConfig,
         processor: Processor,
         *,
         dtype: DTypeLike | None = None,
@@ -177,7 +177,7 @@ class RolloutServer:
         return self._engine.stats().version
 
     async def _model_info(self, request: Request) -> Response:
-        vision = isinstance(self._config, Qwen25VLConfig)
+        vision = self._config.vision is not None
         info = {"is_generation": True, "has_image_understanding": vision, "weight_version": str(self._version)}
         return JSONResponse(self._info | info)
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
-from models.config import AnyConfig, Qwen25VLConfig
+from models.config import DecoderConfig
 from models.inputs import ModelInput
 from models.processing import Processor
 
@@ -161,7 +161,7 @@ def _object(name: str, value: Any) -> Json:
 
 
 def requests_of(
-    body: Body, config: AnyConfig, processor: Processor, *, shadows: bool
+    body: Body, config: DecoderConfig, processor: Processor, *, shadows: bool
 ) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not yet checked by the engine, each with the places of its samples in the body. Reads the
     arrays of media: call it in a thread. `shadows`: patches may be tickets, for an engine that fetches pixels."""
@@ -201,13 +201,13 @@ def requests_of(
     return incoming
 
 
-def _prompt(sample: BodySample, sent: Mapping[str, Json], config: AnyConfig, processor: Processor) -> ModelInput:
+def _prompt(sample: BodySample, sent: Mapping[str, Json], config: DecoderConfig, processor: Processor) -> ModelInput:
     if not sample.media:
         try:
             return processor.prepare_ids(sample.ids[: len(sample.ids) - sample.begun])
         except ValueError as error:
             raise BadRequest(f"input_ids of {sample.rid!r}: {error}") from None
-    if not isinstance(config, Qwen25VLConfig):
+    if not config.vision:
         raise BadRequest(f"{', '.join(sample.media)}: the model reads text only")
     whole = {}
     for field, media in sample.media.items():

@@ -23,10 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import models
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.folder import write_json
 from models.hf import SINGLE, StoredTensor, write_weights
-from models.hf_config import write_config
+from models.registry import write_config
 
 from .engine_weights import on_host, served
 from .jax_engine import JaxEngine
@@ -46,7 +46,7 @@ class WeightRoutes:
     def __init__(
         self,
         engine: JaxEngine,
-        config: AnyConfig,
+        config: DecoderConfig,
         dtype: DTypeLike | None,
         abort_all: Callable[[], Awaitable[None]],
     ) -> None:

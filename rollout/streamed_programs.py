@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 import models
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.decoder import Decoder, DecoderLayer, Rotary
 from sharding.kernels.attention import attention, packed_attention
 from sharding.vocab import token_logprobs
@@ -38,7 +38,7 @@ class StreamedPrograms:
     tower). A `layer` is the weights of a resident layer, or the parts of a streamed one.
     """
 
-    def __init__(self, config: AnyConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         self.walk = Walk()
         model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))

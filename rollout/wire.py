@@ -19,11 +19,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.config import AnyConfig, PatchLayout, Qwen25VLConfig, VisionConfig
+from models.config import DecoderConfig, Grid, PatchLayout, VisionConfig
 from models.inputs import ModelInput
 from models.processing.patches import arrange
 from models.processing.processor import arranged
-from models.qwen2_5_vl.positions import Grid
 from models.shadow import Rows, ShadowTensor
 
 from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
@@ -42,7 +41,7 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 # --- requests -------------------------------------------------------------------------------------
 
 
-def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyConfig, *, interval: int) -> Json:
+def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
     """The body of `POST /generate` for the samples that are keys of `rids`; one event for each `interval` tokens.
 
     `request` must be `rollout.requests.checked`. Raises EngineError for media that the format can't express.
@@ -60,7 +59,6 @@ def request_body(request: GenerateRequest, rids: Mapping[int, str], config: AnyC
         "stream": True,
     }
     if prompt.vision is not None:
-        assert isinstance(config, Qwen25VLConfig)  # other models refuse media
         for field, media in _media(prompt, config).items():
             body[field] = [
                 [
@@ -103,10 +101,11 @@ def _positions(prompt: ModelInput, begun: int) -> Json:
     }
 
 
-def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
+def _media(prompt: ModelInput, config: DecoderConfig) -> dict[str, Json]:
     """A prompt's images and videos, by field of the body: patches in raster order, and a grid for each medium."""
-    vision, unit = prompt.vision, config.vision.merge_unit
-    assert vision is not None
+    vision, tower = prompt.vision, config.vision
+    assert vision is not None and tower is not None  # other models refuse media
+    unit = tower.merge_unit
     patches_PX = vision.patches_PX
     frames_M = vision.frame_segments_P[::unit]
     shown = prompt.feature_index_T >= 0
@@ -126,7 +125,7 @@ def _media(prompt: ModelInput, config: Qwen25VLConfig) -> dict[str, Json]:
             "offsets": np.asarray([(frame[0], frame[-1]) for frame in frames], np.int32),  # tokens, by frame pair
         }
         if isinstance(patches_PX, ShadowTensor):
-            patches = shadow_json(_in_window_order(prompt, patches_PX, runs, grids, config.vision))
+            patches = shadow_json(_in_window_order(prompt, patches_PX, runs, grids, tower))
             name = json.dumps(patches).encode()
         else:
             blocks_MX = patches_PX.reshape(len(patches_PX) // unit, -1)
@@ -256,7 +255,7 @@ def array_of(name: str, value: Any) -> np.ndarray:
         raise BadRequest(f"{name}: {error}") from None
 
 
-def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], config: Qwen25VLConfig) -> ModelInput:
+def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], config: DecoderConfig) -> ModelInput:
     """The prompt of a sample whose media have our format: `ids` without the last `begun`. `media` has an entry,
     complete with patches, for each used field of `FIELDS`. Raises BadRequest."""
     ids_T = np.asarray(ids[: len(ids) - begun], np.int32)
@@ -266,6 +265,7 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
         raise BadRequest("position_delta must be an integer")
     if positions.shape != (3, len(ids)):
         raise BadRequest(f"positions has the shape {positions.shape}; {len(ids)} tokens need (3, {len(ids)})")
+    assert config.vision is not None  # `serve_requests` refuses media for other models
     unit = config.vision.merge_unit
     layout = PatchLayout.of(config.vision)
     runs: list[tuple[int, np.ndarray | ShadowTensor, tuple[int, ...]]] = []  # first token, patches, grid

@@ -22,6 +22,22 @@ def door(package: str, **modules: tuple[str, ...]) -> Callable[[str], object]:
     return offered
 
 
+def _found(package: str, path: str) -> Any:
+    """The module of this path below `package`, or its attribute: `module:attribute`."""
+    module, _, attribute = path.partition(":")
+    value: Any = importlib.import_module(f"{package}.{module}")
+    return getattr(value, attribute) if attribute else value
+
+
+def later(beside: str, path: str) -> Callable[..., Any]:
+    """The function or class `module:name` in the package of the module `beside`, imported when it is first called."""
+
+    def call(*args: Any, **settings: Any) -> Any:
+        return _found(beside.rpartition(".")[0], path)(*args, **settings)
+
+    return call
+
+
 class ByName(Mapping[str, T], Generic[T]):
     """The choices of a setting: `paths` maps the name of each choice to a module beside the module `beside`, or to its
     attribute, `module:attribute`. `make(value, name)` turns this module or attribute into the choice, once."""
@@ -34,9 +50,7 @@ class ByName(Mapping[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._choices:
-            module, _, attribute = self._paths[name].partition(":")
-            value: Any = importlib.import_module(f"{self._package}.{module}")
-            self._choices[name] = self._make(getattr(value, attribute) if attribute else value, name)
+            self._choices[name] = self._make(_found(self._package, self._paths[name]), name)
         return self._choices[name]
 
     def __contains__(self, name: object) -> bool:

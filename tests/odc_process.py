@@ -22,7 +22,7 @@ from fluxjax.batch.composer import Composer
 from fluxjax.config import ODC
 from fluxjax.learner.learner import Learner
 from fluxjax.run.checkpoint import Checkpoints
-from models.config import Qwen2Config
+from models.config import DecoderConfig
 from sharding.links import Links
 from sharding.odc.executor import Worker
 from sharding.weights import like
@@ -33,7 +33,7 @@ def training(links: Links) -> None:
     checkpoint it went on from, and where it came to."""
     config = make_config(tokens_per_row=64, rows=4)
     config.sharding.strategy = ODC(deterministic=True)
-    model = models.create(Qwen2Config(text=tiny((4, 2)).config.text), seed=3)
+    model = models.create(DecoderConfig("qwen2", text=tiny((4, 2)).config.text), seed=3)
     learner = Learner(config, model, grpo.token_loss, links=links)
     composer = Composer(config, learner.mesh.size, text=model.config.text)
     ends = []

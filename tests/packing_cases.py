@@ -12,7 +12,7 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.batch.rows import Budget
 from fluxjax.config import Config
-from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
@@ -20,7 +20,8 @@ from models.qwen2_5_vl.positions import rope_index
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; text has the ids below
 TEXT_VOCABULARY = 60
 
-MODEL = Qwen25VLConfig(
+MODEL = DecoderConfig(
+    "qwen2_5_vl",
     text=TextConfig(
         vocab_size=64,
         hidden_size=32,
@@ -47,8 +48,10 @@ MODEL = Qwen25VLConfig(
     vision_end_token_id=END,
 )
 
-TEXT = Qwen2Config(text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=())))
-QWEN3 = Qwen2Config(text=dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=10))
+TEXT = DecoderConfig(
+    "qwen2", text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=()))
+)
+QWEN3 = DecoderConfig("qwen3", text=dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=10))
 
 # What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).
 Content = list[int | tuple[int, int, int]]
@@ -57,6 +60,7 @@ Content = list[int | tuple[int, int, int]]
 def model_input(content: Content, rng: np.random.Generator) -> ModelInput:
     """A prompt of these parts with random text and pixels. A grid of one frame pair is an image."""
     vision = MODEL.vision
+    assert vision is not None
     grids = [part for part in content if isinstance(part, tuple)]
     tokens: list[int] = []
     for part in content:

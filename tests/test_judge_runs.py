@@ -21,7 +21,7 @@ from fluxjax.config import Config, RewardTerm, SourceConfig
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
 from fluxjax.run.trainer import FluxTrainer
-from models.config import Qwen2Config, TextConfig
+from models.config import DecoderConfig, TextConfig
 from models.processing import tiny
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     processor = tiny.build([CHARACTERS])
     vocabulary = processor.tokenizer.get_vocab_size()
     sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "tie_word_embeddings": True}
-    models.save(models.create(Qwen2Config(TextConfig(vocabulary, 16, 16, head_dim=8, **sizes)), 0), folder)
+    models.save(models.create(DecoderConfig("qwen2", TextConfig(vocabulary, 16, 16, head_dim=8, **sizes)), 0), folder)
     processor.save(folder)
     (folder / "rubric.txt").write_text(RUBRIC)
     return folder

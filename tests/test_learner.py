@@ -23,7 +23,7 @@ from fluxjax.batch.composition import Microbatch
 from fluxjax.config import DType, OptimConfig, Remat, Schedule
 from fluxjax.learner.learner import GAP, Learner, learning_rate
 from fluxjax.run.checkpoint import Checkpoints
-from models.config import Qwen2Config
+from models.config import DecoderConfig
 from models.decoder import logprobs as forward_logprobs
 from sharding.mesh import make_mesh
 from sharding.walk import REMAT, Walk
@@ -224,7 +224,7 @@ def test_an_update_takes_place_in_the_arrays_that_it_replaces():
     """No second copy of moments or gradients while a step is made: XLA would hold both if it could."""
     config = config_for()
     wide = dataclasses.replace(TEXT.text, hidden_size=128, intermediate_size=256, vocab_size=1024)
-    learner = Learner(config, models.abstract(Qwen2Config(text=wide)), grpo.token_loss, mesh=make_mesh(1))
+    learner = Learner(config, models.abstract(DecoderConfig("qwen2", text=wide)), grpo.token_loss, mesh=make_mesh(1))
     update = learner.lowered(microbatches_for("text", config)[0].batch)["update"].compile().memory_analysis()
     weights = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(learner.params))
     assert update.temp_size_in_bytes < 0.02 * weights

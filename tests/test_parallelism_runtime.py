@@ -24,7 +24,7 @@ from fluxjax.coordinator.policies.tail_batching import TailBatching
 from fluxjax.run.callbacks import Callback
 from fluxjax.run.trainer import FluxTrainer
 from fluxjax.runtime.engine_pool import EnginePool, deal, engine_count
-from models.config import Qwen2Config, TextConfig
+from models.config import DecoderConfig, TextConfig
 from rollout.jax_engine import JaxEngine
 from rollout.throughput import Point, Profile, sizes
 
@@ -161,7 +161,7 @@ def test_training_goes_on_the_same_while_engines_change(tmp_path, monkeypatch):
 
 def model(**changes):
     settings: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_layers": 1} | changes
-    return models.create(Qwen2Config(TextConfig(**settings, num_heads=2, num_kv_heads=1, head_dim=8)))
+    return models.create(DecoderConfig("qwen2", TextConfig(**settings, num_heads=2, num_kv_heads=1, head_dim=8)))
 
 
 @pytest.mark.slow

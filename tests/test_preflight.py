@@ -25,7 +25,6 @@ from fluxjax.sizing.model_sizes import model_sizes
 from fluxjax.sizing.run_programs import ATTENTION_CALL, RunShapes, bytes_on_device
 from fluxjax.sizing.schedule import CollectiveTraffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
-from models.config import Qwen25VLConfig
 from rollout.device import DeviceState
 from rollout.engine_weights import EngineLayout
 from rollout.lowered import EngineArrays
@@ -308,7 +307,7 @@ def test_a_missing_plugin_says_what_to_install(tmp_path, monkeypatch):
 def test_sizes_are_found_without_weights(tmp_path):
     for name in REAL:
         sizes = model_sizes(cli.load([f"--config=configs/{name}.py"]))
-        assert sizes.text.num_layers >= 28 and isinstance(sizes, Qwen25VLConfig) == ("vl" in name)
+        assert sizes.text.num_layers >= 28 and (sizes.vision is not None) == ("vl" in name)
     config = Config()
     with pytest.raises(ConfigError, match=r"model\.path is empty"):
         model_sizes(config)

@@ -19,10 +19,10 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Microbatch
 from fluxjax.config import Config, DType, Remat
 from fluxjax.learner.learner import Learner
-from models.config import AnyConfig, TextConfig
+from models.config import DecoderConfig, TextConfig
 from models.decoder import Decoder
-from models.hf_config import read_config
 from models.inputs import ModelInput
+from models.registry import read_config
 from sharding.mesh import make_mesh
 from sharding.walk import Params
 from sharding.weights import map_weights, on_first_device, shardings
@@ -35,13 +35,13 @@ PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16, without sparsity
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 
 
-def sizes(dry: bool) -> AnyConfig:
+def sizes(dry: bool) -> DecoderConfig:
     common = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rope_theta": 1e6,
               "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}  # fmt: skip
     return read_config(common | (TINY if dry else SHAPE))
 
 
-def drawn(model: AnyConfig, dtype: DTypeLike, places: Callable[[Decoder], Params] = on_first_device) -> Decoder:
+def drawn(model: DecoderConfig, dtype: DTypeLike, places: Callable[[Decoder], Params] = on_first_device) -> Decoder:
     """The model with random weights of this dtype, sampled on the devices that `places` names."""
     abstract = models.abstract(model)
 
@@ -64,7 +64,7 @@ def config(tokens: int, remat: Remat) -> Config:
     return found
 
 
-def learner(config: Config, model: AnyConfig) -> Learner:
+def learner(config: Config, model: DecoderConfig) -> Learner:
     mesh = make_mesh(config.sharding.devices)
     places = functools.partial(shardings, mesh=mesh)
     token_loss = find_algorithm(config.algorithm).token_loss

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
+from models.creation import abstract
 from models.decoder import Decoder
 from models.decoder import logprobs as model_logprobs
 from models.inputs import PackedTokens
-from models.registry import abstract
 from sharding.links import Links
 from sharding.mesh import MeshError, compiler_options, make_mesh
 from sharding.walk import Fsdp, Params, Tally, Walk

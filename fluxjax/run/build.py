@@ -15,11 +15,9 @@ from jax.sharding import Mesh
 
 import models
 from models.config import (
-    AnyConfig,
+    DecoderConfig,
     ModelConfigError,
     PatchLayout,
-    Qwen2Config,
-    Qwen25VLConfig,
     RopeConfig,
     TextConfig,
     VisionConfig,
@@ -74,7 +72,7 @@ class Learning:
 
 def build_learning(
     config: Config,
-    sizes: AnyConfig,
+    sizes: DecoderConfig,
     processor: Processor,
     *,
     token_loss: TokenLoss | None = None,
@@ -100,8 +98,7 @@ def build_learning(
             learner.adopt(models.load_adapters(sizes, config.lora.adapter, lora))
         except (ValueError, OSError) as error:
             raise ConfigError(f"lora.adapter: {error}") from error
-    vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
-    composer = Composer(config, mesh.size, vision, learner.text)
+    composer = Composer(config, mesh.size, sizes.vision, learner.text)
     composer.check()
     return Learning(shapes_only(model), learner, composer)
 
@@ -120,7 +117,7 @@ def build_model(config: Config, sources: Mapping[str, Source], mesh: Mesh | None
     return build_weights(config, sizes, mesh), processor
 
 
-def build_weights(config: Config, sizes: AnyConfig, mesh: Mesh | None = None) -> Decoder:
+def build_weights(config: Config, sizes: DecoderConfig, mesh: Mesh | None = None) -> Decoder:
     """Returns the model, with float32 master weights. Weights are read or sampled one by one and go straight to their
     devices of `mesh` (None: to one device). To leave room for a large model, this process gives freed memory back to
     the system from now on. Raises `ConfigError` for a checkpoint that can't be read."""
@@ -144,7 +141,7 @@ def check_reference(config: Config) -> None:
         raise ConfigError(f"algorithm.reference: {why}")
 
 
-def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[AnyConfig, Processor]:
+def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[DecoderConfig, Processor]:
     """Returns the sizes of the model, and its processor; reads no weights.
 
     The tokenizer of a tiny model is built from the prompts and answers of the training `sources`. Raises `ConfigError`
@@ -231,7 +228,7 @@ def tiny_vision(model: ModelConfig) -> VisionConfig:
     )
 
 
-def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> Qwen2Config | Qwen25VLConfig:
+def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> DecoderConfig:
     """Returns the architecture of a tiny model with the sizes that the configuration gives. Raises ModelConfigError for
     sizes that no model has."""
     tiny = cast(Mapping[str, Any], model.tiny)
@@ -242,11 +239,12 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
         **{name: size for name, size in tiny.items() if name in TextConfig.__dataclass_fields__},
     )
     if vision is None:
-        return Qwen2Config(text=text)
+        return DecoderConfig(processor.architecture, text)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
-    return Qwen25VLConfig(
-        text=text,
-        vision=vision,
+    return DecoderConfig(
+        processor.architecture,
+        text,
+        vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],

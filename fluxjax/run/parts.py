@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
+from models.config import DecoderConfig, VisionConfig
 from models.decoder import Decoder
 from models.processing import Processor
 from rollout.engine import Engine, GenerateRequest, SamplingParams
@@ -48,7 +48,7 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 
 
 def settled(
-    config: Config, sizes: AnyConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
+    config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
     """Returns a copy of the configuration with `auto` and 0 settled for the devices of this process: the
     rematerialisation, by the pre-flight's memory check (`note` gets its progress; None: no check), and the number of
@@ -87,7 +87,7 @@ class Parts:
 
 def assemble(
     config: Config,
-    sizes: AnyConfig,
+    sizes: DecoderConfig,
     processor: Processor,
     algorithm: RLAlgorithm,
     gang: Team,
@@ -119,12 +119,11 @@ def assemble(
 
         critic = Critic(config, learning.model, mesh=learner.mesh, links=gang.links, materializer=pixels.materializer)
     models = RunModels(config, algorithm, learner, critic, processor.media_token_ids)
-    vision = sizes.vision if isinstance(sizes, Qwen25VLConfig) else None
-    return Parts(config, processor, vision, pixels, learning.model, learning.composer, models, checkpoints)
+    return Parts(config, processor, sizes.vision, pixels, learning.model, learning.composer, models, checkpoints)
 
 
 def settled_remat(
-    config: Config, model: AnyConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
+    config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
     """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory.
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from models.config import Qwen25VLConfig
 from models.decoder import Decoder
 from models.shadow import Fetch
 from rollout.jax_engine import JaxEngine
@@ -142,12 +141,12 @@ def degrees(config: Config, devices: int) -> list[int]:
 def check_lent(config: Config, model: Decoder, devices: Sequence[Any]) -> None:
     """Raises `ConfigError` if the devices of half of the engines, which are lent to training, can't hold its rows at a
     degree that may be set."""
-    vision = model.config.vision if isinstance(model.config, Qwen25VLConfig) else None
     for degree in degrees(config, len(devices)):
         half = len(deal(devices, degree)) // 2
         try:
             if half:
-                Composer(config, -(-half // engines_a_device(devices)) * degree, vision, model.config.text).check()
+                shards = -(-half // engines_a_device(devices)) * degree
+                Composer(config, shards, model.config.vision, model.config.text).check()
         except ConfigError as error:
             raise ConfigError(f"stream_trainer: on the devices of half of the engines: {error}") from error
 

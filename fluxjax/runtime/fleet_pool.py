@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from models.config import AnyConfig, NameLayout, Qwen25VLConfig
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.processing import Processor
+from models.registry import ARCHITECTURES
 from models.shadow import Fetch
 from rollout.engine_weights import served
 from rollout.fleet import Fleet, FleetEngine
@@ -265,7 +266,7 @@ class SharedPool(FleetPool):
         self._own.close()
 
 
-def _check_sglang(python: str, model: AnyConfig, checkpoint: pathlib.Path) -> None:
+def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -> None:
     """Raises `ConfigError` if SGLang is not installed, or can't start from the checkpoint."""
     if not python and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
@@ -276,7 +277,7 @@ def _check_sglang(python: str, model: AnyConfig, checkpoint: pathlib.Path) -> No
         raise ConfigError(
             f"servers.python: there is no program {python}; on a CPU, bash scripts/install_sglang.sh makes .sglang"
         )
-    if isinstance(model, Qwen25VLConfig) and model.names is NameLayout.NESTED:
+    if model.names is not ARCHITECTURES[model.architecture].published:
         raise ConfigError(
             f"model.path: {checkpoint} has names like model.language_model.*, which SGLang 0.5.23 can not start from; "
             "set rollout.engine to serve, or start servers from a checkpoint with the older names and give "
@@ -332,7 +333,7 @@ def _check_reachable(config: Config, address: str) -> None:
         raise ConfigError(f"{address} is on another host, which weights.route={route.value} does not reach")
 
 
-def _route(config: Config, model: AnyConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
+def _route(config: Config, model: DecoderConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
     weights, servers = config.weights, config.servers
     route, size = weights.chosen(servers), BUCKET_BYTES
     if route is Route.SHM:

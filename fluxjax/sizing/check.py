@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import models
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.decoder import parameter_count
 from rollout.slots import PAGE_TOKENS
 from sharding.weights import adapted
@@ -141,7 +141,7 @@ class Verdict:
 
 def check(
     config: Config,
-    model: AnyConfig,
+    model: DecoderConfig,
     devices: Sequence[Any],
     room: DeviceRoom,
     progress: Progress,

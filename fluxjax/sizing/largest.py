@@ -12,7 +12,7 @@ import math
 import jax
 import numpy as np
 
-from models.config import AnyConfig, Qwen25VLConfig, VisionConfig
+from models.config import DecoderConfig
 from models.inputs import ModelInput, common_bound
 from models.processing.processor import pack_patches
 from sharding.spread.shapes import ShapeBook
@@ -28,22 +28,18 @@ STEPS = 3  # of made-up lengths
 TEXT_TOKENS = 16  # least number of a prompt's tokens beside its image
 
 
-def vision_of(model: AnyConfig) -> VisionConfig | None:
-    return model.vision if isinstance(model, Qwen25VLConfig) else None
-
-
-def longest_prompt(config: Config, model: AnyConfig) -> ModelInput:
+def longest_prompt(config: Config, model: DecoderConfig) -> ModelInput:
     """Returns a prompt as long as the rollout allows, with the largest image that its tokens, the settings and a
     device's patches allow. Raises ConfigError if there is no room for an image."""
     tokens = config.rollout.max_sequence_tokens - config.rollout.max_new_tokens
     return prompt(config, model, tokens)
 
 
-def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) -> ModelInput:
+def prompt(config: Config, model: DecoderConfig, tokens: int, image: bool = True) -> ModelInput:
     """Returns a prompt of `tokens` tokens. With `image`, a vision model's prompt has one image, as large as allowed."""
     token_ids, positions = np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32)
     features, vision_input = np.full(tokens, -1, np.int32), None
-    vision = vision_of(model)
+    vision = model.vision
     if vision is not None and image:
         most = min(max(tokens - TEXT_TOKENS, 1), config.packing.patches_per_device // vision.merge_unit)
         if config.data.max_pixels:
@@ -60,15 +56,15 @@ def prompt(config: Config, model: AnyConfig, tokens: int, image: bool = True) ->
     return ModelInput(token_ids, positions, features, tokens, vision_input)
 
 
-def largest_batch(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
+def largest_batch(config: Config, model: DecoderConfig, num_devices: int) -> TrainBatch:
     """Returns the largest microbatch on `num_devices` devices, as shapes."""
     compose = _largest_rows if isinstance(config.sharding.strategy, FSDP) else _largest_spread
     batch = compose(config, model, num_devices)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
 
 
-def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
-    vision = vision_of(model)
+def _largest_rows(config: Config, model: DecoderConfig, num_devices: int) -> TrainBatch:
+    vision = model.vision
     budget = Budget.of(config, num_devices, vision)
     group = Group(Prompt("largest", "", "", ""), (_sample(0, 0, config.rollout.max_new_tokens),))
     to_train = TrainGroup("largest", longest_prompt(config, model), group.columns, np.ones(1))
@@ -79,8 +75,8 @@ def _largest_rows(config: Config, model: AnyConfig, num_devices: int) -> TrainBa
     return Composer(config, num_devices, vision, model.text).lay_out(share).microbatches[0].batch
 
 
-def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> TrainBatch:
-    vision = vision_of(model)
+def _largest_spread(config: Config, model: DecoderConfig, num_devices: int) -> TrainBatch:
+    vision = model.vision
     shapes = ShapeBook(most=1 << 20)  # an entry for each request
     composer = Composer(config, num_devices, vision, model.text, shapes)
     composer.check()
@@ -96,7 +92,7 @@ def _largest_spread(config: Config, model: AnyConfig, num_devices: int) -> Train
 
 
 def _made_up_step(
-    config: Config, model: AnyConfig, room: Room, num_devices: int, step: int
+    config: Config, model: DecoderConfig, room: Room, num_devices: int, step: int
 ) -> tuple[list[Group], dict[int, PreparedPrompt]]:
     """Returns groups that fill nine tenths of the devices' rows, and their prompts by draw. Many groups are short and
     few long; in step 0 all are as long as allowed."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import pathlib
 
-from models.config import AnyConfig, ModelConfigError
-from models.hf_config import read_config
+from models.config import DecoderConfig, ModelConfigError
+from models.registry import read_config
 
 from ..config import Config, ConfigError
 
 SHIPPED = pathlib.Path(__file__).resolve().parent / "models"
 
 
-def model_sizes(config: Config, file: str = "") -> AnyConfig:
+def model_sizes(config: Config, file: str = "") -> DecoderConfig:
     """Returns the sizes in `file`, a Hugging Face config.json; by default in the config.json of the folder
     `model.path`, or else in the shipped file of that folder's name. Raises ConfigError if there is no such file, or for
     an architecture that is not supported."""

@@ -16,7 +16,7 @@ import jax
 from jaxtyping import PyTree
 
 import models
-from models.config import AnyConfig, Qwen25VLConfig
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from rollout.lowered import EngineArrays
 from rollout.requests import EngineLimits
@@ -89,7 +89,7 @@ class RunShapes:
     """The arrays that a run of `config` with a model of these sizes keeps on `devices`, as shapes with shardings."""
 
     config: Config
-    model: AnyConfig
+    model: DecoderConfig
     devices: Sequence[Any]
     learner: Learner
     batch: TrainBatch  # on the mesh
@@ -99,7 +99,7 @@ class RunShapes:
     @staticmethod
     def of(
         config: Config,
-        model: AnyConfig,
+        model: DecoderConfig,
         devices: Sequence[Any],
         never_sampled: tuple[int, ...] | None = None,
         usable: float = math.inf,
@@ -116,8 +116,7 @@ class RunShapes:
             raise ConfigError(f"sharding.devices is {config.sharding.devices}, the topology has {len(devices)}")
         abstract = models.abstract(model)
         if never_sampled is None:
-            vl = isinstance(model, Qwen25VLConfig)
-            never_sampled = (model.image_token_id, model.video_token_id) if vl else ()
+            never_sampled = (model.image_token_id, model.video_token_id) if model.vision else ()
         algorithm, mesh = find_algorithm(config.algorithm), make_mesh(devices=devices)
         learner = Learner(config, abstract, algorithm.token_loss, mesh=mesh, never_sampled=never_sampled)
         batch = shaped(largest_batch(config, model, len(devices)), config, algorithm)
@@ -199,7 +198,7 @@ class RunShapes:
 
 def compiled_at_depth(
     config: Config,
-    model: AnyConfig,
+    model: DecoderConfig,
     devices: Sequence[Any],
     names: Sequence[str],
     few: int,
@@ -249,6 +248,6 @@ def bytes_on_device(tree: PyTree) -> float:
     return total
 
 
-def with_layers(model: AnyConfig, layers: int) -> AnyConfig:
+def with_layers(model: DecoderConfig, layers: int) -> DecoderConfig:
     """Returns the sizes of the model with `layers` decoder layers."""
     return dataclasses.replace(model, text=dataclasses.replace(model.text, num_layers=layers), extra="{}")

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..config import JsonObject, PatchLayout
-from ..qwen2_5_vl.positions import Grid
+from ..config import Grid, JsonObject, PatchLayout
 from .containers import check_size
 from .images import image_facts, load_image, resized, target_size
 from .media_file import Facts, MediaError, Medium, Source, opened, source_name

@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterator
 
-from ..qwen2_5_vl.positions import Grid
+from ..config import Grid
 
 Source = str | bytes  # a local path, or an encoded file's content
 OpenFile = io.BytesIO | io.BufferedReader

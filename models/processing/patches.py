@@ -20,8 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..config import PatchLayout
-from ..qwen2_5_vl.positions import Grid
+from ..config import Grid, PatchLayout
 from .settings import PixelSettings
 
 BAND = 16  # output positions computed by one dense product

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..config import JsonObject, ModelConfigError, PatchLayout
+from ..config import Grid, JsonObject, ModelConfigError, PatchLayout
 from ..folder import one_line, read_json, why_missing, write_json
-from ..hf_config import read_qwen2_5_vl
 from ..inputs import ModelInput, VisionInput, frame_bound
-from ..qwen2_5_vl.positions import Grid, rope_index
+from ..registry import ARCHITECTURES, architecture_of, read_config
 from ..shadow import ShadowTensor
 from .media_file import Medium, PromptError, Source
 from .patches import Arrangement, arrange
@@ -80,13 +79,10 @@ class PromptOutline:
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """Turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers.
-
-    `vision` is False for a text-only checkpoint, which refuses media.
-    """
+    """Turns prompts into model inputs, and ids back into text. Immutable; can be pickled to workers."""
 
     tokenizer: Tokenizer
-    vision: bool = True
+    architecture: str = "qwen2_5_vl"  # a key of `ARCHITECTURES`
     layout: PatchLayout = dataclasses.field(default_factory=PatchLayout)
     image: PixelSettings = dataclasses.field(default_factory=PixelSettings)
     video: PixelSettings = VIDEO_PIXELS
@@ -110,10 +106,11 @@ class Processor:
         image, video = read_configs(folder)
         if video.get("resample") not in (None, BICUBIC):
             raise ValueError(f"{folder}: videos are resized bicubically (resample 3), not {video['resample']}")
+        architecture, layout = _kind(folder, config, image)
         return cls(
             tokenizer=tokenizer,
-            vision="vision_config" in config if config else bool(image),
-            layout=_layout(folder, config, image),
+            architecture=architecture,
+            layout=layout,
             image=read_pixels(image, PixelSettings()),
             video=read_pixels(video, VIDEO_PIXELS),
             frames=read_frames(video),
@@ -160,6 +157,11 @@ class Processor:
         return dataclasses.replace(
             self, image=bounded(self.image), video=bounded(self.video), frames=frames, limits=limits or self.limits
         )
+
+    @property
+    def vision(self) -> bool:
+        """Says whether the model reads media; a text model refuses them."""
+        return ARCHITECTURES[self.architecture].rope_index is not None
 
     @property
     def settings(self) -> MediaSettings:
@@ -310,7 +312,8 @@ class Processor:
         """The model input of a prompt; `patches_PX` holds the patches of its media, each medium's in window order. A
         shadow tensor may stand for the patches."""
         ids, media = outline.token_ids, outline.media
-        if not self.vision:
+        rope_index = ARCHITECTURES[self.architecture].rope_index
+        if rope_index is None:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids))).copy()
             return ModelInput(ids, positions, np.full(len(ids), -1, np.int32), len(ids))
         pad_of = self._pads()
@@ -365,18 +368,23 @@ def _are_among(token_ids: np.ndarray, few: Iterable[int]) -> np.ndarray:
     return functools.reduce(np.logical_or, [token_ids == token_id for token_id in few])
 
 
-def _layout(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> PatchLayout:
-    """The layout in config.json, which fits the weights. Raises ValueError if preprocessing settings contradict it."""
-    if "vision_config" not in config:
-        return read_layout(image, PatchLayout())
+def _kind(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> tuple[str, PatchLayout]:
+    """(architecture, layout) in config.json, which fit the weights. Without config.json, a model reads media if `image`
+    has settings. Raises ValueError if config.json is not supported or contradicts preprocessing settings."""
+    if not config:
+        return "qwen2_5_vl" if image else "qwen2", read_layout(image, PatchLayout())
     try:
-        layout = PatchLayout.of(read_qwen2_5_vl(config).vision)
+        architecture = architecture_of(config)
+        vision = read_config(config).vision if "vision_config" in config else None
     except ModelConfigError as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {error}") from None
+    if vision is None:
+        return architecture, read_layout(image, PatchLayout())
+    layout = PatchLayout.of(vision)
     said = read_layout(image, layout)
     if said != layout:
         raise ValueError(f"{folder}: preprocessor_config.json ({said}) contradicts config.json ({layout})")
-    return layout
+    return architecture, layout
 
 
 def _eos_ids(

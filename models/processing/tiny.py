@@ -61,7 +61,7 @@ def build(
     }
     return Processor(
         tokenizer=tokenizer,
-        vision=layout is not None,
+        architecture="qwen2" if layout is None else "qwen2_5_vl",
         layout=layout or PatchLayout(),
         image=pixels,
         video=pixels,

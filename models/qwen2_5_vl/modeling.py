@@ -2,11 +2,8 @@
 
 The tower reads packed patches in window order (see `models.inputs.VisionInput`). Most of its layers attend within a
 window, a few within a frame pair. All layers are one stack; the scan gives each layer a boolean for its kind of
-attention. The end of this file has the names of all weights in Hugging Face checkpoints, in both layouts.
+attention. `params.py` has the names of all weights in Hugging Face checkpoints.
 """
-
-import dataclasses
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +16,12 @@ from sharding.spread.ulysses import Attention
 from sharding.walk import Walk
 from sharding.weights import WeightSpec, weight
 
-from ..config import NameLayout, Qwen25VLConfig, VisionConfig
+from ..config import DecoderConfig, VisionConfig
 from ..decoder import Decoder
 from ..inputs import VisionInput
 from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, project, rotate, zeros
-from ..tensor_names import TensorName, Weights, decoder_names, name_weights
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
-PREFIXES = {  # prefixes of the tower and of the decoder
-    NameLayout.FLAT: ("visual.", "model."),
-    NameLayout.NESTED: ("model.visual.", "model.language_model."),
-}
-TOWER = {
-    "patch_embed.proj": "visual.patch_embed.kernel",
-    "blocks.{}.norm1": "visual.blocks.attention_norm.scale",
-    "blocks.{}.attn.qkv": "visual.blocks.qkv",
-    "blocks.{}.attn.proj": "visual.blocks.o",
-    "blocks.{}.norm2": "visual.blocks.mlp_norm.scale",
-    "blocks.{}.mlp.gate_proj": "visual.blocks.mlp.gate",
-    "blocks.{}.mlp.up_proj": "visual.blocks.mlp.up",
-    "blocks.{}.mlp.down_proj": "visual.blocks.mlp.down",
-    "merger.ln_q": "visual.merger.norm.scale",
-    "merger.mlp.0": "visual.merger.up",
-    "merger.mlp.2": "visual.merger.down",
-}
 
 
 class PatchEmbed(nnx.Module):
@@ -148,8 +127,9 @@ class VisionTower(nnx.Module):
 class Qwen25VL(Decoder):
     """`Qwen2_5_VLForConditionalGeneration`. M-RoPE follows from the rope settings of the text config."""
 
-    def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
+        assert config.vision is not None
         self.visual = VisionTower(config.vision, rngs)
 
     def embed(
@@ -180,19 +160,3 @@ class Qwen25VL(Decoder):
     def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
         """The tower's features of `vision`, in window order."""
         return self.visual(walk, vision)
-
-
-def name_layout(names: Iterable[str]) -> NameLayout:
-    """The layout that a checkpoint with these tensor names has."""
-    nested = any(name.startswith(PREFIXES[NameLayout.NESTED]) for name in names)
-    return NameLayout.NESTED if nested else NameLayout.FLAT
-
-
-def tensor_names(config: Qwen25VLConfig, weights: Weights) -> list[TensorName]:
-    """Every weight of the model, each exactly once, under the names of `config.names`."""
-    tower, decoder = PREFIXES[config.names]
-    vision = config.vision
-    size, frames = vision.patch_size, vision.temporal_patch_size
-    kernel, *tower_names = name_weights(TOWER, tower, weights)
-    convolution = (vision.hidden_size, vision.in_channels, frames, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *tower_names, *decoder_names(weights, decoder)]

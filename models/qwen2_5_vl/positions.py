@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Grid = tuple[int, int, int]  # frame pairs, patch rows, patch columns
+from ..config import Grid
 
 
 def rope_index(

@@ -31,10 +31,10 @@ from jaxtyping import Array, UInt32
 from safetensors import safe_open
 
 import models
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.folder import write_json
 from models.hf import SINGLE, disk_tensors, stored, write_weights
-from models.hf_config import write_config
+from models.registry import write_config
 
 from ..engine import WeightsMismatch
 from ..engine_weights import by_name, check_shapes, served
@@ -79,7 +79,7 @@ class SharedFolders:
     Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
     """
 
-    def __init__(self, config: AnyConfig, dtype: DTypeLike) -> None:
+    def __init__(self, config: DecoderConfig, dtype: DTypeLike) -> None:
         self._config, self._dtype = served(config), np.dtype(dtype)
         where = scratch_folder()
         sweep(where, PREFIX)

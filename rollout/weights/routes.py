@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.hf import SINGLE, StoredTensor
 
 from ..engine_weights import portions
@@ -99,7 +99,7 @@ class CudaIpc(Buckets):
 
     On a CPU, the memory is PyTorch's shared memory. The route has never run with GPUs, for want of one."""
 
-    def __init__(self, config: AnyConfig, size: int) -> None:
+    def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__(size)
         self._config = config
         self._newest: tuple[Published | None, Mapping[str, Bytes]] = None, {}

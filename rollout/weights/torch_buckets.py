@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import AnyConfig
+from models.config import DecoderConfig
 from models.hf import DTYPES as NAMES
 from models.hf import StoredTensor, tensor_names
 from models.tensor_names import TensorName
@@ -121,7 +121,7 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
     return pickle.EMPTY_DICT + b"".join(pairs)
 
 
-def device_tensors(config: AnyConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
+def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
     """Functions that return the bytes `[N]` (uint8) of a tensor as a checkpoint has it, cast to a dtype, on its device;
     by the tensor's name in the checkpoint. An array has no function if other processes hold parts of it.
 

@@ -15,7 +15,7 @@ import numpy as np
 from media_files import parity
 
 import models
-from models.config import NameLayout, PatchLayout, Qwen25VLConfig
+from models.config import NameLayout, PatchLayout
 from models.decoder import Decoder, logprobs
 from models.hf import tensor_names
 from models.inputs import PackedTokens
@@ -175,7 +175,8 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (3, T))
     feature_index, vision = np.full(T, -1, np.int32), None
     if media:
-        config = model.config.vision  # type: ignore[union-attr]
+        config = model.config.vision
+        assert config is not None
         patches = [rng.normal(size=(int(np.prod(grid)), config.patch_values)) for _, grid, *_ in media]
         patches = [pixels.astype(np.float32) for pixels in patches]
         vision, order = pack_patches(np.concatenate(patches), [part[1] for part in media], config)
@@ -236,7 +237,7 @@ def gradient_errors(pair: Pair, asked: Question) -> dict[str, tuple[float, float
 
     found, errors = gradient(params), {}
     config = pair.model.config
-    if isinstance(config, Qwen25VLConfig):  # in memory the reference always has the nested names
+    if config.vision:  # in memory the reference always has the nested names
         config = dataclasses.replace(config, names=NameLayout.NESTED)
     for entry in tensor_names(config):
         ours = functools.reduce(operator.getitem, entry.path, found)

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 from tiny import qwen2_config, vl_config
 
 import models
-from models import hf, registry
+from models import creation, hf
 from models.config import ModelConfigError
 from models.hf import CheckpointError
-from models.hf_config import read_config, write_config
 from models.processing import Processor
+from models.registry import read_config, write_config
 from sharding import weights
 from sharding.mesh import make_mesh
 from sharding.weights import shardings
@@ -343,7 +343,7 @@ def test_no_device_holds_more_than_its_share_and_one_layer(how, tmp_path, monkey
         return array
 
     monkeypatch.setattr(weights, "place", place)
-    for module in (hf, registry):
+    for module in (hf, creation):
         monkeypatch.setattr(module, "place", place)
     places = lambda model: shardings(model, mesh)  # noqa: E731
     model = models.load(tmp_path, shardings=places) if how == "loaded" else models.create(config, shardings=places)

@@ -12,9 +12,9 @@ from tiny import qwen2_config, qwen3_config, vl_config
 from turns import third_of
 
 from models.config import ModelConfigError
-from models.hf_config import read_config, write_config
 from models.processing import Processor, tokens
 from models.processing import tiny as tiny_processor
+from models.registry import read_config, write_config
 
 TINY = qwen2_config(), qwen3_config(), vl_config()
 CONFIGS = [write_config(dataclasses.replace(config, extra="{}")) for config in TINY]

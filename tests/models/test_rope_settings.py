@@ -11,9 +11,11 @@ from media_files import parity
 from tiny import vl_config
 from turns import third_of
 
-from models.config import ModelConfigError, Qwen2Config, RopeConfig
-from models.hf_config import read_qwen2, read_qwen2_5_vl, write_config
+from models.config import DecoderConfig, ModelConfigError, RopeConfig
+from models.hf_config import read_qwen2
 from models.layers import rotary_frequencies
+from models.qwen2_5_vl.params import read_config as read_qwen2_5_vl
+from models.registry import write_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 40}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -67,7 +69,7 @@ def test_yarn_is_that_of_transformers(rope, field, longest):
     if rope["factor"] is None and "original_max_position_embeddings" not in rope:
         rope["factor"] = 1.0  # nothing to derive one from
     text = compare(rope, field, max_position_embeddings=longest)
-    config = Qwen2Config(text)
+    config = DecoderConfig("qwen2", text)
     assert read_qwen2(write_config(config)).text == text, "written without the file it came from"
 
 

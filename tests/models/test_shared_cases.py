@@ -1,5 +1,6 @@
 """Settings that other people's programs write, as the README beside them says; they are not part of a user's clone."""
 
+import functools
 import json
 import runpy
 import shutil
@@ -9,9 +10,11 @@ import warnings
 import pytest
 
 import models
+from models import config
+from models.config import DecoderConfig
 from models.folder import write_json
-from models.hf_config import write_config
 from models.processing import Processor, PromptError
+from models.registry import write_config
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +23,12 @@ def base(shared_cases, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the script leaves its files to be closed
         patch.setattr(sys, "path", [*sys.path])  # to which the script adds
+        # the script knows the configurations by earlier names
+        for name, architecture in (("Qwen2Config", "qwen2"), ("Qwen25VLConfig", "qwen2_5_vl")):
+            patch.setattr(config, name, functools.partial(DecoderConfig, architecture), raising=False)
         # weights take seconds, and nothing here reads them
-        patch.setattr(models, "create", lambda config, seed: config)
-        patch.setattr(models, "save", lambda config, folder: write_json(folder / "config.json", write_config(config)))
+        patch.setattr(models, "create", lambda sizes, seed: sizes)
+        patch.setattr(models, "save", lambda sizes, folder: write_json(folder / "config.json", write_config(sizes)))
         runpy.run_path(str(shared_cases / "models" / "make_tiny_model.py"))["make"](folder)
     return folder
 

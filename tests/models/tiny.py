@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import models
-from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
@@ -31,7 +31,7 @@ def text_config(**changes: Any) -> TextConfig:
     return TextConfig(**settings)
 
 
-def vl_config(**text: Any) -> Qwen25VLConfig:
+def vl_config(**text: Any) -> DecoderConfig:
     vision = VisionConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -43,15 +43,16 @@ def vl_config(**text: Any) -> Qwen25VLConfig:
         window_size=16,
         initializer_range=0.15,
     )
-    return Qwen25VLConfig(text_config(**text), vision, image_token_id=60, video_token_id=61)
+    return DecoderConfig("qwen2_5_vl", text_config(**text), vision, image_token_id=60, video_token_id=61)
 
 
-def qwen2_config(**text: Any) -> Qwen2Config:
-    return Qwen2Config(text_config(rope=RopeConfig(), **text))
+def qwen2_config(**text: Any) -> DecoderConfig:
+    return DecoderConfig("qwen2", text_config(rope=RopeConfig(), **text))
 
 
-def qwen3_config(**text: Any) -> Qwen2Config:
-    return qwen2_config(**{"head_norm": True, "qkv_bias": False, "head_dim": 10, **text})
+def qwen3_config(**text: Any) -> DecoderConfig:
+    qwen3 = {"head_norm": True, "qkv_bias": False, "head_dim": 10}
+    return DecoderConfig("qwen3", text_config(rope=RopeConfig(), **qwen3 | text))
 
 
 def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:
@@ -83,7 +84,7 @@ def sequence(rng: np.random.Generator, length: int, image: bool) -> Sequence:
     return Sequence(tokens, rng.integers(0, 30, (3, length)).astype(np.int32), features, pixels)
 
 
-def rows(packed: list[list[Sequence]], width: int, config: Qwen25VLConfig | Qwen2Config) -> PackedTokens:
+def rows(packed: list[list[Sequence]], width: int, config: DecoderConfig) -> PackedTokens:
     """Plain packing: every sequence its own segment, padding at the end of each row."""
     B = len(packed)
     result = PackedTokens(
@@ -109,7 +110,7 @@ def rows(packed: list[list[Sequence]], width: int, config: Qwen25VLConfig | Qwen
                 result.feature_index_BT[b, start:stop] = np.where(part.features < 0, -1, part.features + shift)
                 pixels.append(part.pixels)
             start = stop
-    if not pixels or isinstance(config, Qwen2Config):
+    if not pixels or config.vision is None:
         return result
     vision, order = pack_patches(np.concatenate(pixels), [GRID] * len(pixels), config.vision)
     index = result.feature_index_BT

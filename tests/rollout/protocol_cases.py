@@ -22,7 +22,7 @@ from rollout_cases import build
 import models
 from fluxjax.config import TINY, ModelConfig
 from fluxjax.run.build import tiny_model, tiny_vision
-from models.config import AnyConfig, PatchLayout
+from models.config import DecoderConfig, PatchLayout
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from models.processing import Processor
@@ -214,7 +214,7 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
         yield Subject(name, kind, FleetEngine(fleet, 0), process, fleet)
 
 
-def route(way: str, name: str, config: AnyConfig, folder: pathlib.Path) -> SyncRoute:
+def route(way: str, name: str, config: DecoderConfig, folder: pathlib.Path) -> SyncRoute:
     """A route of the weights on this host but shared memory; buckets are small, so that there are many."""
     if way == "bucket":
         return Buckets(1 << 18, pickled=name == "sglang")

@@ -13,7 +13,7 @@ import numpy as np
 
 import models
 from models import decoder
-from models.config import Qwen2Config, Qwen25VLConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, PackedTokens
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
@@ -33,9 +33,9 @@ def _text(**changes: Any) -> TextConfig:
     return TextConfig(vocab_size=VOCAB, head_dim=8, **{**settings, **changes})
 
 
-TEXT = Qwen2Config(_text(tie_word_embeddings=True))
-QWEN3 = Qwen2Config(dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=12))
-VL = Qwen25VLConfig(
+TEXT = DecoderConfig("qwen2", _text(tie_word_embeddings=True))
+QWEN3 = DecoderConfig("qwen3", dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=12))
+VL = DecoderConfig("qwen2_5_vl", 
     _text(rope=RopeConfig(mrope_section=(2, 1, 1))),
     VisionConfig(
         hidden_size=16, intermediate_size=24, depth=2, num_heads=2, out_hidden_size=32,
@@ -80,6 +80,7 @@ def media_prompt(*parts: Any, seed: int = 0) -> ModelInput:
         else:
             ids += [START, *[IMAGE if part[0] == "image" else VIDEO] * (int(np.prod(part[1])) // 4), END]
     tokens = np.asarray(ids, np.int32)
+    assert VL.vision is not None
     patches = rng.normal(size=(sum(int(np.prod(grid)) for _, grid in media), VL.vision.patch_values))
     vision, order = pack_patches(patches.astype(np.float32), [grid for _, grid in media], VL.vision)
     videos = [grid for kind, grid in media if kind == "video"]

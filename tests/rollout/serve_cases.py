@@ -22,7 +22,7 @@ from rollout_cases import LONGEST, TEXT, VL, build, collect
 from safetensors.numpy import load_file
 
 import models
-from models.config import PatchLayout, Qwen25VLConfig
+from models.config import DecoderConfig, PatchLayout
 from models.inputs import ModelInput
 from models.processing import Processor, tiny
 from rollout import wire
@@ -42,8 +42,9 @@ def checkpoint(folder: pathlib.Path, config: Any, processor: Processor, seed: in
     return folder
 
 
-def media_model(texts: Sequence[str], config: Qwen25VLConfig) -> tuple[Qwen25VLConfig, Processor]:
+def media_model(texts: Sequence[str], config: DecoderConfig) -> tuple[DecoderConfig, Processor]:
     """A configuration with the media tokens of a processor of these letters, and the processor."""
+    assert config.vision is not None
     layout = PatchLayout.of(config.vision)
     processor = tiny.build(texts, layout=layout, max_pixels=16 * 16, min_pixels=8 * 8)
     tokens = ("vision_start", "vision_end", "image_pad", "video_pad")

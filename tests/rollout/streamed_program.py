@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from models.config import Qwen2Config, TextConfig
+from models.config import DecoderConfig, TextConfig
 from rollout.streamed import PARTS
 from rollout.streamed_programs import StreamedPrograms
 from sharding.mesh import Target, compiling_for
@@ -43,7 +43,7 @@ def main(target, folder, *cases):
     device = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1x1x8", target_config=pathlib.Path(target).read_text()
     ).devices[0]
-    programs = StreamedPrograms(Qwen2Config(CONFIG))
+    programs = StreamedPrograms(DecoderConfig("qwen2", CONFIG))
     memory = {}
 
     def array(dtype, *shape, place=SingleDeviceSharding):

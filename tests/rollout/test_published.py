@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_leaves_nothing_for_long(memory: pathlib.Path) -> 
 @pytest.mark.slow
 def test_a_run_that_is_not_closed_leaves_nothing(tmp_path: pathlib.Path) -> None:
     program = (
-        "import pathlib; from models.config import Qwen2Config; from rollout_cases import TEXT\n"
+        "import pathlib; from models.config import DecoderConfig; from rollout_cases import TEXT\n"
         "from rollout.weights import published\n"
         f"published.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})\n"
         "folders = published.SharedFolders(TEXT, 'float32')\n"

@@ -18,7 +18,7 @@ from streamed_program import CONFIG as SEVEN
 from turns import third_of
 
 import models
-from models.config import Qwen2Config
+from models.config import DecoderConfig
 from models.folder import CheckpointError
 from rollout.engine import EngineError
 from rollout.streamed import (
@@ -35,7 +35,7 @@ from rollout.streamed import (
 from rollout.streamed_judge import StreamedJudge, in_loop
 
 LAYERS = 5
-DEEP = Qwen2Config(dataclasses.replace(TEXT.text, num_layers=LAYERS))
+DEEP = DecoderConfig("qwen2", dataclasses.replace(TEXT.text, num_layers=LAYERS))
 TOLERANCE = 1e-5  # absolute, float32 log-probs, against the forward pass over the whole stack
 
 

@@ -27,7 +27,7 @@ from rollout_cases import (
 )
 
 import models
-from models.config import Qwen2Config
+from models.config import DecoderConfig
 from rollout.engine import EngineError
 from rollout.engine_weights import EngineLayout
 
@@ -84,7 +84,7 @@ def assert_part(array, parts):
 
 def test_20_a_device_has_the_kv_head_that_its_query_heads_read():
     layout = EngineLayout.of(DEVICES[:8])
-    config = Qwen2Config(_text(num_heads=8, num_kv_heads=2))
+    config = DecoderConfig("qwen2", _text(num_heads=8, num_kv_heads=2))
     weights = layout.weights(models.abstract(config))["layers"]["attention"]
     queries = weights["q"].devices_indices_map((2, 32, 8, 8))
     keys = weights["k"].devices_indices_map((2, 32, 2, 8))
@@ -93,7 +93,7 @@ def test_20_a_device_has_the_kv_head_that_its_query_heads_read():
         assert keys[device][2] == slice(number // 4, number // 4 + 1)
     # 6 heads on 4 devices: over 2 of them; 5: everywhere
     for heads, parts in ((6, 2), (5, 1)):
-        config = Qwen2Config(_text(num_heads=heads, num_kv_heads=heads))
+        config = DecoderConfig("qwen2", _text(num_heads=heads, num_kv_heads=heads))
         cut = EngineLayout.of(DEVICES[:4]).weights(models.abstract(config))["layers"]["attention"]["q"]
         assert cut.shard_shape((2, 32, heads, 8)) == (2, 32, heads // parts, 8)
 

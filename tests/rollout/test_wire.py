@@ -11,7 +11,6 @@ from protocol_cases import limits, model, prompts
 from rollout_cases import request
 from shadow_cases import Elsewhere
 
-from models.config import Qwen25VLConfig
 from models.inputs import ModelInput
 from models.shadow import ShadowTensor
 from rollout import wire
@@ -33,7 +32,6 @@ def first_media(body: wire.Json) -> dict[str, wire.Json]:
 def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere) -> ModelInput:
     """The prompt that a server reads of a body with tickets, once it has its pixels."""
     config = model("vl").config
-    assert isinstance(config, Qwen25VLConfig)
     back = wire.given_prompt(body["input_ids"][0], 0, media, config)
     assert back.vision is not None and isinstance(back.vision.patches_PX, ShadowTensor)
     pixels = back.vision.patches_PX.materialize(there.fetch)
@@ -43,7 +41,6 @@ def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere) -> M
 @pytest.mark.parametrize("name", ["images", "video", "mixed"])
 def test_media_come_back_bit_for_bit(name: str) -> None:
     prompt, config = prompts("vl")[name], model("vl").config
-    assert isinstance(config, Qwen25VLConfig)
     body = body_of(request("a", prompt, n=2, prefix=((20, 21), ()), max_new_tokens=8), samples=2)
     for sample, begun in enumerate((2, 0)):
         media = {}
@@ -137,7 +134,6 @@ def test_images_side_by_side_need_a_token_between() -> None:
     """Else a server would take them for one, of another shape."""
     prompt = prompts("vl")["images"]
     config = model("vl").config
-    assert isinstance(config, Qwen25VLConfig)
     inside = (prompt.token_ids_T != config.vision_start_token_id) & (prompt.token_ids_T != config.vision_end_token_id)
     kept, text = np.flatnonzero(prompt.feature_index_T >= 0), np.flatnonzero((prompt.feature_index_T < 0) & inside)
     order = np.concatenate([kept, text])

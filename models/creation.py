@@ -1,0 +1,52 @@
+"""Builds the model of a configuration, with shapes only or with random weights."""
+
+import itertools
+import zlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+
+from sharding.walk import Params
+from sharding.weights import WeightSpec, by_path, map_weights, on_first_device, place, place_stack
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .layers import DrawnOnHost
+from .registry import ARCHITECTURES
+
+
+def abstract(config: DecoderConfig) -> Decoder:
+    """The model with shapes (`jax.ShapeDtypeStruct`) for weights: counts parameters of any size, allocates nothing."""
+    return nnx.eval_shape(lambda: ARCHITECTURES[config.architecture].model(config, nnx.Rngs(0)))
+
+
+def create(config: DecoderConfig, seed: int = 0, shardings: Callable[[Decoder], Params] | None = None) -> Decoder:
+    """The model with random weights, reproducible from `seed`.
+
+    Weights are sampled on the host, each from a generator of its own (`seed` and the weight's path): the values depend
+    on no other weight, no device and no compiler, and a tiny model is there at once. `shardings`: see `models.load`.
+    """
+    model = abstract(config)
+    places = by_path((shardings or on_first_device)(model))
+
+    def draw(path: tuple, variable: nnx.Variable) -> jax.Array:
+        names = tuple(key.key for key in path)
+        return drawn(names, variable, seed, places[names])
+
+    return nnx.merge(nnx.graphdef(model), map_weights(draw, model))
+
+
+def drawn(path: tuple[str, ...], variable: nnx.Variable, seed: int, sharding: Sharding) -> jax.Array:
+    """The first value of an abstract weight, laid out by `sharding`."""
+    spec: WeightSpec = variable.get_metadata("spec")
+    if isinstance(spec.init, DrawnOnHost):
+        rng = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(path).encode())]))
+        layers = (spec.init.on_host(rng, spec.shape).astype(spec.dtype) for _ in itertools.count())
+    else:  # a constant
+        layers = itertools.repeat(np.asarray(spec.init(jax.random.key(0), spec.shape, spec.dtype)))
+    if len(variable.shape) > len(spec.shape):
+        return place_stack(layers, variable.shape[0], sharding)
+    return place(next(layers), sharding)
