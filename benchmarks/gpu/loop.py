@@ -8,8 +8,8 @@ the end of the first step of a phase, `step_seconds` the median time from the en
 installed, reports twice a second the share of time in which the GPU computed anything.
 
 Predicted before the first try: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the
-time; the gap is below 1e-4, in float32. Three tries of 45 s, two minutes and 198 s ended before the first step of RL, since XLA
-autotunes every program; the suite turns that off for this part.
+time; the gap is below 1e-4, in float32. Three tries of 45 s, two minutes and 198 s ended before the first step of RL,
+since XLA autotunes every program; the suite turns that off for this part.
 """
 
 from __future__ import annotations
