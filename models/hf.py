@@ -147,7 +147,7 @@ def _parameter(files: _Files, entry: TensorName, dtype: DTypeLike | None, shardi
     if not entry.stacked:
         value = entry.from_disk(files.read(entry.name, entry.disk_shape))
         return place(np.ascontiguousarray(value, dtype=dtype or value.dtype), sharding)
-    return place_stack(_layers_of(files, entry, dtype), entry.layers, sharding)
+    return place_stack(_layers_of(files, entry, dtype), len(entry.numbers), sharding)
 
 
 def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Iterator[np.ndarray]:
@@ -157,7 +157,7 @@ def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Ite
         first = first or value.dtype
         if value.dtype != first and dtype is None:
             raise CheckpointError(
-                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
+                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer {entry.numbers[0]} is {first}; "
                 "layers of one stack need one dtype (or load with dtype=...)"
             )
         yield np.ascontiguousarray(entry.from_disk(value), dtype=dtype or first)

@@ -127,12 +127,12 @@ def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
                     f"{name}A.weight",
                     first,
                     (*inputs, lora.rank),
-                    weight.layers,
+                    weight.numbers,
                     weight.inputs,
                     (lora.rank, math.prod(inputs)),
                 ),
                 TensorName(
-                    f"{name}B.weight", second, (lora.rank, *outputs), weight.layers, 1, (math.prod(outputs), lora.rank)
+                    f"{name}B.weight", second, (lora.rank, *outputs), weight.numbers, 1, (math.prod(outputs), lora.rank)
                 ),
             ]
     return entries
