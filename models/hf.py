@@ -157,7 +157,7 @@ def _layers_of(files: _Files, entry: TensorName, dtype: DTypeLike | None) -> Ite
         first = first or value.dtype
         if value.dtype != first and dtype is None:
             raise CheckpointError(
-                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer 0 is {first}; "
+                f"{files.path(name)}: tensor {name} is {value.dtype}, its like in layer {entry.numbers[0]} is {first}; "
                 "layers of one stack need one dtype (or load with dtype=...)"
             )
         yield np.ascontiguousarray(entry.from_disk(value), dtype=dtype or first)

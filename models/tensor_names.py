@@ -31,18 +31,18 @@ class TensorName:
     name: str
     path: Path
     shape: tuple[int, ...]  # shape of one layer's parameter
-    numbers: Sequence[int]  # the layers in its stack, in order; one number for a weight outside all stacks
+    numbers: tuple[int, ...]  # of the layers in its stack; empty for a weight outside all stacks
     inputs: int  # number of input axes in `shape`; 0 for tables and vectors
     disk_shape: tuple[int, ...]
 
     @property
     def stacked(self) -> bool:
-        return "{}" in self.name
+        return bool(self.numbers)
 
     @property
     def full_names(self) -> list[str]:
         """The name in each layer."""
-        return [self.name.format(layer) for layer in self.numbers]
+        return [self.name.format(number) for number in self.numbers] or [self.name]
 
     def to_disk(self, value: np.ndarray) -> np.ndarray:
         """One layer's weight as the checkpoint has it; contiguous."""
@@ -60,8 +60,11 @@ class TensorName:
         return disk.reshape(*self.shape[self.inputs :], *self.shape[: self.inputs]).transpose(order)
 
 
-def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights, first: int = 0) -> list[TensorName]:
-    """The names of weights, by torch module: `modules` has the path of each, with dots. Stacks begin with layer `first`.
+def name_weights(
+    modules: Mapping[str, str], prefix: str, weights: Weights, numbers: Sequence[int] | None = None
+) -> list[TensorName]:
+    """The names of weights, by torch module: `modules` has the path of each, with dots. `numbers` are the layer numbers
+    of stacked weights, in the order of the stack; None: 0, 1, 2, ...
 
     A bias has the path of its matrix with `_bias` behind it. Layouts follow from the declarations: tables (`[V, D]`)
     are the same on both sides, biases and scales are flat, all others are matrices of a torch `Linear`. Their inputs
@@ -78,11 +81,11 @@ def name_weights(modules: Mapping[str, str], prefix: str, weights: Weights, firs
             disk_shape = (math.prod(spec.shape[inputs:]), math.prod(spec.shape[:inputs]))
             if spec.axes[0] == "V" or len(spec.shape) == 1 or part == "bias":
                 inputs, disk_shape = 0, spec.shape if spec.axes[0] == "V" else (math.prod(spec.shape),)
-            layers = variable.shape[0] if len(variable.shape) > len(spec.shape) else 1
-            numbers = range(first, first + layers)
-            names.append(
-                TensorName(f"{prefix}{module}.{part}", (*parents, key), spec.shape, numbers, inputs, disk_shape)
-            )
+            name, depth = f"{prefix}{module}.{part}", variable.shape[0] if len(variable.shape) > len(spec.shape) else 0
+            layers = tuple(numbers if numbers is not None and depth else range(depth))
+            if len(layers) != depth:
+                raise ValueError(f"{name}: a stack of {depth} layers has the numbers {layers}")
+            names.append(TensorName(name, (*parents, key), spec.shape, layers, inputs, disk_shape))
     return names
 
 

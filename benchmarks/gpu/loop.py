@@ -7,11 +7,9 @@ the end of the first step of a phase, `step_seconds` the median time from the en
 `logprob_gap` the largest mean difference of log-probabilities, in nats, between engine and learner. `nvidia-smi`, if
 installed, reports twice a second the share of time in which the GPU computed anything.
 
-In a first try, 45 s did not suffice for the first step: an H100 had compiled for 95 s when a second try was stopped
-in the first rollout.
-
-Predicted before both tries: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the time;
-the gap is below 1e-4, in float32.
+Predicted before the first try: 20-40 s of compiling, then 0.15-0.35 s a step; the GPU is busy less than 15 % of the
+time; the gap is below 1e-4, in float32. Three tries of 45 s, two minutes and 198 s ended before the first step of RL,
+since XLA autotunes every program; the suite turns that off for this part.
 """
 
 from __future__ import annotations

@@ -96,13 +96,13 @@ def tensor_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
     vision = config.vision
     assert isinstance(vision, DeepVisionConfig)
 
-    def named(module: str, modules: dict[str, str], path: str, first: int = 0) -> list[TensorName]:
+    def named(module: str, modules: dict[str, str], path: str, layers: range | None = None) -> list[TensorName]:
         here = {f"{module}{name}": f"visual.{path}{inner}" for name, inner in modules.items()}
-        return name_weights(here, tower, weights, first)
+        return name_weights(here, tower, weights, layers)
 
     kernel, *names = named("", EMBEDDING, "")
     for number, layers in enumerate(vision.stretches):
-        names += named("blocks.{}.", BLOCK, f"blocks_{number}.", layers[0])
+        names += named("blocks.{}.", BLOCK, f"blocks_{number}.", layers)
     for number in range(len(vision.deepstack_layers)):
         names += named(f"deepstack_merger_list.{number}.", MERGER, f"deep_merger_{number}.")
     names += named("merger.", MERGER, "merger.")

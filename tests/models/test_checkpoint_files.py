@@ -1,5 +1,6 @@
 """Loading says which file and which tensor is wrong, and holds one tensor beside what has its place."""
 
+import dataclasses
 import gc
 import json
 import pathlib
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
+from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny import qwen2_config, vl_config
@@ -22,7 +24,8 @@ from models import creation, hf
 from models.config import ModelConfigError
 from models.hf import CheckpointError
 from models.processing import Processor
-from models.registry import read_config, write_config
+from models.registry import ARCHITECTURES, read_config, write_config
+from models.tensor_names import DECODER, name_weights
 from sharding import weights
 from sharding.mesh import make_mesh
 from sharding.weights import shardings
@@ -326,6 +329,25 @@ def test_the_host_holds_two_tensors_at_most(tmp_path) -> None:
     command = [sys.executable, "-c", PEAK_OF_LOADING, str(tmp_path)]
     loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert int(loaded.stdout) < 2.4 * largest
+
+
+@pytest.mark.medium
+def test_a_stack_may_hold_any_layers(tmp_path, monkeypatch) -> None:
+    row = ARCHITECTURES["qwen2"]
+    names = lambda _, weights: name_weights(DECODER, "model.", weights, (7, 3, 11))  # noqa: E731
+    monkeypatch.setitem(ARCHITECTURES, "qwen2", dataclasses.replace(row, tensor_names=names))
+    model = models.create(qwen2_config(num_layers=3, tie_word_embeddings=True))
+    models.save(model, tmp_path)
+    stored = load_file(tmp_path / hf.SINGLE)
+    numbers = {int(name.split(".")[2]) for name in stored if name.startswith("model.layers.")}
+    assert numbers == {3, 7, 11}
+    for at, number in enumerate((7, 3, 11)):
+        up = stored[f"model.layers.{number}.mlp.up_proj.weight"]
+        np.testing.assert_array_equal(up.T, model.layers.mlp.up[...][at])
+    jax.tree.map(np.testing.assert_array_equal, models.split(models.load(tmp_path))[1], models.split(model)[1])
+    weights = dict(nnx.to_flat_state(nnx.state(model)))
+    with pytest.raises(ValueError, match=r"a stack of 3 layers has the numbers \(0, 1\)"):
+        name_weights(DECODER, "model.", weights, (0, 1))
 
 
 @pytest.mark.slow
