@@ -46,9 +46,7 @@ class VisionBlock(nnx.Module):
     """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
     and an MLP without gate, others RMS norms and a gated MLP."""
 
-    def __init__(
-        self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False
-    ) -> None:
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
         init, std = Normal(config.initializer_range), config.initializer_range
         norm = LayerNorm if plain else RMSNorm

@@ -37,9 +37,7 @@ def grid_taps(
     rows_P2, columns_P2 = (
         jnp.stack([low_P2[:, axis], jnp.minimum(low_P2[:, axis] + 1, side - 1)], axis=1) for axis in (0, 1)
     )
-    by_row_P2, by_column_P2 = (
-        jnp.stack([1 - share_P2[:, axis], share_P2[:, axis]], axis=1) for axis in (0, 1)
-    )
+    by_row_P2, by_column_P2 = (jnp.stack([1 - share_P2[:, axis], share_P2[:, axis]], axis=1) for axis in (0, 1))
     indices_P22 = rows_P2[:, :, None] * side + columns_P2[:, None, :]
     weights_P22 = by_row_P2[:, :, None] * by_column_P2[:, None, :]
     return indices_P22.reshape(-1, 4), weights_P22.reshape(-1, 4)

@@ -49,7 +49,9 @@ def main() -> None:
             "images": [Image.fromarray(part[0]) for part in frames if len(part) == 1],
             "videos": [part for part in frames if len(part) > 1],
             "video_metadata": [
-                VideoMetadata(total_num_frames=count, fps=float(fps), duration=count / fps, frames_indices=[*range(count)])
+                VideoMetadata(
+                    total_num_frames=count, fps=float(fps), duration=count / fps, frames_indices=[*range(count)]
+                )
                 for count, *_, fps in media
                 if count > 1
             ],

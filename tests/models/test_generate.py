@@ -99,7 +99,9 @@ def full_forward(model, prompt, token_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED), ("qwen3_vl", MIXED)])
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED), ("qwen3_vl", MIXED)]
+)
 def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, asked):
     pair = request.getfixturevalue(kind)
     processor = Processor.load(pair.folder)
