@@ -140,8 +140,8 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
 
-    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off, as in the published model. Arrays are
-    read-only.
+    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off,
+    as in the published model. Arrays are read-only.
     """
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     window = window or max(rows, columns)

@@ -64,7 +64,7 @@ class DecodeLimits:
 VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
 TIMED_VIDEO_PIXELS = PixelSettings(min_pixels=128 * 32 * 32, max_pixels=32 * 32 * 768, mean=HALF, std=HALF)
 TIMED_LAYOUT = PatchLayout(patch_size=16, window_size=0)
-PROCESSORS = {
+PROCESSORS = {  # names of transformers' classes for prompts and for videos, by whether the layout is timed
     False: ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     True: ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
 }

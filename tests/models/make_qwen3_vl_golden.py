@@ -8,6 +8,7 @@ import hashlib
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 from media_files import moving_frames
 from PIL import Image
@@ -18,11 +19,21 @@ from models.processing import tiny
 GOLDEN = pathlib.Path(__file__).parent / "goldens" / "qwen3_vl_processor.json"
 LAYOUT = PatchLayout(patch_size=4, window_size=0)
 TEXTS = ["What moves? abc.,:\n"]
-PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
-IMAGES = PIXELS | {"size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 32}}
-VIDEOS = PIXELS | {"size": {"shortest_edge": 4 * 16 * 16, "longest_edge": 9 * 24 * 32}, "do_sample_frames": True}
+PIXELS: dict[str, Any] = {
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+IMAGES: dict[str, Any] = {**PIXELS, "size": {"shortest_edge": 16 * 16, "longest_edge": 40 * 32}}
+VIDEOS: dict[str, Any] = {
+    **PIXELS,
+    "size": {"shortest_edge": 4 * 16 * 16, "longest_edge": 9 * 24 * 32},
+    "do_sample_frames": True,
+}
 # (text, media as (frames, height, width, frames a second), where one frame is an image, settings of videos)
-PROMPTS = [
+PROMPTS: list[tuple[str, list[tuple[int, int, int, int]], dict[str, Any]]] = [
     ("What: <video>moves?", [(11, 30, 44, 4)], {}),
     ("<image>a <video>b<image>", [(1, 20, 30, 0), (8, 40, 18, 10), (1, 64, 50, 0)], {"num_frames": 5, "fps": None}),
     ("<video><video>?", [(3, 30, 44, 1), (60, 18, 26, 25)], {"cap_pixels_per_frame": True, "max_video_tokens": 6}),
@@ -43,7 +54,7 @@ def main() -> None:
     cases = []
     for text, media, settings in PROMPTS:
         videos = Qwen3VLVideoProcessor(**VIDEOS | settings)
-        processor = Qwen3VLProcessor(Qwen2VLImageProcessorPil(**IMAGES), tokenizer, videos)
+        processor: Any = Qwen3VLProcessor(Qwen2VLImageProcessorPil(**IMAGES), tokenizer, videos)
         frames = [moving_frames(count, *size, seed=seed) for seed, (count, *size, _) in enumerate(media)]
         given = {
             "images": [Image.fromarray(part[0]) for part in frames if len(part) == 1],
