@@ -20,9 +20,9 @@ from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
 from .share import Item, Outline, Piece, Row, TrainGroup, check, pieces_of
 
-# tokens: with shorter `packing.tokens_per_row`, further row lengths save too little to compile a program for them
+# tokens: if `packing.tokens_per_row` is shorter, further row lengths save less than compiling their programs costs
 LONG = 1024
-FEWER = 0.97  # of the padded tokens: a packing with fewer rows a microbatch must need less than this
+FEWER = 0.97  # a packing with fewer rows a microbatch must need less than this share of the padded tokens
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this
 GRID = 3  # sizes of a buffer: its cap, a half and a quarter of it; for the number of short rows also three quarters
 
@@ -138,7 +138,7 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share_prompts: bool) -> list[Outline]:
-    """Packs every response of every item once, by that one of two heuristics that needs fewer padded tokens and
+    """Packs every response of every item once, by two heuristics, and returns the packing with fewer padded tokens and
     patches.
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is

@@ -3,7 +3,7 @@ the share of each process.
 
 The process that has all groups plans a step from sizes alone. The other processes get their share, and read no prompt,
 response or pixel of other shares. If sequences are spread over devices, the places of a device's tokens and features
-depend on sizes that its neighbours have, so that these sizes are sent, too.
+depend on the sizes of other devices' sequences, so these sizes are sent, too.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Outline:
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
-        """Returns the part that these devices lay out: rows of their own, and all of a plan that they take part in."""
+        """Returns the part that these devices lay out: their own rows, or the entire plan if they take part in it."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards
