@@ -347,7 +347,7 @@ class Preparer:
             raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the last completed draw, as JSON values; `next_index` is Grain's name for a place."""
+        """Returns the state after the last completed draw, as JSON values, with the field names of Grain's iterator."""
         order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures, "contents": self.loader.contents}
         return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 

@@ -29,17 +29,17 @@ log = logging.getLogger("fluxjax.rewards")
 _KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
 _CLOSING_SECONDS = 5.0  # for the `close` of a reward
-_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards that stay here; they have their own workers
+_HERE = ("math", "format", "code", "judge")  # kinds called in this process: they have their own workers
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
-_REASONS = 32  # reasons that are counted each; others are counted together
+_REASONS = 32  # reasons that are counted one by one; further reasons are counted together
 _LENGTH = 200  # characters of a reason
 
 
 @dataclasses.dataclass(eq=False)
 class GuardedReward:
     """One reward of one source. A failure is scored 0 with a reason, counted, and logged a few times. `note(source,
-    text)` is called for each failure, `give_up(line)` whenever there are too many."""
+    text)` is called for each failure, `give_up(line)` whenever too many calls failed."""
 
     source: str
     name: str
@@ -101,7 +101,7 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights, which may change during the run. A single reward has none.
+    """The rewards of a source by name, and their weights; weights may change. A single reward has no weight.
 
     The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
     """

@@ -51,7 +51,7 @@ class DeviceRoom:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The findings of a pre-flight. Sizes in bytes, on the fullest device."""
+    """The findings of a pre-flight. Sizes are bytes on the fullest device."""
 
     parameters: int
     devices: int

@@ -2,9 +2,9 @@
 
 The filter refuses all ways to make or enter namespaces, mounts, the kernel's keys, tracing and loading, and memory that
 no limit counts: memfd, System V shared memory, queues of inotify, and buffers of sockets. Of sockets, it allows only
-`socketpair(AF_UNIX)`, for event loops; neither end may have a larger buffer, nor a name, by which closed sockets could
-have filled it. It refuses `clone` only with flags of namespaces. Filters cannot read the flags of `clone3`, so that
-call seems not to exist, and the C library uses `clone`.
+`socketpair(AF_UNIX)`, for event loops; neither end may have a larger buffer, nor a name: sockets that are closed again
+could fill the buffer by its name. It refuses `clone` only with flags of namespaces. Filters cannot read the flags of
+`clone3`, so that call seems not to exist, and the C library uses `clone`.
 """
 
 import errno
