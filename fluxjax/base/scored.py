@@ -198,7 +198,7 @@ class ResponseHead(NamedTuple):
     sample: int
     temperature: float | None
     tokens: int
-    runs: int  # of versions
+    runs: int  # runs of versions
     width: int  # bytes of a token
     size: int
 

@@ -45,7 +45,7 @@ def generator(*names: int) -> np.random.Generator:
 
 @dataclasses.dataclass(slots=True)
 class FaultRates:
-    """Rates of faults; 0, the default: no faults. Intervals and durations (s) are means of exponential distributions."""
+    """Rates of faults; by default none happen. Intervals and durations (s) are means of exponential distributions."""
 
     crash_every: float = not_negative(0.0)  # seconds between two crashes of an engine; 0: never
     down: float = not_negative(60.0)  # seconds until a crashed engine is up again

@@ -39,7 +39,7 @@ class Account:
         def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
             return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
 
-        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next batch is placed early
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next batch comes early
         phases = {
             "accumulate": during("accumulate", gradients | batches),
             "update": during("update", gradients),
