@@ -409,7 +409,7 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
-    """Returns whether there is a token to train on; with `skip_idle`, one with an advantage."""
+    """Returns whether there is a token to train on; with `skip_idle`, a token with an advantage."""
     samples = (sample for group in groups for sample in group.samples if sample.response.num_tokens)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 
