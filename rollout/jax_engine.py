@@ -54,7 +54,7 @@ class JaxEngine:
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
     share a cache of `kv_tokens` tokens; 0: as many as all slots may need, but no more than `kv_fraction` of the device
     memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
-    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short ones let chunks, aborts and new weights
+    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short rounds let chunks, aborts and new weights
     through sooner; both give the same tokens. `compute_dtype` casts new weights (None: they keep their
     dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
     `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are

@@ -1,7 +1,7 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
 A process that outlives the run would keep its GPU. On Linux, this file, started as a program with a command, therefore
-becomes that command, and ends when the thread that started it ends. On other systems the command runs unbound.
+becomes that command, and ends when the thread that started it ends. On other systems the command may outlive the run.
 """
 
 from __future__ import annotations

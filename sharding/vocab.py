@@ -136,7 +136,7 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
     """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
-    largest that ptxas fits into registers. Only those for bfloat16 on Hopper were timed (`benchmarks/head.py`)."""
+    largest tiles that ptxas fits into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:

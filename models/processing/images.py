@@ -29,8 +29,8 @@ ORIENTATION = ExifTags.Base.Orientation
 LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
 PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
-# An encoder with fixed Huffman tables never writes 64 zeros in a row. Fitted tables may give them for an even area. Such
-# zeros are therefore a reason to look closer. Files without such zeros, nearly all photographs, are decoded once only.
+# An encoder with fixed Huffman tables never writes 64 zeros in a row. Fitted tables may give them for an even area. So
+# such zeros are a reason to look closer. Files without such zeros, nearly all photographs, are decoded once only.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
 # A coded picture may end in zeros, up to 1 / SHARE of it: a twentieth in libwebp's pictures of one colour.

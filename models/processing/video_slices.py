@@ -1,7 +1,7 @@
 """Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
-Frames are identified by their times. All packets are read first, without decoding; their sorted times are those of the
-frames, if a complete decoding has shown this (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
+Frames are identified by their times. All packets are read first, without decoding; if a complete decoding has shown so
+(`Medium.seekable`), their sorted times are the frames' times. Then the packets from an entry point on (`EntryPoints`)
 go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
 frame must have the next time of the list: the frames are then those of a decoding from the start. If anything
 differs, nothing is returned, and the caller decodes the complete file.
@@ -165,8 +165,8 @@ class VideoSlicer(VideoReader):
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """Yields the packets from the plan's first packet on, which is sought by its time. Raises _Unexpected or FFmpegError
-    if it is not found."""
+    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if it is
+    not found."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected

@@ -179,7 +179,7 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
-    arrived, and no round is computed before all rounds ahead are. The compiler only has to start an exchange as early
+    arrived, and no round is computed before all rounds ahead of it. The compiler only has to start an exchange as early
     as barriers allow, together with the computation of the round before; on GPUs it does under
     `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """
