@@ -43,7 +43,7 @@ class StreamedPrograms:
         model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
         self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
-        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # of values; the last part is padded
+        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # values a part; the last is padded
         self._layer = nnx.graphdef(model.layers)
         del model.layers
         self._outer = nnx.graphdef(model)

@@ -141,7 +141,7 @@ def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
     """Puts a weight from the host onto its devices; each device gets only its share. All processes have `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
-        _dispatch(np.float32(0))  # at a call, the runtime usually frees host values whose transfer is done
+        _dispatch(np.float32(0))  # a call usually makes the runtime free host values whose transfer is done
         return array
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 

@@ -40,8 +40,8 @@ class Spans:
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # the numbers of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # tokens of each response
-    weights: list[float] = dataclasses.field(default_factory=list)  # of each response
-    advantages: list[float] = dataclasses.field(default_factory=list)  # of each response
+    weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of a token of each response
+    advantages: list[float] = dataclasses.field(default_factory=list)  # advantage of each response
 
     def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""

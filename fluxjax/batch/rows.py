@@ -76,7 +76,7 @@ class RowPacking:
     def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
         """Returns the microbatches in rows of fitted lengths; None if there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
-        best: tuple[int, Fit] | None = None  # with the cells of one shard
+        best: tuple[int, Fit] | None = None  # (cells of one shard, fit)
         tokens = np.array([piece.tokens for piece in pieces])
         for rows in reversed(budget.rows):
             known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
@@ -257,7 +257,7 @@ def _dealt(
     """Returns the rows of each shard of a microbatch, the patches of the fullest, and the rows that fit in no shard."""
     shards: list[list[Row]] = [[] for _ in range(num_shards)]
     held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
-    holders: dict[int, np.ndarray] = {}  # by item: whether each shard holds its media
+    holders: dict[int, np.ndarray] = {}  # by item: the shards that hold its media
     left: list[Row] = []
     for row in rows:
         media = {piece.item: piece.patches for piece in row if piece.patches}

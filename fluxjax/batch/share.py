@@ -26,7 +26,7 @@ from ..config import ConfigError
 class Item(NamedTuple):
     """The sizes of a group: tokens of its prompt and of each of its responses (all positive), and patches."""
 
-    name: str  # of the prompt, for error messages
+    name: str  # name of the prompt, for error messages
     prompt: int
     responses: tuple[int, ...]
     patches: int = 0
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item: a device (with a plan, a replica) holds them once for all pieces of the item
+    patches: int = 0  # the item's patches; a device (with a plan, a replica) holds them once for all its pieces
 
 
 Row = tuple[Piece, ...]
@@ -50,7 +50,7 @@ class TrainGroup(NamedTuple):
     """A group to lay out: its prompt, the columns of its non-empty responses, and the loss weight of a token of each
     response (float64)."""
 
-    name: str  # of the prompt, for error messages; empty in processes that do not plan
+    name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
     columns: Columns
     weights: np.ndarray

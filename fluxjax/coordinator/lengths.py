@@ -30,7 +30,7 @@ _SOLVE_EVERY = 32  # responses between two solutions; more after thousands of re
 # The number of later responses after which a response has lost most of its weight: the model follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # tokens, before any observation
-_VARIANCE = 0.6  # of ln(length), between prompts and again within a prompt, before any observation
+_VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
 _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 

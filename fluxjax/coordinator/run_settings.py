@@ -18,7 +18,7 @@ class Settings:
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
-    engines: int = 1  # at the start
+    engines: int = 1  # engines at the start
     degree: int = 1  # devices of each engine, at the start
     max_new_tokens: int = 0  # the most tokens of a response; 0: unknown
     kv_tokens: int = 0  # tokens that an engine's cache holds at the start; 0: unknown

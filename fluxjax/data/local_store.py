@@ -70,7 +70,7 @@ class LocalStore:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
-        self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
+        self._contents: Recent[bytes] = Recent(KNOWN)  # digests by path, stamp and cell
         self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
         self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # locks of media and slices being decoded
         self._stats = StoreStats()

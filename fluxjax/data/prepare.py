@@ -61,7 +61,7 @@ class PromptLimits:
     devices, each frame pair by one of them."""
 
     tokens: int
-    patches: int  # of a device
+    patches: int  # most patches on a device
     devices: int = 1
 
     @classmethod
@@ -268,7 +268,7 @@ class Preparer:
         process decodes media, and prompts hold their pixels."""
         self.processor = processor
         self.loader = loader
-        self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
+        self.skipped: collections.Counter[str] = collections.Counter()  # by reason: number of skipped draws
         self._prepare = functools.partial(
             prepare_prompt,
             processor,

@@ -49,7 +49,7 @@ class MediaIndex:
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
-        self._lock = threading.Lock()  # of changes
+        self._lock = threading.Lock()  # held for changes
 
     def ref(self, media: Media) -> MediaRef:
         """Returns the reference of a medium from the index, without reading the medium's file, or else from `ref_of`.

@@ -93,9 +93,9 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     if ranks < 2:
         return None
     uri, job = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
-    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # to version 4: its job, its addresses
+    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # version 4 and older: job, addresses
         number, host = int(match[1]) >> 16, match[2] or f"[{match[3]}]"
-    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: a host's name, a process id
+    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: host, process id
         number, host = int(match[2]), match[1]
     else:
         raise ConfigError(

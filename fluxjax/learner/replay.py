@@ -26,7 +26,7 @@ GROUPS = 256  # the most groups that are remembered; the oldest are forgotten fi
 
 @dataclasses.dataclass
 class _KeptGroup:
-    group: Group  # with the advantages of its own step
+    group: Group  # has the advantages of its own step
     prepared: PreparedPrompt
     born: int  # the oldest version among its tokens
     times: int = 0  # times that it was replayed

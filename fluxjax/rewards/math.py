@@ -44,7 +44,7 @@ class MathAnswer(BuiltIn):
     tolerance: float = not_negative(1e-6)
     lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
-    most_characters: int = positive(1000)  # of an answer; a longer answer is wrong
+    most_characters: int = positive(1000)  # a longer answer is wrong
     workers: int = positive(4)  # processes, of about 60 MiB each
     seconds: float = positive(2.0)  # seconds of a comparison
     memory_gib: float = positive(1.0)  # memory of a comparison

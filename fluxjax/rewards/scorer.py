@@ -28,7 +28,7 @@ log = logging.getLogger("fluxjax.rewards")
 
 _KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
-_CLOSING_SECONDS = 5.0  # for the `close` of a reward
+_CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
 _HERE = ("math", "format", "code", "judge")  # kinds called in this process: they have their own workers
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
@@ -183,7 +183,7 @@ class Scorer:
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
         self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
-        self._held_out: dict[str, WeightedSum] = {}  # of sources with an `eval_reward`
+        self._held_out: dict[str, WeightedSum] = {}  # by source, if it has an `eval_reward`
         for name, source in sources.items():
             if source.eval_reward:
                 reward = self._guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")

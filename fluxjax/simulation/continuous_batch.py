@@ -44,7 +44,7 @@ class Batch:
         self.kv = 0  # tokens in the cache
         self.steps = 0  # decode steps so far
         self.version = version
-        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.running: dict[Sequence, None] = {}  # samples in the order of their admission
         self.waiting = 0
         self.preemptions = self.decoded = 0
         self._queue: deque[Sequence] = deque()  # samples that wait, and some removed samples

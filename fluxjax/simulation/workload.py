@@ -23,8 +23,8 @@ from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 from .options import SimulationConfig
 
 _SOURCE, _TEXT = 0.1, 0.35  # shares of the variance of a prompt's effect: from its source, from its text's length
-_OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
-_CHARACTERS = 4  # of a token's text
+_OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # mean 0, variance 1
+_CHARACTERS = 4  # characters of a token's text
 _HANGS = 1.645  # 5 % of normal numbers are larger: sandboxes that hit the limit (Flexes, figure 7a)
 _PROMPTS, _ORDER, _SAMPLES = range(3)
 

@@ -22,7 +22,7 @@ class DigitsRecipe:
     seed: int = 0
     train: int = 6000  # strips
     held_out: int = 400
-    train_scans: int = 1400  # of 1,797 scans; the other scans are held out
+    train_scans: int = 1400  # scans for training; the others of the 1,797 scans are held out
     warm_start: int = 400  # strips with answers for the warm start, the same number of every length
     warm_start_scans: int = 1  # scans of each digit that the warm start uses
     cell: int = 16  # pixels of the side of a digit's square

@@ -115,7 +115,7 @@ class Ending:
         self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick's seconds
         self._reached = 0.0  # seconds at which the last packet of any stream ends, sound and subtitles included
         self._incomplete: dict[int, bool] = {}  # by stream: whether its last packet is incomplete
 

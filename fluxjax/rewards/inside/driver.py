@@ -35,7 +35,7 @@ class Conversation:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self.broken = ""
-        self._contents: dict[Any, Any] = {}  # of objects, since the last call of the code
+        self._contents: dict[Any, Any] = {}  # contents of objects since the last call of the code
 
     def hear(self) -> Any:
         """Returns the next value from the code's process. Raises the code's exception, or `Gone`."""
