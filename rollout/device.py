@@ -113,7 +113,7 @@ class DeviceState:
         self._settle(layout)
         try:
             self.take(self)
-        except BaseException:  # no memory there: stays on the old devices
+        except BaseException:  # no memory on the new devices: keeps the old devices
             self._settle(before)
             raise
 

@@ -228,10 +228,10 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie there.
+    """The devices that one engine computes on, and the way its arrays lie on them.
 
-    A dimension is cut over the largest power of two of the devices that divides it; each part lies on several devices
-    if that is fewer than all: each of 2 KV heads lies on 2 of 4 devices, beside the query heads that read it.
+    A dimension is cut into parts, as many as the largest power of two, up to the number of devices, that divides it.
+    Of fewer parts, each lies on several devices: each of 2 KV heads on 2 of 4, beside the query heads that read it.
     """
 
     devices: tuple[Device, ...]

@@ -36,7 +36,7 @@ from .scheduler import Delivery, Job, Scheduler
 from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
-LEAST_CACHE = 256  # least tokens of `generate_once`; it doubles them, so that similar lengths share compiled programs
+LEAST_CACHE = 256  # least tokens in the cache of `generate_once`; doubled, so that similar lengths share programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 

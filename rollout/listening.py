@@ -1,4 +1,4 @@
-"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, a polite end."""
+"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, an orderly end."""
 
 from __future__ import annotations
 

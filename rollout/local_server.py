@@ -148,7 +148,7 @@ class LocalServer(LocalProcess):
         try:
             self.begin(words, self._command.variables())
         except OSError as error:
-            from .engine import EngineError  # here: this file is a program, too
+            from .engine import EngineError  # late: this file is a program, too
 
             raise EngineError(f"can't start {words[0]}: {error}") from error
 

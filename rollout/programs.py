@@ -70,7 +70,7 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries of no sample are stale, and finite."""
+    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries that belong to no sample are finite."""
 
     k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
     v_LCKSH: PyTree
@@ -263,7 +263,7 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and the number of them that count.
+        """Decodes up to `steps` tokens a sample: (cache, tokens, log-probs, `[B, steps]` each; each sample's tokens).
 
         A sample ends at a stop id (counted) or when its limit is reached; the round ends with its last sample.
         """

@@ -80,7 +80,7 @@ class Job:
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
     number: int = 0  # counts submissions
-    suspect: bool = False  # a turn that it shared with others failed
+    suspect: bool = False  # a turn that it shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
     filled: int = 0  # written entries of these pages; full pages
     features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt

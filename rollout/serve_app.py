@@ -264,7 +264,7 @@ class SampleAnswer:
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
     def as_json(self, version: int, processor: Processor) -> Json:
-        """The reply, or an event, with all tokens so far. Only a reply and the last event have text."""
+        """The reply, or an event, with all tokens so far; with the text once the sample has ended."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
             "id": self.sample.rid,

@@ -71,7 +71,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds a holder to each of these pages, each of which is held already."""
+        """Adds a holder to each of these pages; every page must have a holder already."""
         for page in pages:
             assert self.holders[page] > 0, "a page that nobody holds has no contents to share"
             self.holders[page] += 1

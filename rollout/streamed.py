@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
 BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
 
-# One layer: (its weights, parts that travel meanwhile, hidden states, its number) -> (hidden states, the parts there)
+# A layer: (weights, parts that travel meanwhile, hidden states, number) -> (hidden states, the parts on the device)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
 
 
@@ -126,7 +126,7 @@ class StreamedModel:
 
     @staticmethod
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
-        """The model in a checkpoint folder; loaded through host memory. `settings` are the class's.
+        """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
 
         While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)

@@ -49,9 +49,9 @@ def token_logprobs(
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
     other tokens: they are never sampled, so that no reward ever takes it back.
 
-    Both are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the kernels
-    compute (`chosen`), logits never exist in memory, and at most about `chunk * V` gradients of logits exist at once.
+    Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
+    whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
+    kernels compute (`chosen`), logits are never in memory, and at most about `chunk * V` gradients of logits at once.
     Raises ValueError for a negative chunk, or a temperature that is not positive.
     """
     if chunk < 0:

@@ -195,7 +195,7 @@ class Team:
     `laid_out` with the shares from process 0."""
 
     process, processes = 0, 1
-    links: Links | None = None  # to the other processes
+    links: Links | None = None  # links to the other processes
     rank_here = 0  # the number of processes with lower numbers that share this process's ports
     bytes_told = 0  # bytes sent by this process to all others together
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None

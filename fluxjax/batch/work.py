@@ -20,7 +20,7 @@ VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
     """Returns a function that estimates the work of sequences, to compare them: in seconds with `sharding.calibration`,
-    else in FLOPs, or by verl's formula without `text`, the decoder's sizes.
+    else in FLOPs; if the decoder's sizes `text` are missing, by verl's formula.
 
     Its argument `squares` is twice the (query, key) pairs of attention; media count for each sequence that shows them.
     Raises ConfigError for a calibration that can't be read.

@@ -225,8 +225,8 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(slots=True)
 class ReportConfig:
-    # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, a scraper's
-    # credentials.
+    # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, which
+    # scrapers send as their credentials.
     prometheus: str = bounded("", is_port, "be a port, or host:port")
     dump_samples_every: int = not_negative(20)  # steps between two dumps of responses; 0: never
 
@@ -239,8 +239,8 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set three
-    fields. `python -m fluxjax.launch` starts them on one machine."""
+    """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set the first
+    three fields. `python -m fluxjax.launch` starts the processes on one machine."""
 
     coordinator: str = ""  # host:port of process 0
     processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI has ranks, else one

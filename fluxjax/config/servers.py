@@ -27,7 +27,7 @@ class ServersConfig:
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
     addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); they get FLUXJAX_TOKEN
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
-    # server's number, {degree} the number of its devices, {device} its first, {devices} all, as in 2,3.
+    # server's number, {degree} the number of its devices, {device} the first device, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
     # Environment variables of these servers, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
     environment: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def on_this_host(address: str) -> bool:
 class Route(enum.Enum):
     AUTO = "auto"  # shm on this host; to other hosts orbax if there is weights.folder, else bucket
     SHM = "shm"  # files in shared memory
-    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on one
+    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on GPUs
     BUCKET = "bucket"  # over HTTP
     ORBAX = "orbax"  # files, complete or deltas, on a file system that hosts share
 

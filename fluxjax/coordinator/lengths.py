@@ -94,7 +94,7 @@ class Level:
         self.version = 0  # grows by one at every solution
         self.within = self.between = _VARIANCE
         self.shift = 0.0  # recent change of ln(length), beside the regression
-        self.sums = [0.0] * 4  # within groups: sum of squares, responses; of residuals: sum of squares, groups
+        self.sums = [0.0] * 4  # squares within groups, their count, squared residuals, their count
         if parent is not None:
             self._settle()
 

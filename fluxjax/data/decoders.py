@@ -43,7 +43,7 @@ Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 class DecodeJob:
     """A medium to decode: all of it, or, if `medium` is given, its slices `first .. last - 1`."""
 
-    name: str  # in messages
+    name: str  # the medium's name in messages
     kind: str  # "image" or "video"
     source: Source
     medium: Medium | None = None

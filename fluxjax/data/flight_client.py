@@ -22,8 +22,8 @@ from .tickets import MediaRef, Ticket
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
-    # A process's connections would share their wait before they try an address again: a restarted preprocessor would
-    # not be tried for minutes.
+    # Otherwise the connections of a process share their wait before they try an address again, and a restarted
+    # preprocessor is not tried for minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]

@@ -42,7 +42,7 @@ class NearPixels:
     def __init__(self, store: ByteStore, limit: int) -> None:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
-        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not yet fetched
+        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # rows to fetch, by ticket
         self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # newest use last
         self._parts: dict[str, list[_KeptPatches]] = {}  # the values of `_kept`, by ticket
         self.used = self._promised = 0  # bytes of all patches of `_kept`, and of promised patches

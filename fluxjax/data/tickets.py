@@ -211,5 +211,5 @@ class ByteStore(Protocol):
     def settings(self) -> MediaSettings: ...
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows; callers must not change them. From any thread."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows, which callers must not change. Thread-safe."""
         ...

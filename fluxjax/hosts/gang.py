@@ -111,7 +111,7 @@ class Gang(Team):
         self.links = self._links = links
         self._progress = Progress(links, progress_timeout)
         self.process, self.processes, self.rank_here = links.process, links.processes, links.rank_here
-        self.watch = StepWatch()  # times this process
+        self.watch = StepWatch()  # measures this process's steps
         self._number = 0  # the number of the last step whose update was ordered
         self._at = 0  # the step whose rows this process has
         self._heard: collections.deque[Order] = collections.deque()  # orders that came while a value was awaited

@@ -25,7 +25,7 @@ class Progress:
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
         self._compilations = compilations()
-        self._work: tuple[float, Callable[[], str]] | None = None  # since when, and its description
+        self._work: tuple[float, Callable[[], str]] | None = None  # its start, its description
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 

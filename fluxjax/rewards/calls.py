@@ -1,4 +1,4 @@
-"""Calls of slow rewards: in slots, in batches, within seconds; in threads, event loops and processes."""
+"""Calls slow rewards, within bounds, one by one or in batches: in threads, event loops and processes."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class CodeReward(BuiltIn):
     # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
-    seconds: float = positive(45.0)  # for all inputs of a program together; below the bound of kind `code`
+    seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
     partial: bool = False  # the value of a program is the share of its inputs that have the right output
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ class MathAnswer(BuiltIn):
     # Two numbers, if either has a decimal point, are equal if they differ by at most this share of the larger number,
     # and by less than one unit of the last written place.
     tolerance: float = not_negative(1e-6)
-    lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
+    lenient: bool = False  # compares as math-verify does: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
     most_characters: int = positive(1000)  # a longer answer is wrong
     workers: int = positive(4)  # processes, of about 60 MiB each
@@ -190,7 +190,7 @@ _UNIT = re.compile(
     r" ?(?:\\text\{[^{}]*\}|\^\\circ ?|(?<=[0-9)}\]])[A-Za-z]{2,}|(?<=[0-9)}\]] )[A-Za-z]{2,})"
     r"(?:[ /A-Za-z]|\\cdot ?|\\text\{[^{}]*\}|\^ ?\{?-?[0-9]\}?)*$"
 )
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # its degrees are no unit of its value
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # a function's degrees are no unit of its value
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 
@@ -199,7 +199,7 @@ class Notation(NamedTuple):
 
     formula: str
     plain: str  # the formula without the commands around words
-    unit: str  # or the modulus; empty: none
+    unit: str  # unit or modulus; empty: neither
     words: set[str]  # words of the formula
     signs: list[str]  # dropped by math-verify: negations, derivatives, the bases of numbers
 

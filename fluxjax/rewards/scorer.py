@@ -174,7 +174,7 @@ class Scorer:
         self._users_loop: UsersLoop | None = None
         self._rewards: list[GuardedReward] = []
         self._slots: dict[str, Slots] = {}  # by kind
-        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return the rewards' own counts
+        self._counting: list[Callable[[], Mapping[str, float]]] = []  # functions that return rewards' counts
         # The seconds that each response waited for rewards other than rules, since the last `metrics`.
         self._seconds: list[float] = []
         self._open = 0  # responses that wait for such rewards

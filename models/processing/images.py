@@ -21,8 +21,8 @@ from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
 MAX_ASPECT = 200  # the published processors refuse larger ratios
-# Pillow's names of the formats in which pictures are published. Formats are left out that run another program (EPS runs
-# Ghostscript), that only some systems' Pillow can read, or that hold files of a size they don't declare (ICO).
+# Pillow's names of the formats in which pictures are published. They lack formats that run another program (EPS runs
+# Ghostscript), that only some systems' Pillow can read, or whose files don't declare their size (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 BAND_PIXELS = 1 << 20  # pixels converted at once
 ORIENTATION = ExifTags.Base.Orientation

@@ -41,7 +41,7 @@ from ..engine_weights import by_name, check_shapes, served
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
-VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embedding and head, up to a multiple of this
+VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embedding and head, up to a multiple of this number
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _JOINED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
@@ -51,7 +51,7 @@ _ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
 _BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # tensors cut by rows: a rank has some outputs
-_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # a rank has some inputs
+_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # tensors cut by columns
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 

@@ -34,7 +34,7 @@ class SyncRoute:
 
     def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
         """Prepares a version, once, before any server gets it; `params` are its arrays, if the caller has them.
-        Blocks; from any thread."""
+        Blocks; any thread may call it."""
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the

@@ -68,7 +68,7 @@ class DeltaError(RuntimeError):
 
 
 class VersionFolders:
-    """Writes versions into folders of its own below `shared`, which `close` removes. From any thread."""
+    """Writes versions into folders of its own below `shared`, which `close` removes. Any thread may use it."""
 
     def __init__(self, shared: pathlib.Path, *, delta: bool = True) -> None:
         self._shared, self._delta = shared, delta
@@ -91,7 +91,7 @@ class VersionFolders:
         with self._lock:
             if published is self.last:
                 return
-            if self.last is not None and published.version <= self.last.version:  # the run went back
+            if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
             folder = self.folder(published)
@@ -149,7 +149,7 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`; made from a version there, if deltas lead on from that.
+    """Returns a checkpoint folder of a version, below `local`. If possible, deltas are applied to a version from there.
 
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
     """

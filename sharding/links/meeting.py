@@ -162,7 +162,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
                     if len(said) <= most:
                         continue
                     caller = next(iter(said))
-                elif caller not in said:  # closed above, to make room
+                elif caller not in said:  # the caller was closed above, to make room
                     continue
                 else:
                     said[caller] += (piece := _rest_of_line(caller))

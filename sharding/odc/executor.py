@@ -96,7 +96,7 @@ class Worker:
         self.tally: tuple[jax.Array, Tally] | None = None  # like the results of a training program
         self.seconds = 0.0
         self._check, self._read = check, read
-        self._steps = 0  # dispatched so far
+        self._steps = 0  # steps dispatched so far
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # pushes: step, arguments
 
     def run(self, window: Window, push: Push) -> None:

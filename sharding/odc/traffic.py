@@ -95,7 +95,7 @@ class _Owner:
     sums: dict[Key, jax.Array] = dataclasses.field(default_factory=dict)
     order: dict[Key, collections.deque[Turn]] = dataclasses.field(default_factory=dict)
     waiting: dict[tuple[Key, Turn], collections.deque[jax.Array]] = dataclasses.field(default_factory=dict)
-    early: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # by device that pushed
+    early: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # waiting pushes by device
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
 

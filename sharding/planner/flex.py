@@ -132,7 +132,7 @@ def _good(problem: Problem, placement: Placement) -> bool:
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False
     shares = np.maximum(problem.work_I / (_accepted(problem) or 1.0), problem.lengths_I / problem.memory_limit)
-    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degree of each
+    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degrees
     little = LITTLE * _vectors(problem, np.array(EIGHT))
     return _vectors(problem, np.array(placement[0])) <= max(little, least) * (1 + EPS)
 

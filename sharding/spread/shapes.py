@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Sizes = dict[str, int]  # by the name of the buffer
+Sizes = dict[str, int]  # sizes of buffers, by name
 Cost = Callable[[Mapping[str, int]], float]  # cost of a microbatch in buffers of these sizes
 
 BASE = "columns"  # the size that scales all sizes except FIXED and GIVEN

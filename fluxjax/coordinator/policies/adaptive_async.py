@@ -39,8 +39,8 @@ from .rounds import Base, generate
 GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
 RATIOS = 0.1, 0.9  # bounds of the controller's ratio
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
-TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more
-SYNC_INTERVAL = 10  # a barrier is forced after more steps without a barrier
+TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
+SYNC_INTERVAL = 10  # a barrier is forced after more steps than this without a barrier
 KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
 VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1

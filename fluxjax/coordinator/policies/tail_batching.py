@@ -33,8 +33,8 @@ class TailBatching(Rounds):
     responses: float | str = 1.0
     max_staleness: int = 1  # 0: the groups of a long round are a step by themselves
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" during a round
-    rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # so far
-    # draws of deferred prompts whose groups are for this step and later ones
+    rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # counts
+    # draws of deferred prompts whose groups are for this step and later steps
     held: set[int] = dataclasses.field(default_factory=set, init=False)
     # the draws of `held` that this step trains on
     _joining: set[int] = dataclasses.field(default_factory=set, init=False)
@@ -46,7 +46,7 @@ class TailBatching(Rounds):
         ledger, oldest = coordinator.ledger, coordinator.version - self.max_staleness
         held = [entry for entry in ledger.at(PromptStage.SCORED) if entry.prompt.draw in self.held]
         self.held = {entry.prompt.draw for entry in held}
-        if old := [entry for entry in held if entry.born < oldest]:  # a run resumed with another bound
+        if old := [entry for entry in held if entry.born < oldest]:  # the run was resumed with another bound
             return [entry.park() for entry in old]
         waiting, needed = ledger.at(PromptStage.DEFERRED), coordinator.settings.prompts_per_step
         long = len(waiting) >= needed or coordinator.exhausted
