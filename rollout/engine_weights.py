@@ -230,8 +230,8 @@ def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tup
 class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them.
 
-    A dimension is cut into parts, as many as the largest power of two, up to the number of devices, that divides it.
-    Of fewer parts, each lies on several devices: each of 2 KV heads on 2 of 4, beside the query heads that read it.
+    A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
+    parts are few, each lies on several devices: each of 2 KV heads on 2 of 4, beside the query heads that read it.
     """
 
     devices: tuple[Device, ...]

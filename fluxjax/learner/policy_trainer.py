@@ -275,7 +275,7 @@ class PolicyTrainer:
         If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in filter(lambda composition: composition.coming, compositions):  # few steps have any
+        for composition in filter(lambda composition: composition.coming, compositions):  # in few steps
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
