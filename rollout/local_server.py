@@ -1,7 +1,7 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
 A process that outlives the run would keep its GPU. On Linux, this file, started as a program with a command, therefore
-becomes that command, and ends when the thread that started it ends. On other systems the command runs unbound.
+becomes that command, and ends when the thread that started it ends. On other systems the command may outlive the run.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class LocalServer(LocalProcess):
         try:
             self.begin(words, self._command.variables())
         except OSError as error:
-            from .engine import EngineError  # here: this file is a program, too
+            from .engine import EngineError  # late: this file is a program, too
 
             raise EngineError(f"can't start {words[0]}: {error}") from error
 

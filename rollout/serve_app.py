@@ -63,7 +63,7 @@ class RolloutServer:
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
-        self._queried = time.monotonic(), engine.stats().tokens_generated  # at the last request of loads
+        self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
         self.app: ASGIApp = Guarded(
@@ -122,7 +122,7 @@ class RolloutServer:
         return call
 
     async def _abort(self, prefix: str) -> None:
-        """Aborts all samples whose rid begins with `prefix`; samples not submitted yet, at their submission."""
+        """Aborts all samples whose rid begins with `prefix`: at once, or when they are submitted."""
         found = [answer for rid, answer in self._answers.items() if rid.startswith(prefix)]
         for answer in found:
             answer.aborted = True
@@ -264,7 +264,7 @@ class SampleAnswer:
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
     def as_json(self, version: int, processor: Processor) -> Json:
-        """The reply, or an event, with all tokens so far. Only the last one has text."""
+        """The reply, or an event, with all tokens so far; with the text once the sample has ended."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
             "id": self.sample.rid,
@@ -297,7 +297,7 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
-        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the others."""
+        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the good ones."""
         for request, places in incoming:
             self._streams.append((places, self._engine.generate(request)))
             for index, place in enumerate(places):

@@ -21,7 +21,7 @@ from .wire import Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
-OPENING = 16  # requests at a time whose head is not sent: our servers hang up on the oldest of 64 silent connections
+OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -69,7 +69,7 @@ class ServerClient:
     # --- orders ---------------------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """Ends all samples whose ids begin with `rid`: no id may be the beginning of another."""
+        """Ends all samples whose ids begin with `rid`: no id may begin with another id."""
         await self._order("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -81,7 +81,7 @@ class ServerClient:
         await self._order("/continue_generation", {})
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Has the server read a checkpoint folder, as `version`. Pause it before, and check it afterwards."""
+        """Has the server read a checkpoint folder, as `version`. Pause the server before, check its weights after."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
@@ -176,8 +176,8 @@ class ServerClient:
         """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply that
         ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
 
-        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens until then. The
-        first `len(versions)` tokens of each reply are certain in every respect.
+        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens before it; the
+        first `len(versions)` tokens of each reply are final, versions included.
         """
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
@@ -212,7 +212,7 @@ class ServerClient:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # Each request has a connection of its own, without a bound on their number: a server may close a reused
+            # Each request has a connection of its own, and their number has no bound: a server may close a reused
             # connection just when an order goes out on it, and nobody would know whether the order arrived.
             connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
             heads.on_request_headers_sent.append(_head_is_sent)
@@ -288,8 +288,8 @@ class _StreamReader:
         self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # the same for all samples, like `_forbidden`
         self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
         self._most = [params["max_new_tokens"] for params in sampling]
-        # An event names the version that the server has when it writes the event. While that is the version at the
-        # start, all tokens are of it; after a change, only the last event says which version each token is of.
+        # An event names the version that the server has when it writes the event. While events name the version of the
+        # start, all tokens have this version; after a change, only the last event gives the version of each token.
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:
@@ -297,7 +297,7 @@ class _StreamReader:
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))
-            # The next attempt sends patches again that the server has dropped.
+            # If the server has dropped patches, the next attempt sends them again.
             kind = Refused if said.get("code") in (400, 422) and "not here any more" not in message else ServerError
             raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)

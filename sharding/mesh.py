@@ -31,7 +31,7 @@ from jaxtyping import Array
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 GPU_PLATFORMS = ("gpu", "cuda")
 REPLICA = "replica"  # the outer axis: the odd factor of the number of devices
-LEAST_CAPABILITY = 80  # Ampere, the first with bfloat16 and TF32 products
+LEAST_CAPABILITY = 80  # Ampere, the first generation with bfloat16 and TF32 products
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """The target of `compiling_for`, or else of the first local device. If only one of it and the mesh in use is a GPU:
-    a target of the mesh's platform without capability."""
+    """Returns the target of `compiling_for`, or else of the first local device. If either this target or the mesh in
+    use is a GPU, but not both, returns a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device

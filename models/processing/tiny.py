@@ -14,7 +14,7 @@ from .processor import MARK, MEDIA_TOKENS, PADS, Processor
 from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
-# In the order of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
+# The order is that of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 

@@ -1,10 +1,10 @@
 """A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
 that servers must answer after an update.
 
-`rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up), pads the
+`rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up), pads the
 vocabulary, divides tensors over its ranks, and hashes the parts of each rank: by SHA-256 on CPUs, by a hash of its own
 on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one rank and with two, and with its GPU hash in
-Triton's interpreter. SGLang pads sizes that do not divide into 32s; they are refused here.
+Triton's interpreter. Sizes that do not divide over the ranks, some of which SGLang pads, are refused here.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from ..engine_weights import by_name, check_shapes, served
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
-VOCABULARY_MULTIPLE = 64  # SGLang pads rows of embedding and head to multiples of it, with zeros
+VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embedding and head, up to a multiple of this number
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 _JOINED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
 )
-_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # of the parts in a joined tensor
+_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # places of the parts in a joined tensor
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
 _BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # tensors cut by rows: a rank has some outputs
-_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # a rank has some inputs
+_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # tensors cut by columns
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
@@ -74,7 +74,7 @@ class Published:
 
 
 class SharedFolders:
-    """Writes versions into shared memory (a temporary folder if a host has none), each once. From any thread.
+    """Writes each version once into shared memory (a temporary folder if a host has none). Any thread may use it.
 
     Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
     """
@@ -128,7 +128,7 @@ class SharedFolders:
         return Published(version, folder, Checksums(folder / SINGLE, self._config.text.num_kv_heads), size)
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes all versions but `wanted` and the newest other one: a starting server may be reading it."""
+        """Removes all versions but `wanted` and the newest other version, which a starting server may be reading."""
         with self._lock:
             unwanted = [published for published, _ in self._written if published not in wanted]
             for published in unwanted[:-1]:
@@ -140,7 +140,7 @@ class SharedFolders:
 
 
 def scratch_folder() -> pathlib.Path:
-    """The folder in which a host puts weights for its servers: in memory, if there is a file system for it."""
+    """The folder in which a host puts weights for its servers: in shared memory, if the host has that."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
 
 
@@ -148,7 +148,7 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
     """Removes the folders of killed runs, each as large as the model. Names are `prefix`, then a process id."""
     for folder in where.glob(f"{prefix}*"):
         owner, _, rest = folder.name.removeprefix(prefix).partition("-")
-        if "-" in rest:  # the prefix ends with a host's name, and this is another host, whose name begins like it
+        if "-" in rest:  # the prefix ends with a host's name; this folder's host has a longer name
             continue
         if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
             shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +158,7 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
 
 
 class Checksums:
-    """The checksums of the tensors of a safetensors file. Computed when first asked for, from any thread."""
+    """The checksums of the tensors of a safetensors file, computed when they are first needed, in any thread."""
 
     def __init__(self, file: pathlib.Path, kv_heads: int) -> None:
         self._file, self._kv_heads = file, kv_heads
@@ -261,11 +261,11 @@ def sglang_name(name: str) -> str:
 
 
 def gpu_hash(parts: Sequence[np.ndarray]) -> str:
-    """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU that `parts`, one behind
-    the other, form: sixteen hexadecimal digits.
+    """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU, given as `parts` one
+    behind the other: sixteen hexadecimal digits.
 
-    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. The
-    test compares with SGLang's own kernel in Triton's interpreter."""
+    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. A
+    test compares this with SGLang's own kernel in Triton's interpreter."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

@@ -1,4 +1,4 @@
-"""The routes of new weights, from a version in shared memory (`published`) to servers that serve it.
+"""The routes of new weights, from a version in shared memory (`published`) to servers.
 
 After each route, `Checksums` prove which weights the server has.
 """
@@ -34,7 +34,7 @@ class SyncRoute:
 
     def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
         """Prepares a version, once, before any server gets it; `params` are its arrays, if the caller has them.
-        Blocks; from any thread."""
+        Blocks; any thread may call it."""
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the
@@ -70,12 +70,12 @@ class Buckets(SyncRoute):
         await pause()
         try:
             await client.begin_weight_update()
-        except Refused:  # an update that broke off is open; the next one overwrites it
-            with contextlib.suppress(Refused):  # the server may refuse to end an update that came in part
+        except Refused:  # an update that broke off is still open; this one overwrites it
+            with contextlib.suppress(Refused):  # the server may refuse to end an incomplete update
                 await client.end_weight_update()
             await client.begin_weight_update()
         for number, part in enumerate(parts, start=1):
-            # The last bucket has the version: until then, the server holds a part of it.
+            # The last bucket has the version's number: until then, the server holds a part of the version.
             version = published.version if number == len(parts) else None
             await client.update_from_tensors(await asyncio.to_thread(pack, part), version, self._form)
         await client.end_weight_update()
@@ -97,7 +97,7 @@ class CudaIpc(Buckets):
     see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer
     holds are read from the version's folder.
 
-    On a CPU, the memory is PyTorch's shared memory. The route has never run with GPUs, for want of one."""
+    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
 
     def __init__(self, config: DecoderConfig, size: int) -> None:
         super().__init__(size)
@@ -109,7 +109,7 @@ class CudaIpc(Buckets):
             self._newest = published, device_tensors(self._config, params)
 
     def _packer(self, published: Published, ranks: int) -> Callable[[Sequence[StoredTensor]], list[str]]:
-        bucket, (newest, here) = SharedBucket(), self._newest  # a bucket a server: servers read at the same time
+        bucket, (newest, here) = SharedBucket(), self._newest  # each server has a bucket: servers read at the same time
 
         def pack(part: Sequence[StoredTensor]) -> list[str]:
             with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
@@ -125,11 +125,11 @@ class CudaIpc(Buckets):
 
 
 class OrbaxFolders(SyncRoute):
-    """`orbax`: whole versions or deltas go through a folder that all hosts see into the memory of each host, while
+    """`orbax`: whole versions or deltas travel, by a folder that all hosts share, into the memory of each host, while
     servers generate.
 
     `rollout.serve` pulls weights itself. Released SGLang can't: on this host (`here`) this process pulls, on others an
-    agent (`python -m rollout.weights.agent`). `agents` maps the addresses of servers to those of their agents; a server
+    agent (`python -m rollout.weights.agent`). `agents` maps addresses of servers to addresses of agents; a server
     without an agent gets the order itself. `token` is for agents, too."""
 
     def __init__(
@@ -150,7 +150,7 @@ class OrbaxFolders(SyncRoute):
         if self._here:
             try:
                 return str(await asyncio.wait_for(asyncio.to_thread(pull, self._local, source, version), UPDATE))
-            except Exception as error:  # as an agent would report it
+            except Exception as error:  # reports the error as an agent would
                 raise ServerError(f"{client.address}: {type(error).__name__}: {error}") from error
         agent = ServerClient(self._agents.get(client.address) or client.address, token=self._token)
         try:

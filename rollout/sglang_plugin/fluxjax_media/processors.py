@@ -59,7 +59,7 @@ class GivenPatches(QwenVLImageProcessor):
             "format": "processor_output",
             f"pixel_values{kind}": self._kept[key]["patches"],
             "offsets": self._kept[key]["offsets"].long(),  # first and last token of each frame pair
-            # The positions of the prompt and of tokens begun earlier; image and video entries have the same.
+            # Positions of the prompt and of its response so far; they are equal in image and video entries.
             "mrope_positions": _tensor(entry["positions"]).long(),
             "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
         }
@@ -73,8 +73,8 @@ class GivenPatches(QwenVLImageProcessor):
         return {**given, "video_grid_thw": frames, "second_per_grid_ts": times}
 
     def _postprocess_mm_items_before_transport(self, mm_items: list[Any], *, images: Any) -> list[Any]:
-        """Gives media with equal pixels but other shapes different hashes. SGLang hashes pixels alone: it would confuse
-        the features of such media, and it dies if an image equals a frame of a video."""
+        """Gives different hashes to media with equal pixels but different shapes. SGLang hashes pixels alone: it would
+        confuse the features of such media, and it dies if an image equals a frame of a video."""
         mm_items = super()._postprocess_mm_items_before_transport(mm_items, images=images)
         for item in mm_items:
             if item.format is MultimodalInputFormat.PROCESSOR_OUTPUT:
