@@ -275,9 +275,8 @@ class FleetEngine(Seat):
     async def resume(self) -> None:
         self.paused = False
         self.fleet.tell()
-        if self.fleet.options.together:
-            accepted = lambda: all(job.accepted for job in self._jobs.values())  # noqa: E731
-            await self.fleet.until(accepted, self.fleet.options.start_seconds)
+        if (options := self.fleet.options).together:
+            await self.fleet.until(lambda: all(job.accepted for job in self._jobs.values()), options.start_seconds)
         if not self.asleep:
             await self._bring()
 

@@ -32,6 +32,7 @@ class FleetJob:
         self.open = set(range(request.n))
         self._aborted: set[int] = set()
         self._running: Attempt | None = None
+        self.accepted = False  # whether the server has the complete request
         self.lost: collections.Counter[str] = collections.Counter()  # lost attempts, by the names of their servers
 
     async def run(self) -> None:
@@ -55,11 +56,6 @@ class FleetJob:
         self._aborted |= chosen
         self._fleet.tell()
         self._fleet.begin(self._insist(chosen))
-
-    @property
-    def accepted(self) -> bool:
-        """Says whether a server has the complete request."""
-        return self._running is not None and self._running.accepted
 
     # --- samples --------------------------------------------------------------------------------
 
@@ -136,7 +132,7 @@ class FleetJob:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._running = None
+            self._running, self.accepted = None, False
             server.end(attempt)
             for sample, reply in attempt.replies.items():
                 if sample in self.open and reply.finish is None:
@@ -156,7 +152,7 @@ class FleetJob:
         least = max(server.served, default=-1)  # an older version is not from this attempt
 
         def accepted() -> None:
-            attempt.accepted = True
+            self.accepted = True
             fleet.tell()
 
         ending = server.client.generate(body, list(replies.values()), fleet.limits.vocabulary, version, accepted)

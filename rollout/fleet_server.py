@@ -75,7 +75,7 @@ class FleetState:
     ) -> None:
         self.config, self.limits, self.route, self.options, self.fetch = config, limits, route, options, fetch
         self.members: list[Server] = []
-        self._fatal: Exception | None = None  # an error that no restart can mend
+        self.fatal: Exception | None = None  # an error that no restart can mend
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,16 +108,12 @@ class FleetState:
 
     def fail(self, error: Exception) -> None:
         """Ends the fleet for an error that no restart mends, such as weights that did not arrive, or a full disk."""
-        self._fatal = self._fatal or error
+        self.fatal = self.fatal or error
         self.tell()
 
-    @property
-    def failed(self) -> bool:
-        return self._fatal is not None
-
     def raise_fatal(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
+        if self.fatal is not None:
+            raise self.fatal
 
 
 class Server:
@@ -241,7 +237,7 @@ class Server:
             else:
                 return
             self.lower()
-            if self.leaving or self._fleet.failed:
+            if self.leaving or self._fleet.fatal is not None:
                 return
             log.info("%r is lost: %s", self, self.reason)  # users see it in displays of `servers`
             if self.process is not None:
@@ -431,7 +427,6 @@ class Attempt:
     replies: Mapping[int, SampleReply]
     heard: float = math.inf  # last time that tokens came, or were not due; infinite until it is sent
     came: int = 0  # tokens that had come at `heard`
-    accepted: bool = False  # the server has the complete request
 
     def silence(self, excused: bool) -> float:
         """The seconds since the first call that saw the latest token; none pass while the attempt is `excused`."""

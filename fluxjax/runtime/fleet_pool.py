@@ -74,16 +74,17 @@ class FleetPool:
         *,
         fetch: Fetch | None = None,
         shadows: bool = False,
+        local_servers: EngineServers | None = None,
     ) -> None:
         """`token` gives access to the servers (empty: that in the environment). For prompts whose pixels a media store
-        holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns."""
+        holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns. `close` also closes
+        `local_servers`, which are among the servers."""
         token, servers = token or os.environ.get(TOKEN, ""), config.servers
         if config.rollout.engine is RolloutEngine.SGLANG and not servers.addresses:
             _check_sglang(servers.python, model.config, checkpoint)
-        self._config, self._checkpoint, self._logs = config, checkpoint, logs
-        named = config.weights.agents or ("",) * len(servers.addresses)
-        addresses = [address.rstrip("/") for address in servers.addresses]
-        self._agents = dict(zip(addresses, named, strict=True)) if addresses else {}
+        self._config, self._checkpoint, self._logs, self._local_servers = config, checkpoint, logs, local_servers
+        agents = config.weights.agents or ("",) * len(servers.addresses)
+        self._agents = {at.rstrip("/"): agent for at, agent in zip(servers.addresses, agents, strict=True)}
         count = servers.servers * config.parallelism.degree
         self._devices = _devices(config, model, count)
         rollout, tickets = config.rollout, shadows or fetch is not None
@@ -149,6 +150,8 @@ class FleetPool:
     def close(self) -> None:
         self._watch.stop()
         self.fleet.close()
+        if self._local_servers is not None:
+            self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
         """Returns the status of each server now; may be called from any thread."""
@@ -215,34 +218,14 @@ class EngineServers:
             await engine.close()
 
 
-class SharedPool(FleetPool):
-    """The engines of all processes, as process 0 uses them over HTTP at these addresses; `close` also closes
-    `local_servers`, those of process 0. `shadows` says that every engine was made with a `fetch`. Raises ConfigError
-    for a weight route that does not reach the servers."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: Decoder,
-        local_servers: EngineServers,
-        addresses: Sequence[str],
-        logs: pathlib.Path,
-        token: str,
-        *,
-        fetch: Fetch | None = None,
-        shadows: bool = False,
-    ) -> None:
-        fleet = copy.deepcopy(config)
-        fleet.rollout.engine = RolloutEngine.SERVE
-        fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
-        fleet.rollout.engines = len(addresses)
-        fleet.weights.validate(fleet.rollout.engine, fleet.servers)
-        super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
-        self._own = local_servers
-
-    def close(self) -> None:
-        super().close()
-        self._own.close()
+def for_all_engines(config: Config, addresses: Sequence[str]) -> Config:
+    """Returns the configuration of process 0's fleet: the engines of all processes, which listen at these addresses.
+    Raises `ConfigError` for a weight route that does not reach them."""
+    fleet = copy.deepcopy(config)
+    fleet.rollout.engine, fleet.rollout.engines = RolloutEngine.SERVE, len(addresses)
+    fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
+    fleet.weights.validate(fleet.rollout.engine, fleet.servers)
+    return fleet
 
 
 def _check_sglang(python: str, model: AnyConfig, checkpoint: pathlib.Path) -> None:
