@@ -19,45 +19,31 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from models.config import AnyConfig
-from models.shadow import Fetch
 from sharding.mesh import Device
 
 from .engine import EngineError, EngineStats, GenerateRequest, TokenChunk
 from .fleet_requests import FleetJob
-from .fleet_server import FleetOptions, FleetState, Seat, Server, ServerStatus
+from .fleet_server import FleetState, Seat, Server, ServerStatus
 from .local_server import LocalServer
-from .requests import EngineLimits, Mailbox, TokenStream, checked
+from .requests import Mailbox, TokenStream, checked
 from .sglang import ServerClient
 from .weights.published import Published
-from .weights.routes import SyncRoute
 
 Result = TypeVar("Result")
 Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of several engines, the `seats`. Call `close` at the end.
+    """The servers of several engines, the `seats`. Any thread may call the methods of a fleet but `ready`, which `call`
+    runs in the fleet's thread. Call `close` at the end."""
 
-    `limits` bound the requests of a server. If prompts may lack their pixels (`limits.shadows`), `fetch` returns these
-    for each request when it is sent; None: servers fetch them. Any thread may call the methods of a fleet but `ready`,
-    which runs in the fleet's thread, by `call`.
-    """
-
-    def __init__(
-        self,
-        config: AnyConfig,
-        limits: EngineLimits,
-        route: SyncRoute,
-        options: FleetOptions | None = None,
-        fetch: Fetch | None = None,
-    ) -> None:
-        super().__init__(config, limits, route, options or FleetOptions(), fetch)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.seats: list[FleetEngine] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._lock = threading.RLock()  # held while the fleet starts, closes, or takes work
-        self._closed = False
+        self.started = self._closed = False
 
     def add_seats(
         self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
@@ -86,20 +72,17 @@ class Fleet(FleetState):
         with self._lock:
             if self._closed:
                 raise EngineError("the fleet is closed")
-            if self._thread.ident is None:
+            if not self.started:
+                self.started = True
                 self._thread.start()
                 for server in self.members:
                     self._loop.call_soon_threadsafe(self.begin, server.live())
 
-    def call(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Runs `work` in the fleet's thread."""
+    def call(self, work: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> concurrent.futures.Future[Result]:
+        """Runs `work(*args)` in the fleet's thread."""
         with self._lock:
-            try:
-                self.start()
-            except EngineError:
-                work.close()
-                raise
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            self.start()
+            return asyncio.run_coroutine_threadsafe(work(*args), self._loop)
 
     def close(self) -> None:
         """Ends the servers that the fleet started, and all requests, which fail. May be called again."""
@@ -111,10 +94,6 @@ class Fleet(FleetState):
             self._closed = True
             self._loop.close()
             self.route.close()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
 
     async def _close(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # tasks of servers, requests and orders
@@ -135,15 +114,16 @@ class Fleet(FleetState):
     def join(self, member: LocalServer | str) -> str:
         """Adds a server, at an address or to be started, to the seat that has the fewest. It gets requests when it has
         weights. Returns its name."""
-        self.start()
-        server = self._add(member, min(self.seats, key=lambda seat: len(seat.servers)))
-        self._loop.call_soon_threadsafe(self.begin, server.live())
+        with self._lock:
+            self.start()
+            server = self._add(member, min(self.seats, key=lambda seat: len(seat.servers)))
+            self._loop.call_soon_threadsafe(self.begin, server.live())
         return server.name
 
     def leave(self, name: str) -> None:
         """Removes a server, and ends it if the fleet started it. Its samples continue on other servers. Raises
         EngineError for an unknown name."""
-        self.call(self._leave(name)).result()
+        self.call(self._leave, name).result()
 
     async def _leave(self, name: str) -> None:
         server = next((server for server in self.members if server.name == name), None)
@@ -175,7 +155,7 @@ def in_fleet(order: Order) -> Order:
 
     @functools.wraps(order)
     async def ordered(self: FleetEngine, *args: Any) -> None:
-        job = self.fleet.call(order(self, *args))
+        job = self.fleet.call(order, self, *args)
         try:
             await asyncio.wrap_future(job)
         except asyncio.CancelledError:
@@ -216,7 +196,7 @@ class FleetEngine(Seat):
             with contextlib.suppress(RuntimeError):  # the loop may have closed
                 mailbox.loop.call_soon_threadsafe(function, *args)
 
-        job = self.fleet.call(self._serve(request, lambda chunk: in_loop(mailbox.put, chunk)))
+        job = self.fleet.call(self._serve, request, lambda chunk: in_loop(mailbox.put, chunk))
 
         def ended(job: concurrent.futures.Future[None]) -> None:
             error = EngineError("the fleet was closed") if job.cancelled() else job.exception()
@@ -257,7 +237,7 @@ class FleetEngine(Seat):
         self.wanted = await asyncio.to_thread(self.fleet.route.publish, version, params)
         self.asleep = False
         await self._bring()
-        await asyncio.to_thread(self.fleet.route.keep, self.fleet.wanted())
+        await asyncio.to_thread(lambda: self.fleet.route.keep(self.fleet.wanted()))
         self.fleet.raise_fatal()
 
     async def _bring(self) -> None:

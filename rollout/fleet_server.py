@@ -66,14 +66,18 @@ class Seat:
     preemptions: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class FleetState:
     """The state that the parts of a fleet share: servers, and news of servers and seats. All of it belongs to one
-    thread. `fetch` returns the pixels of prompts for servers that can't fetch pixels."""
+    thread."""
 
-    def __init__(
-        self, config: AnyConfig, limits: EngineLimits, route: SyncRoute, options: FleetOptions, fetch: Fetch | None
-    ) -> None:
-        self.config, self.limits, self.route, self.options, self.fetch = config, limits, route, options, fetch
+    config: AnyConfig
+    limits: EngineLimits  # bounds of the requests of a server
+    route: SyncRoute
+    options: FleetOptions = FleetOptions()
+    fetch: Fetch | None = None  # returns pixels that prompts lack, when requests are sent; None: servers fetch them
+
+    def __post_init__(self) -> None:
         self.members: list[Server] = []
         self.fatal: Exception | None = None  # an error that no restart can mend
         self._changed = asyncio.Event()  # replaced each time it is set

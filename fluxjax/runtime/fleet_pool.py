@@ -128,7 +128,7 @@ class FleetPool:
         while self._unlaunched:
             seats = self._unlaunched.pop(0)
             await on_all(seats, lambda seat: seat.wake())
-            await asyncio.wrap_future(self.fleet.call(self.fleet.ready()))
+            await asyncio.wrap_future(self.fleet.call(self.fleet.ready))
             await on_all(seats, lambda seat: seat.sleep())
         if self.engines != (after := self._seats[degree]):
             weights = min(self.fleet.wanted(), key=lambda published: published.version, default=None)
@@ -154,8 +154,9 @@ class FleetPool:
             self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """Returns the status of each server now; may be called from any thread."""
-        return self.fleet.servers()
+        """Returns the status of each server that has an address, as those of others have, or was started; may be called
+        from any thread."""
+        return [server for server in self.fleet.servers() if server.address]
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the spans of a run with the lanes of its servers."""

@@ -162,7 +162,7 @@ async def test_a_server_that_comes_up_between_pause_and_resume_goes_on() -> None
         fleet.start()  # without the server, which the test raises up itself
         fleet.members.append(server)
         await seat.pause()
-        coming = asyncio.wrap_future(fleet.call(server._raise_up()))
+        coming = asyncio.wrap_future(fleet.call(server._raise_up))
         await asyncio.sleep(0.02)  # the order to pause is on its way
         await seat.resume()
         await coming

@@ -37,7 +37,7 @@ OPTIONS = FleetOptions(patience=1.0, start_seconds=60.0, look_every=0.1, attempt
 def fleet_over(servers: Servers, options: FleetOptions = OPTIONS, seats: int = 2) -> Iterator[list[FleetEngine]]:
     fleet = fleet_of(*servers.addresses, seats=seats, options=options)
     try:
-        fleet.call(fleet.ready()).result(60)  # else a fault may find a server that is only starting
+        fleet.call(fleet.ready).result(60)  # else a fault may find a server that is only starting
         yield fleet.seats
     finally:
         servers.reset()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import signal
@@ -17,10 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import ROOT, client_at
+from protocol_cases import ROOT, client_at, model
 from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serving
 
 import models
+from fluxjax.config import Config, ConfigError, Route
+from fluxjax.config.servers import WeightsConfig
+from fluxjax.runtime.fleet_pool import _route
 from models.hf import StoredTensor
 from rollout.engine import EngineError
 from rollout.engine_weights import portions
@@ -28,7 +33,7 @@ from rollout.sglang import Refused, ServerClient
 from rollout.weights import published as published_module
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 TOKEN = "secret"
@@ -59,6 +64,23 @@ async def brought(route: SyncRoute, client: ServerClient, published: Published) 
 
 async def never() -> None:
     raise AssertionError("a server is paused for weights that are not there")
+
+
+@pytest.mark.parametrize("chosen", Route)
+def test_every_route_of_the_settings_has_a_class(
+    chosen: Route, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member without one is refused by name. `auto` is such a member: settings choose another one for it."""
+    classes = {Route.SHM: SharedMemory, Route.IPC: CudaIpc, Route.BUCKET: Buckets, Route.ORBAX: OrbaxFolders}
+    monkeypatch.setattr(WeightsConfig, "chosen", lambda weights, servers: chosen)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # no route opens PyTorch yet
+    config = Config(weights=WeightsConfig(folder=str(tmp_path / "shared")))
+    if chosen not in classes:
+        with pytest.raises(ConfigError, match=f"weights.route is {chosen.value}"):
+            _route(config, model("text").config, {}, "")
+    else:
+        with contextlib.closing(_route(config, model("text").config, {}, "")) as route:
+            assert type(route) is classes[chosen]
 
 
 # --- buckets --------------------------------------------------------------------------------------
