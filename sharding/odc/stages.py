@@ -145,8 +145,8 @@ class MarkingWalk(Walk):
         for kind, module in stack.modules.items():
             numbers = np.flatnonzero([name == kind for name in stack.order])
             graphdef, weights = nnx.split(module)
-            own = xs if len(stack.modules) == 1 else jax.tree.map(lambda x, numbers=numbers: x[numbers], xs)
-            stacked, tree = jax.tree.flatten((weights, own))
+            xs_of_kind = xs if len(stack.modules) == 1 else jax.tree.map(lambda x, numbers=numbers: x[numbers], xs)
+            stacked, tree = jax.tree.flatten((weights, xs_of_kind))
             trace = _one_layer(graphdef, tree, step, carry, stacked)
             carried, rest = trace.results
             if jax.tree.leaves(rest):
