@@ -92,7 +92,7 @@ def hybrid(order):
 @functools.cache
 def by_plain_loop(order, rows):
     model, params = hybrid(order)
-    graphdef, batch = nnx.graphdef(model), make_batch(rows)
+    graphdef, batch = nnx.graphdef(model), jax.tree.map(jnp.asarray, make_batch(rows))
     run = jax.jit(jax.value_and_grad(lambda params: loss(nnx.merge(graphdef, params), batch, PlainLoop())[0]))
     return run(params)
 
