@@ -118,12 +118,12 @@ class Recorder(Walk):
 
     stacks: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
-    def scan(self, layers: Any, carry: Any, step: Callable, xs: Any = None) -> tuple[Any, Any]:
+    def scan(self, stack: Any, carry: Any, step: Callable, xs: Any = None) -> tuple[Any, Any]:
         def recorded(layer: Any, carry: Any, x: Any) -> tuple[Any, Any]:
             after, y = step(layer, carry, x)
             return after, (after, y)
 
-        last, (states, ys) = super().scan(layers, carry, recorded, xs)
+        last, (states, ys) = super().scan(stack, carry, recorded, xs)
         self.stacks.append((carry, states))
         return last, ys
 

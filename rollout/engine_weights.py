@@ -222,9 +222,9 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
-    """Returns (the model, its layers). The model's own `layers` is the first layer: there is no stack here."""
+    """Returns (the model, its layers in order). The model's own `layers` is the first layer: there is no stack here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
-    return parts[0], [part.layers for part in parts]
+    return parts[0], parts[0].stack.in_order({"layers": [part.layers for part in parts]})
 
 
 @dataclasses.dataclass(frozen=True)

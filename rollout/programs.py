@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from models.config import TextConfig
-from models.decoder import Decoder, DecoderLayer
+from models.decoder import Decoder, DecoderLayer, Mix
 from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
 from sharding.mesh import Target, compiling_for
@@ -223,7 +223,7 @@ class EnginePrograms:
                     )
                 return attention(q, keys, values, allowed), (k, v)
 
-            return layer(x, rotary, attend)
+            return layer(x, rotary, Mix(attention=attend))
 
         with self._divided():
             x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FD)
@@ -298,7 +298,7 @@ class EnginePrograms:
                     )
                     return cached_attention(q, old, (k_new, v_new), batch.length_B, i), (k_new, v_new)
 
-                return layer(x, rotary, attend)
+                return layer(x, rotary, Mix(attention=attend))
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
             x = model.embed(self.walk, token_B[:, None], no_features, None)

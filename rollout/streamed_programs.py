@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 import models
 from models.config import DecoderConfig
-from models.decoder import Decoder, DecoderLayer, Rotary
+from models.decoder import Decoder, DecoderLayer, Mix, Rotary
 from sharding.kernels.attention import attention, packed_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
@@ -104,7 +104,7 @@ class StreamedPrograms:
             return attend_rows(q, k, v), (jnp.pad(k, widths), jnp.pad(v, widths)) if room else None
 
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, attend)
+        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
         return x, fetched, kept
 
     def _decode(
@@ -131,7 +131,7 @@ class StreamedPrograms:
             return attention(q, keys, values, reached_BS[:, None]), (keys, values)
 
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, attend)
+        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
         return x, fetched, kept
 
     def _logprobs(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 import models
-from models.decoder import Decoder, DecoderLayer
+from models.decoder import Decoder, DecoderLayer, Mix
 from models.inputs import ModelInput, pad
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
@@ -89,9 +89,9 @@ def _program(
         """The stack over `x`, `attend(cache, q, k, v) -> (out, cache)`; returns normed states and the caches."""
 
         def step(layer: DecoderLayer, x: Array, cache: Any) -> tuple[Array, Any]:
-            return layer(x, rotary, functools.partial(attend, cache))
+            return layer(x, rotary, Mix(functools.partial(attend, cache)))
 
-        x, caches = walk.scan(model.layers, x, step, caches)
+        x, caches = walk.scan(model.stack, x, step, caches)
         return model.final_norm(walk, x), caches
 
     def next_logits(hidden_D: Array) -> Array:
