@@ -9,9 +9,9 @@ Within a chunk of C tokens that begins with S, the corrections U are the solutio
 transform of DeltaNet, arXiv:2406.06484), and only two products a chunk depend on the chunk before:
 `U = U0 - W S` and the next state. `PackedRuns` says with which state a chunk begins.
 
-Blocks of chunks are computed in turn. The backward pass computes a block again, from the state before it, so that memory
-holds the states of one block, not of all tokens. Everything is float32 with full precision: TF32 would lose three
-digits.
+Blocks of chunks are computed in turn. The backward pass computes a block again, from the state before it, so that
+memory holds the states of one block, not of all tokens. Everything is float32 with full precision: TF32 would lose
+three digits.
 
 Axes of this file: `N` chunks of `C` cells; `K` key heads, each read by `R` value heads (`V = K * R`); `H` numbers of a
 key, `J` of a value; `X` channels of the convolution, which are all keys' queries, keys, and values.
@@ -29,7 +29,8 @@ from ..mesh import varying_zero
 from .runs import CHUNK, TAIL, PackedRuns, Start
 
 BLOCK = 8  # chunks of a block (benchmarks/deltanet.py)
-SMALL = 16  # tokens; triangular systems of this size are solved row by row, larger ones by products of these
+UNROLL = 1  # chunks of an iteration of the loop over states
+SMALL = 8  # rows; a library's product of smaller matrices costs more than the sums
 NORM_EPS = 1e-6  # of the norms of queries and keys, under the root of the sum of squares
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -123,10 +124,8 @@ def delta_rule(
     return out, DeltaState(end.reshape(given.heads_BVHJ.shape), _taken(x_BSX, runs.last_B3))
 
 
-def delta_step(
-    inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState
-) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
-    """Convolution and delta rule of one token a row, for decoding. Returns (outputs float32, the states behind them)."""
+def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tuple[Float[Array, "B 1 V J"], DeltaState]:
+    """Convolution and delta rule of one token a row, for decoding. Returns (outputs, float32; states behind them)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
     log_decay, beta = (_grouped(x[:, 0], heads) for x in (inputs.log_decay_BTV, inputs.beta_BTV))
@@ -198,7 +197,8 @@ def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks
     log_decay, beta = (jnp.moveaxis(_grouped(x, heads, 3), 2, 4) for x in (log_decay, beta))  # [n, B, K, R, C]
     q, k, beta = q[:, :, :, None], k[:, :, :, None], beta[..., None]
     C = log_decay.shape[-1]
-    total = jnp.cumsum(log_decay, axis=-1)[..., None]  # since the chunk's beginning
+    # The sum since the chunk's beginning, as a product: XLA computes the operand of a `cumsum` again for each term.
+    total = _dot("...S,CS->...C", log_decay, jnp.tri(C))[..., None]
     lower = jnp.broadcast_to(jnp.tri(C, dtype=bool), (*log_decay.shape, C))
     between = jnp.exp(jnp.where(lower, total - jnp.swapaxes(total, -1, -2), -jnp.inf))  # decay from token to token
     strictly = jnp.broadcast_to(jnp.tri(C, k=-1, dtype=bool), lower.shape)
@@ -237,7 +237,7 @@ def _states_forward(
         after = decay * state + _dot("...CH,...CJ->...HJ", writes, corrections)
         return (after, kept), (state, corrections)
 
-    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start), unroll=BLOCK)
+    carry, (states, corrections) = jax.lax.scan(step, carry, (corrections, reads, writes, decay, start), unroll=UNROLL)
     return (states, corrections, carry), (states, corrections, reads, writes, decay, start)
 
 
@@ -256,7 +256,7 @@ def _states_backward(residuals: tuple, cotangents: tuple) -> tuple:
         return (before, kept), (after, d_corrections)
 
     chunks = (d_states, d_corrections, reads, writes, decay, start)
-    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True, unroll=BLOCK)
+    d_carry, (d_after, d_corrections) = jax.lax.scan(step, d_carry, chunks, reverse=True, unroll=UNROLL)
     d_reads = -_dot("...CJ,...HJ->...CH", d_corrections, states)
     d_writes = _dot("...CJ,...HJ->...CH", corrections, d_after)
     d_decay = jnp.sum(states * d_after, axis=(-1, -2), keepdims=True)
@@ -289,25 +289,26 @@ _solved.defvjp(_solved_forward, _solved_backward)
 
 
 def _inverse(system: Array) -> Array:
-    """`(I + system)^-1`: blocks of `SMALL` rows by forward substitution, then pairs of blocks are joined by products.
+    """`(I + system)^-1` of a strictly lower triangular `system`, by halves: the inverse of `[[A, 0], [B, D]]` is
+    `[[A^-1, 0], [-D^-1 B A^-1, D^-1]]`.
 
     No power of `system` is formed: where keys repeat, powers have binomial coefficients as entries, and cancel.
     """
-    C = system.shape[-1]
-    if C <= SMALL:
-        rows = [jnp.broadcast_to(jnp.eye(1, C), (*system.shape[:-2], 1, C))]
-        for i in range(1, C):
-            above = jnp.concatenate(rows, axis=-2)
-            row = -jnp.sum(system[..., i, :i, None] * above, axis=-2, keepdims=True)
-            rows.append(row + jnp.broadcast_to(jnp.eye(1, C, i), row.shape))
-        return jnp.concatenate(rows, axis=-2)
-    half = C // 2
-    halves = jnp.stack([system[..., :half, :half], system[..., half:, half:]])
-    upper, lower = _inverse(halves)
-    across = -_dot("...CS,...SJ->...CJ", lower, _dot("...CS,...SJ->...CJ", system[..., half:, :half], upper))
-    return jnp.concatenate(
-        [jnp.concatenate([upper, jnp.zeros_like(across)], -1), jnp.concatenate([across, lower], -1)], -2
-    )
+    size = system.shape[-1]
+    if size == 1:
+        return jnp.ones_like(system)
+    half = size // 2
+    first, second = _inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    across = -_small_dot(second, _small_dot(system[..., half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(across)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([across, second], axis=-1)], axis=-2)
+
+
+def _small_dot(a: Array, b: Array) -> Array:
+    """`a @ b`. A batch of matrices up to `SMALL` is multiplied as sums, which become one loop."""
+    if a.shape[-1] > SMALL:
+        return _dot("...CS,...SJ->...CJ", a, b)
+    return jnp.sum(a[..., None] * b[..., None, :, :], axis=-2)
 
 
 @jax.custom_vjp
@@ -316,9 +317,7 @@ def _exchange(x: Float[Array, "B T X"], there_BS: Int[Array, "B S"], back_BT: In
     return _taken(x, there_BS)
 
 
-_exchange.defvjp(
-    lambda x, there, back: (_taken(x, there), back), lambda back, d_out: (_taken(d_out, back), None, None)
-)
+_exchange.defvjp(lambda x, there, back: (_taken(x, there), back), lambda back, d_out: (_taken(d_out, back), None, None))
 
 
 def _taken(x: Float[Array, "B T X"], index_BS: Int[Array, "B S"]) -> Float[Array, "B S X"]:

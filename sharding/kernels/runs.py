@@ -60,7 +60,8 @@ def packed_runs(
     if chunks and most > chunks:
         raise ValueError(f"a row has {most} chunks of {size} tokens, more than the {chunks} of the table")
     count = chunks or max(most, 1)
-    return PackedRuns(*(np.stack(arrays).astype(np.int32) for arrays in zip(*(row.table(count) for row in rows))))
+    arrays = zip(*(row.table(count) for row in rows), strict=True)
+    return PackedRuns(*(np.stack(parts).astype(np.int32) for parts in arrays))
 
 
 class _Row:
