@@ -145,8 +145,9 @@ def _programs(function: Callable[..., Any], heads: tuple[int, ...], tokens: int,
 
     from sharding.kernels.delta import DeltaHeads, DeltaInputs
 
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 5)
     channels = DeltaHeads(*heads).channels
+    d_out = jax.random.normal(keys[4], (1, int(tokens), heads[1], heads[3]), jnp.float32)
     inputs = DeltaInputs(
         jax.random.normal(keys[0], (1, int(tokens), channels), dtype),
         -jax.random.uniform(keys[1], (1, int(tokens), heads[1]), jnp.float32, 0.001, 0.5),
@@ -154,15 +155,15 @@ def _programs(function: Callable[..., Any], heads: tuple[int, ...], tokens: int,
         jax.random.normal(keys[3], (channels, 4), dtype) * 0.5,
     )
 
-    def both(inputs: DeltaInputs, *more: object) -> object:
-        out, pull = jax.vjp(lambda inputs: function(inputs, *more), inputs)
-        return pull(jnp.ones_like(out))
+    def both(d_out: jax.Array, inputs: DeltaInputs, *more: object) -> object:
+        _, pull = jax.vjp(lambda inputs: function(inputs, *more), inputs)
+        return pull(d_out)
 
-    def lowered(function: Callable[..., Any]) -> tuple[Any, Any]:
-        arguments = jax.device_put((inputs, *more))
+    def lowered(function: Callable[..., Any], *arguments: object) -> tuple[Any, Any]:
+        arguments = jax.device_put(arguments)
         return jax.jit(function).lower(*arguments), arguments
 
-    return {"forward": lambda: lowered(function), "both": lambda: lowered(both)}
+    return {"forward": lambda: lowered(function, inputs, *more), "both": lambda: lowered(both, d_out, inputs, *more)}
 
 
 def _parser() -> argparse.ArgumentParser:

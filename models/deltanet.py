@@ -1,7 +1,7 @@
 """Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
 
-The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttention` attend: training goes through packed
-rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
+The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttention` attend: training goes through
+packed rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
 """
 
 import dataclasses
