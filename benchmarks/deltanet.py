@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # also without an installation
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "sharding")]  # also without an installation; the reference
 
 HEADS_9B = (16, 32, 128, 128)  # key heads, value heads, numbers of a key, numbers of a value
 Programs = Mapping[str, Callable[[], tuple[Any, Any]]]  # of a form, by name: they are traced when called
@@ -130,8 +131,9 @@ def chunked(heads: tuple[int, ...], runs: Sequence[tuple[int, int, int]], dtype:
 
 def by_token(heads: tuple[int, ...], tokens: int, dtype: str) -> Programs:
     import jax.numpy as jnp
+    from delta_by_token import delta_by_token
 
-    from sharding.kernels.delta import DeltaHeads, delta_by_token, new_state
+    from sharding.kernels.delta import DeltaHeads, new_state
 
     sizes = DeltaHeads(*heads)
     state = new_state(sizes, 1, jnp.dtype(dtype))

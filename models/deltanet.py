@@ -4,15 +4,12 @@ The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttent
 packed rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from sharding.kernels.delta import DeltaHeads, DeltaInputs
@@ -22,20 +19,6 @@ from .layers import Normal, RMSNorm, add_bias, ones, project
 
 Aux = TypeVar("Aux")  # second result of the recurrence: the state behind the tokens, or None
 Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
-
-
-@dataclasses.dataclass(frozen=True)
-class LogUniform:
-    """Initial values that are logarithms of numbers between `least` and `most`, all equally likely."""
-
-    least: float
-    most: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-        return jnp.log(jax.random.uniform(key, shape, dtype, self.least, self.most))
-
-    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        return np.log(rng.uniform(self.least, self.most, shape)).astype(np.float32)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -51,7 +34,7 @@ class GatedDeltaNet(nnx.Module):
         self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
-        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), LogUniform(0.01, 16.0)), stack)  # A_log on disk
+        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Normal(1.0)), stack)  # A_log on disk
         self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), ones), stack)  # dt_bias on disk
         self.norm = RMSNorm(J, eps, rngs, stack, axis="H")
         self.out = weight(rngs, WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)

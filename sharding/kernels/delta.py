@@ -19,14 +19,14 @@ key, `J` of a value; `X` channels of the convolution, which are all keys' querie
 
 import dataclasses
 import functools
-import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..mesh import varying_zero
-from .runs import CHUNK, TAIL, PackedRuns, Start
+from .runs import TAIL, PackedRuns, Start
 
 BLOCK = 8  # chunks of a block (benchmarks/deltanet.py)
 UNROLL = 1  # chunks of an iteration of the loop over states
@@ -56,28 +56,26 @@ class DeltaHeads:
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
 
-@typing.no_type_check  # as a pytree it may hold shardings or dimensions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
     """What a layer hands to whoever mixes its tokens: queries, keys and values before the convolution, the logarithm of
-    the decay (float32, at most 0), beta (float32, 0 to 1), and the convolution's weight, oldest token first."""
+    the decay (at most 0), beta (0 to 1), both float32, and the convolution's weight, oldest token first."""
 
-    channels_BTX: Float[Array, "B T X"]
-    log_decay_BTV: Float[Array, "B T V"]
-    beta_BTV: Float[Array, "B T V"]
-    conv_XS: Float[Array, "X 4"]
+    channels_BTX: Any
+    log_decay_BTV: Any
+    beta_BTV: Any
+    conv_XS: Any  # S = 4
 
 
-@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
     """What sequences leave behind: the states of all heads, float32, and the inputs of the convolution of the last
     three tokens, oldest first."""
 
-    heads_BVHJ: Float[Array, "B V H J"]
-    channels_B3X: Float[Array, "B 3 X"]
+    heads_BVHJ: Any
+    channels_B3X: Any
 
 
 def new_state(heads: DeltaHeads, rows: int, dtype: jnp.dtype) -> DeltaState:
@@ -128,41 +126,12 @@ def delta_step(inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState) -> tup
     """Convolution and delta rule of one token a row, for decoding. Returns (outputs, float32; states behind them)."""
     x_B4X = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
     q, k, v = (x[:, 0] for x in _queries_keys_values(_convolved(x_B4X, inputs.conv_XS), heads))
-    log_decay, beta = (_grouped(x[:, 0], heads) for x in (inputs.log_decay_BTV, inputs.beta_BTV))
-    states, out = _one_token(_grouped(state.heads_BVHJ, heads), (q, k, v, log_decay, beta))
-    B, V, H, J = state.heads_BVHJ.shape
-    return out.reshape(B, 1, V, J), DeltaState(states.reshape(B, V, H, J), x_B4X[:, 1:])
-
-
-def delta_by_token(
-    inputs: DeltaInputs, heads: DeltaHeads, state: DeltaState
-) -> tuple[Float[Array, "B T V J"], DeltaState]:
-    """The definition, a scan over tokens: each row is one sequence that goes on from `state`. It is the reference of
-    tests and benchmarks. The backward pass keeps the state before every 64th token, and computes the others again."""
-    x_BSX = jnp.concatenate([state.channels_B3X.astype(inputs.channels_BTX.dtype), inputs.channels_BTX], axis=1)
-    B, T, V = inputs.beta_BTV.shape
-
-    def blocks(x: Array) -> Array:
-        """`[B, T, ...]` -> `[blocks, tokens, B, ...]`, filled up with tokens that change no state."""
-        x = jnp.pad(x, ((0, 0), (0, -T % CHUNK)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x, 1, 0).reshape(-1, CHUNK, B, *x.shape[2:])
-
-    of_heads = (_grouped(x, heads, 2) for x in (inputs.log_decay_BTV, inputs.beta_BTV))
-    arrays = (*_queries_keys_values(_convolved(x_BSX, inputs.conv_XS), heads), *of_heads)
-    step = jax.checkpoint(functools.partial(jax.lax.scan, _one_token), prevent_cse=False)
-    states, out = jax.lax.scan(step, _grouped(state.heads_BVHJ, heads), tuple(map(blocks, arrays)))
-    out = jnp.moveaxis(out.reshape(-1, B, V, heads.value_size)[:T], 0, 1)
-    return out, DeltaState(states.reshape(state.heads_BVHJ.shape), x_BSX[:, T:])
-
-
-def _one_token(states: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-    """The delta rule of one token: states `[B, K, R, H, J]`, the token's q and k `[B, K, H]`, v `[B, K, R, J]`,
-    log_decay and beta `[B, K, R]`. Returns (states, outputs `[B, K, R, J]`)."""
-    q, k, v, log_decay, beta = token
-    states = states * jnp.exp(log_decay)[..., None, None]
-    correction = beta[..., None] * (v - _dot("BKRHJ,BKH->BKRJ", states, k))
+    log_decay, beta = (_grouped(x[:, 0], heads)[..., None] for x in (inputs.log_decay_BTV, inputs.beta_BTV))
+    states = _grouped(state.heads_BVHJ, heads) * jnp.exp(log_decay)[..., None]
+    correction = beta * (v - _dot("BKRHJ,BKH->BKRJ", states, k))
     states = states + k[:, :, None, :, None] * correction[..., None, :]
-    return states, _dot("BKRHJ,BKH->BKRJ", states, q)
+    out = _dot("BKRHJ,BKH->BKRJ", states, q).reshape(len(q), 1, heads.value_heads, heads.value_size)
+    return out, DeltaState(states.reshape(state.heads_BVHJ.shape), x_B4X[:, 1:])
 
 
 def _grouped(x: Array, heads: DeltaHeads, axis: int = 1) -> Array:

@@ -8,7 +8,6 @@ that the prompt ends with. Padding is in no run, wherever it stands.
 
 import dataclasses
 import enum
-import typing
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ class Start(enum.IntEnum):
     BRANCH = 3  # the kept state
 
 
-@typing.no_type_check  # as a pytree it may hold shardings or dimensions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRuns:
