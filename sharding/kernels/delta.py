@@ -23,12 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..mesh import varying_zero
 from .runs import TAIL, PackedRuns, Start
 
-BLOCK = 8  # chunks of a block (benchmarks/deltanet.py)
+BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and on CPUs the time is the same
 UNROLL = 1  # chunks of an iteration of the loop over states
 SMALL = 8  # rows; a library's product of smaller matrices costs more than the sums
 NORM_EPS = 1e-6  # of the norms of queries and keys, under the root of the sum of squares
@@ -59,8 +60,8 @@ class DeltaHeads:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
-    """What a layer hands to whoever mixes its tokens: queries, keys and values before the convolution, the logarithm of
-    the decay (at most 0), beta (0 to 1), both float32, and the convolution's weight, oldest token first."""
+    """The inputs that a layer hands to whoever mixes its tokens: queries, keys and values before the convolution; the
+    logarithm of the decay, at most 0, and beta, 0 to 1, both float32; the convolution's weight, oldest token first."""
 
     channels_BTX: Any
     log_decay_BTV: Any
@@ -71,14 +72,14 @@ class DeltaInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-    """What sequences leave behind: the states of all heads, float32, and the inputs of the convolution of the last
-    three tokens, oldest first."""
+    """The state behind sequences: that of all heads, float32, and the inputs of the convolution of the last three
+    tokens, oldest first."""
 
     heads_BVHJ: Any
     channels_B3X: Any
 
 
-def new_state(heads: DeltaHeads, rows: int, dtype: jnp.dtype) -> DeltaState:
+def new_state(heads: DeltaHeads, rows: int, dtype: DTypeLike) -> DeltaState:
     """The state before the first token of `rows` sequences, all zero. The convolution's inputs have this `dtype`."""
     states = jnp.zeros((rows, heads.value_heads, heads.key_size, heads.value_size), jnp.float32)
     return DeltaState(states, jnp.zeros((rows, TAIL, heads.channels), dtype))
