@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ def _check_numbers(section: Any) -> None:
     """Raises ModelConfigError, naming the field, for sizes and scales that no model has."""
     for field in dataclasses.fields(section):
         value, whole = getattr(section, field.name), field.type == "int"
-        least = int(whole and not field.name.endswith("_id"))
+        least = int(whole and not field.name.endswith("_id") and field.name != "window_size")
         right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if field.type in ("int", "float") and not (right and least <= value < (1 << 31 if whole else float("inf"))):
             raise ModelConfigError(f"{field.name}={str(value)[:50]!r} is no {field.type} of at least {least}")
@@ -43,6 +44,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
+    interleaved: bool = False  # frequencies are dealt to the axes in turn, not in blocks
     kind: str = "default"  # default, linear, yarn
     factor: float = 1.0
     original_max_positions: int = 0
@@ -94,12 +96,18 @@ class PatchLayout:
     patch_size: int = 14  # pixels
     temporal_patch_size: int = 2  # frames
     spatial_merge_size: int = 2  # patches a side of a merge block
-    window_size: int = 112  # pixels
+    window_size: int = 112  # pixels; 0: no windows
     tokens_per_second: float | int = 4  # ticks of the rotary time axis
 
     @classmethod
     def of(cls, vision: VisionConfig) -> PatchLayout:
         return cls(**{field.name: getattr(vision, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def timed(self) -> bool:
+        """Says whether each frame pair of a video has its own place in the text, behind its time in seconds. So do
+        models whose tower has no windows (Qwen3-VL); in others, a video is one run of features."""
+        return self.window_size == 0
 
     @property
     def factor(self) -> int:
@@ -139,6 +147,11 @@ class VisionConfig(PatchLayout):
             raise ModelConfigError(f"fullatt_block_indexes {wrong} are not among the {self.depth} vision layers")
 
     @property
+    def feature_width(self) -> int:
+        """Numbers of a merged feature that the decoder reads."""
+        return self.out_hidden_size
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -156,6 +169,36 @@ class VisionConfig(PatchLayout):
     def window_patches(self) -> int:
         """The most patches that one attention window holds."""
         return (self.window_size // self.patch_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepVisionConfig(VisionConfig):
+    """The tower of Qwen3-VL: full attention within a frame pair, and a learned grid of positions. Besides the last
+    layer's features, the decoder reads those of `deepstack_layers` (DeepStack, arXiv 2406.04334)."""
+
+    patch_size: int = 16
+    window_size: int = 0
+    full_attention_layers: tuple[int, ...] = ()  # all layers are such layers
+    position_grid: int = 48  # rows, and columns, of the learned grid
+    deepstack_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.deepstack_layers
+        if any(after <= layer for layer, after in itertools.pairwise((-1, *layers, self.depth))):
+            raise ModelConfigError(
+                f"deepstack_visual_indexes {list(layers)} must grow, and be among the {self.depth} vision layers"
+            )
+
+    @property
+    def stretches(self) -> list[range]:
+        """The layers of each stack of the tower. A stack ends at a layer of `deepstack_layers` or at the last layer."""
+        edges = [0, *(layer + 1 for layer in self.deepstack_layers), self.depth]
+        return [range(first, last) for first, last in itertools.pairwise(edges) if first < last]
+
+    @property
+    def feature_width(self) -> int:
+        return (1 + len(self.deepstack_layers)) * self.out_hidden_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +222,8 @@ class DecoderConfig:
                 f"vision out_hidden_size={self.vision.out_hidden_size} must equal the text hidden_size="
                 f"{self.text.hidden_size}"
             )
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the decoder reads of a merged vision feature: its embedding, and those that layers add."""
+        return self.text.hidden_size if self.vision is None else self.vision.feature_width

@@ -87,6 +87,29 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), aux
 
 
+@dataclasses.dataclass(frozen=True)
+class DeepFeatures:
+    """Features that are added to the hidden states behind the first layers, at the tokens of media (DeepStack).
+
+    Row `index_BT` of `features_MX` belongs to a token, none where that is negative. A row has the features of the first
+    layer, then those of the second, and so on.
+    """
+
+    features_MX: Float[Array, "M X"]
+    index_BT: Int[Array, "B T"]
+
+    def added(self, x_BTD: Float[Array, "B T D"], layer: Int[Array, ""] | int) -> Float[Array, "B T D"]:
+        """The hidden states behind a layer, with its features."""
+        D = x_BTD.shape[-1]
+
+        def add(x_BTD: Array) -> Array:
+            rows_MD = jax.lax.dynamic_slice_in_dim(self.features_MX, layer * D, D, axis=1).astype(x_BTD.dtype)
+            return x_BTD + jnp.where(self.index_BT[..., None] >= 0, rows_MD[jnp.maximum(self.index_BT, 0)], 0)
+
+        # A real branch: most layers add nothing.
+        return jax.lax.cond(layer < self.features_MX.shape[1] // D, add, lambda x_BTD: x_BTD, x_BTD)
+
+
 class Decoder(nnx.Module):
     """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
@@ -115,26 +138,31 @@ class Decoder(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         feature_index_BT: Int[Array, "B T"] | None = None,
         vision: VisionInput | None = None,
-        features_MD: Float[Array, "M D"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings; a text model has no use for the last three arguments and refuses pixels and features."""
-        if vision is not None or features_MD is not None:
+        features_MX: Float[Array, "M X"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
+        """(token embeddings, features that layers add). A text model has no use for the last three arguments and
+        refuses pixels and features."""
+        if vision is not None or features_MX is not None:
             raise ValueError("this is a text model; it can't read images or videos")
-        return walk.use(self.embedding)(tokens_BT)
+        return walk.use(self.embedding)(tokens_BT), None
 
-    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The merged vision features, which `embed` takes in the place of `vision`. A text model raises ValueError."""
         raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
         """The (cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).
 
-        Frequencies are dealt to the position axes in sections (M-RoPE); a text model has one section, of time.
+        Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
+        (interleaved M-RoPE); a text model has one section, of time.
         """
         rope = self.config.text.rope
         frequencies, factor = rotary_frequencies(rope, self.config.text.head_dim)
         sections = rope.mrope_section or (len(frequencies),)
         axis = np.repeat(np.arange(len(sections)) % 3, sections)
+        if rope.interleaved:
+            turn, kind = np.divmod(np.arange(len(frequencies)), 3)
+            axis = np.where(turn < np.asarray(sections)[kind], kind, 0)
         angles = jnp.moveaxis(positions_3BT.astype(jnp.float32)[axis], 0, -1)
         angles = angles * jnp.broadcast_to(frequencies, angles.shape)
         angles = jnp.concatenate([angles, angles], axis=-1)
@@ -189,14 +217,16 @@ def packed_mix(inputs: PackedTokens) -> Mix[None]:
 def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
     """The normed hidden states of every token, under the attention rules of `PackedTokens`."""
     inputs = jax.tree.map(jnp.asarray, inputs)
-    x = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+    x, deep = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
     mix = packed_mix(inputs)
 
-    def step(layer: DecoderLayer, x: Array, _: None) -> tuple[Array, None]:
-        return layer(x, rotary, mix)
+    def step(layer: DecoderLayer, x: Array, number: Array | None) -> tuple[Array, None]:
+        x, _ = layer(x, rotary, mix)
+        return x if deep is None or number is None else deep.added(x, number), None
 
-    x, _ = walk.scan(model.stack, x, step)
+    numbers = None if deep is None else np.arange(model.config.text.num_layers, dtype=np.int32)
+    x, _ = walk.scan(model.stack, x, step, numbers)
     return model.final_norm(walk, x)
 
 

@@ -248,7 +248,8 @@ def write_rope(rope: RopeConfig) -> dict[str, object]:
     """`rope_theta` and `rope_scaling`: the older form, which every reader understands."""
     scaling: dict[str, object] = {}
     if rope.mrope_section:
-        scaling = {"type": "mrope", "mrope_section": list(rope.mrope_section)}
+        kind = {"rope_type": "default", "mrope_interleaved": True} if rope.interleaved else {"type": "mrope"}
+        scaling = {**kind, "mrope_section": list(rope.mrope_section)}
     if rope.kind != "default":
         scaling |= {"type": rope.kind, "rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "yarn":

@@ -58,6 +58,20 @@ class RMSNorm(nnx.Module):
         return (wide * jnp.broadcast_to(scale, wide.shape)).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        self.eps = eps
+        self.scale = weight(rngs, WeightSpec((size,), ("D",), ones), stack)
+        self.scale_bias = weight(rngs, WeightSpec((size,), ("D",), zeros), stack)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(part[...], x.shape) for part in (self.scale, self.scale_bias))
+        return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
 class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))`, with or without biases."""
 
@@ -79,6 +93,20 @@ class GatedMLP(nnx.Module):
             gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
         out = project(jax.nn.silu(gate) * up, self.down)
         return add_bias(out, self.down_bias[...]) if self.bias else out
+
+
+class PlainMLP(nnx.Module):
+    """`down(gelu(up(x)))` with biases, and with the approximation of the GELU by `tanh`."""
+
+    def __init__(self, width: int, inner: int, *, std: float, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        self.up = weight(rngs, WeightSpec((width, inner), ("D", "F"), Normal(std), inputs=1), stack)
+        self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros), stack)
+        self.down = weight(rngs, WeightSpec((inner, width), ("F", "D"), Normal(std), inputs=1), stack)
+        self.down_bias = weight(rngs, WeightSpec((width,), ("D",), zeros), stack)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        inner = jax.nn.gelu(add_bias(project(x, self.up), self.up_bias[...]), approximate=True)
+        return add_bias(project(inner, self.down), self.down_bias[...])
 
 
 class Embedding(nnx.Module):

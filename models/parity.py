@@ -60,7 +60,7 @@ class Probe:
                 count = int(grids.prod(axis=1).sum())
                 self.arguments |= {f"{kind}_grid_thw": grids, PIXELS[kind]: raster_PX[:count]}
                 raster_PX = raster_PX[count:]
-        if seconds := [medium.seconds_per_grid for medium in found if medium.kind == "video"]:
+        if seconds := [medium.seconds_per_grid for medium in found if medium.kind == "video" and not medium.times]:
             self.arguments["second_per_grid_ts"] = np.array(seconds, np.float32)
 
 

@@ -58,6 +58,15 @@ ARCHITECTURES = {
         tensor_names=_part("qwen2_5_vl.params:tensor_names"),
         rope_index=_part("qwen2_5_vl.positions:rope_index"),
     ),
+    "qwen3_vl": Architecture(
+        "Qwen3VLForConditionalGeneration",
+        read=_part("qwen3_vl.params:read_config"),
+        write=_part("qwen3_vl.params:write_config"),
+        model=_part("qwen3_vl.modeling:Qwen3VL"),
+        tensor_names=_part("qwen3_vl.params:tensor_names"),
+        published=NameLayout.NESTED,
+        rope_index=_part("qwen2_5_vl.positions:rope_index"),  # each frame pair of a video is a medium of its own
+    ),
 }
 
 

@@ -194,8 +194,8 @@ class DeviceState:
         if context is not None:
             sizes, before = (context.pages_BC.shape[1], *sizes), (self._ready_cache(), context)
         if batch.features is not None:
-            features_FD = self._features(batch.features, lost)
-            sizes, before = (*sizes, len(features_FD)), (*(before or (None, None)), features_FD)
+            features_FX = self._features(batch.features, lost)
+            sizes, before = (*sizes, len(features_FX)), (*(before or (None, None)), features_FX)
             batch.features = None
         self.shapes.add(("prefill" if context is None else "continue", (*inputs.tokens_BT.shape, *sizes)))
         return self.programs.prefill(self.params, inputs, *before)
@@ -229,12 +229,12 @@ class DeviceState:
                 patches = pixels
             vision = kept.input(number, patches)
             self.shapes.add(("features", (vision.num_patches, vision.frame_bound)))
-            features_MD = self.programs.features(self.params, vision)
+            features_MX = self.programs.features(self.params, vision)
             if kept.rows is None:
-                shape, place = (kept.size, features_MD.shape[1]), features_MD.sharding
-                kept.rows = jnp.zeros(shape, features_MD.dtype, device=place)
-            self.shapes.add(("keep", (kept.size, len(features_MD))))
-            kept.rows = self.programs.keep(kept.rows, features_MD, np.int32(group.row))
+                shape, place = (kept.size, features_MX.shape[1]), features_MX.sharding
+                kept.rows = jnp.zeros(shape, features_MX.dtype, device=place)
+            self.shapes.add(("keep", (kept.size, len(features_MX))))
+            kept.rows = self.programs.keep(kept.rows, features_MX, np.int32(group.row))
         assert kept.rows is not None, "the first chunk that shows a feature has some computed"
         return kept.rows
 

@@ -84,10 +84,10 @@ class EngineArrays:
             most = max(groups, key=lambda group: group.num_patches * (group.num_patches + group.frame_bound))
             lowered["features"] = programs.features.lower(self.params, most)
             if largest.features is not None:
-                rows_FD = (kept.size, self._state.abstract.config.text.hidden_size)
+                rows_FX = (kept.size, self._state.abstract.config.feature_width)
                 dtype = self.params["embedding"]["table"].dtype
-                features_FD = jax.ShapeDtypeStruct(rows_FD, dtype, sharding=self._state.layout.replicated)
-                before = (*(before or (None, None)), features_FD)
+                features_FX = jax.ShapeDtypeStruct(rows_FX, dtype, sharding=self._state.layout.replicated)
+                before = (*(before or (None, None)), features_FX)
         return lowered | {"prefill": programs.prefill.lower(self.params, largest.inputs, *before)}
 
 

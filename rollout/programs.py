@@ -173,22 +173,22 @@ class EnginePrograms:
         self.start = jax.jit(self._start, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
-    def _features(self, params: LayerParams, vision: VisionInput) -> Float[Array, "M D"]:
+    def _features(self, params: LayerParams, vision: VisionInput) -> Float[Array, "M X"]:
         """The features of some frame pairs, for a prompt that has too many patches for one prefill."""
         model, _ = model_by_layers(self.graphdef, params)
         with self._divided():
-            features_MD = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
+            features_MX = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
         if self.rows is None:
-            return features_MD
+            return features_MX
         assert isinstance(self.rows, jax.sharding.NamedSharding)
         whole = jax.sharding.NamedSharding(self.rows.mesh, jax.sharding.PartitionSpec())
-        return jax.lax.with_sharding_constraint(features_MD, whole)
+        return jax.lax.with_sharding_constraint(features_MX, whole)
 
     def _keep(
-        self, rows_FD: Float[Array, "F D"], features_MD: Float[Array, "M D"], row: Int[AnyArray, ""]
-    ) -> Float[Array, "F D"]:
+        self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
+    ) -> Float[Array, "F X"]:
         """Writes features to their rows among the features of their prompt."""
-        return jax.lax.dynamic_update_slice_in_dim(rows_FD, features_MD, row, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
         """Selects portable code for several devices: the compiler can't divide the vision tower's GPU kernel."""
@@ -200,10 +200,10 @@ class EnginePrograms:
         inputs: PackedTokens,
         cache: KVCache | None = None,
         context: Context | None = None,
-        features_FD: Float[Array, "F D"] | None = None,
+        features_FX: Float[Array, "F X"] | None = None,
     ) -> tuple[Rows, Array]:
         """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
-        a cached `context`; every token of a row sees all of the row's context. `features_FD` replace pixels."""
+        a cached `context`; every token of a row sees all of the row's context. `features_FX` replace pixels."""
         model, layers = model_by_layers(self.graphdef, params)
         allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
         if context is not None:
@@ -223,10 +223,11 @@ class EnginePrograms:
                     )
                 return attention(q, keys, values, allowed), (k, v)
 
-            return layer(x, rotary, Mix(attention=attend))
+            x, rows = layer(x, rotary, Mix(attention=attend))
+            return x if deep is None else deep.added(x, number), rows
 
         with self._divided():
-            x = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FD)
+            x, deep = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FX)
         x, by_layer = self.walk.loop(layers, x, step, range(len(layers)))
         k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*by_layer, strict=True))
         return self._placed((k_LBKTH, v_LBKTH)), model.final_norm(self.walk, x)
@@ -301,7 +302,7 @@ class EnginePrograms:
                 return layer(x, rotary, Mix(attention=attend))
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
-            x = model.embed(self.walk, token_B[:, None], no_features, None)
+            x, _ = model.embed(self.walk, token_B[:, None], no_features, None)
             x, fresh = self.walk.loop(layers, x, step, zip(range(len(layers)), cached, fresh, strict=True))
             return model.final_norm(self.walk, x)[:, 0], fresh
 

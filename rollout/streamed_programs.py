@@ -81,7 +81,7 @@ class StreamedPrograms:
         self, outer: Params, tokens_BT: Int[Array, "B T"], positions_3BT: Int[Array, "3 B T"]
     ) -> tuple[Float[Array, "B T D"], Rotary]:
         model = models.merge(self._outer, outer)
-        return model.embed(self.walk, tokens_BT), model.rotary(positions_3BT)
+        return model.embed(self.walk, tokens_BT)[0], model.rotary(positions_3BT)
 
     def _prefill(
         self,

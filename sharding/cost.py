@@ -42,6 +42,8 @@ class ModelSizes:
     vision_layers: int = 0
     vision_width: int = 0
     vision_mlp: int = 0
+    vision_products: int = 3  # matrices of an MLP: three with a gate
+    vision_mergers: int = 1  # each gives a token as many numbers as the decoder is wide
     patch_values: int = 3 * 2 * 14 * 14  # numbers in a patch: channels x frames x height x width
     patches_per_token: int = 4
     value_bytes: int = 2
@@ -54,12 +56,13 @@ class ModelSizes:
         return 2.0 * (self.layers * layer + self.width * self.vocabulary)
 
     def vision_flops(self) -> float:
-        """FLOPs a patch of one forward pass of the vision tower and its merger. Attention scores are left out: most
-        layers see windows of 64 patches, 2 % of the rest."""
-        tower = self.vision_layers * (4 * self.vision_width**2 + 3 * self.vision_width * self.vision_mlp)
+        """FLOPs a patch of one forward pass of the vision tower and its mergers. Attention scores are left out: most
+        layers of Qwen2.5-VL see windows of 64 patches, 2 % of the rest."""
+        mlp = self.vision_products * self.vision_width * self.vision_mlp
+        tower = self.vision_layers * (4 * self.vision_width**2 + mlp)
         merged = self.patches_per_token * self.vision_width  # a token's patches side by side
         merger = (merged**2 + merged * self.width) / self.patches_per_token if self.vision_layers else 0.0
-        return 2.0 * (self.patch_values * self.vision_width + tower + merger)
+        return 2.0 * (self.patch_values * self.vision_width + tower + self.vision_mergers * merger)
 
     def heads_of(self, degree: int) -> tuple[int, int]:
         """Returns (query heads, KV heads) that travel to all devices of a group and are computed there: see

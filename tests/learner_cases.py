@@ -31,8 +31,8 @@ def tiny(heads: tuple[int, int] | None = None, config=MODEL):
 
 
 @functools.cache
-def learner(heads: tuple[int, int], devices: int) -> Learner:
-    return Learner(make_config(), tiny(heads), grpo.token_loss, mesh=make_mesh(devices))
+def learner(heads: tuple[int, int], devices: int, model=MODEL) -> Learner:
+    return Learner(make_config(), tiny(heads, model), grpo.token_loss, mesh=make_mesh(devices))
 
 
 def random_groups(seed: int):
@@ -77,13 +77,13 @@ def assert_equal(got, want) -> None:
         np.testing.assert_allclose(scores[key], want_scores[key], atol=TOLERANCE * 5, rtol=0)  # nats, of about 5
 
 
-def alone(heads, groups, prepared):
+def alone(heads, groups, prepared, model=MODEL):
     config = make_config(tokens_per_row=128, rows=32, patches=2048)
     composition = compose(groups, prepared, config, vision=MODEL.vision)
-    return outcome(learner(heads, 1), composition)
+    return outcome(learner(heads, 1, model), composition)
 
 
 @functools.cache
-def alone_of(heads: tuple[int, int], seed: int):
+def alone_of(heads: tuple[int, int], seed: int, model=MODEL):
     """What one device computes of random groups."""
-    return alone(heads, *random_groups(seed))
+    return alone(heads, *random_groups(seed), model)

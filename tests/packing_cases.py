@@ -12,7 +12,7 @@ from fluxjax.batch.composer import Composer
 from fluxjax.batch.composition import Composition
 from fluxjax.batch.rows import Budget
 from fluxjax.config import Config
-from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
@@ -52,6 +52,26 @@ TEXT = DecoderConfig(
     "qwen2", text=dataclasses.replace(MODEL.text, rope=dataclasses.replace(MODEL.text.rope, mrope_section=()))
 )
 QWEN3 = DecoderConfig("qwen3", text=dataclasses.replace(TEXT.text, head_norm=True, qkv_bias=False, head_dim=10))
+
+# Its inputs may be in MODEL's window order: a tower without windows reads patches in any order.
+QWEN3_VL = DecoderConfig(
+    "qwen3_vl",
+    text=dataclasses.replace(QWEN3.text, num_layers=3, rope=RopeConfig(mrope_section=(2, 2, 1), interleaved=True)),
+    vision=DeepVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        depth=3,
+        num_heads=2,
+        out_hidden_size=32,
+        patch_size=4,
+        position_grid=5,
+        deepstack_layers=(0, 1),
+    ),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
 
 # What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).
 Content = list[int | tuple[int, int, int]]

@@ -85,13 +85,16 @@ def _program(
     model, walk = models.merge(graphdef, params), Walk()
     T = tokens_T.shape[0]
 
-    def run(x: Array, rotary: Any, attend: Any, caches: Any) -> tuple[Array, Any]:
-        """The stack over `x`, `attend(cache, q, k, v) -> (out, cache)`; returns normed states and the caches."""
+    def run(embedded: Any, rotary: Any, attend: Any, caches: Any) -> tuple[Array, Any]:
+        """The stack over `embedded`, `attend(cache, q, k, v) -> (out, cache)`; returns normed states and the caches."""
+        x, deep = embedded
 
-        def step(layer: DecoderLayer, x: Array, cache: Any) -> tuple[Array, Any]:
-            return layer(x, rotary, Mix(functools.partial(attend, cache)))
+        def step(layer: DecoderLayer, x: Array, xs: Any) -> tuple[Array, Any]:
+            number, cache = xs
+            x, cache = layer(x, rotary, Mix(functools.partial(attend, cache)))
+            return x if deep is None else deep.added(x, number), cache
 
-        x, caches = walk.scan(model.stack, x, step, caches)
+        x, caches = walk.scan(model.stack, x, step, (jnp.arange(model.config.text.num_layers), caches))
         return model.final_norm(walk, x), caches
 
     def next_logits(hidden_D: Array) -> Array:
@@ -102,8 +105,8 @@ def _program(
         widths = [(0, 0), (0, room), (0, 0), (0, 0)]
         return out, (jnp.pad(k, widths), jnp.pad(v, widths))
 
-    x = model.embed(walk, tokens_T[None], feature_index_T[None], vision)
-    hidden, caches = run(x, model.rotary(positions_3T[:, None]), attend_prompt, None)
+    embedded = model.embed(walk, tokens_T[None], feature_index_T[None], vision)
+    hidden, caches = run(embedded, model.rotary(positions_3T[:, None]), attend_prompt, None)
 
     def decode(i: Array, token: Array, caches: Any) -> tuple[Array, Any]:
         slot = length + i
@@ -115,9 +118,8 @@ def _program(
             )
             return attention(q, keys, values, reach), (keys, values)
 
-        x = model.embed(walk, token[None, None])
         position = jnp.broadcast_to(next_position + i, (3, 1, 1))
-        hidden, caches = run(x, model.rotary(position), attend, caches)
+        hidden, caches = run(model.embed(walk, token[None, None]), model.rotary(position), attend, caches)
         return next_logits(hidden[0, 0]), caches
 
     def unfinished(state: Any) -> Array:

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_cases import save
 from jax.sharding import PartitionSpec as P
 from learner_cases import assert_close
-from packing_cases import MODEL, QWEN3, TEXT, compose, make_config, make_groups
+from packing_cases import MODEL, QWEN3, QWEN3_VL, TEXT, compose, make_config, make_groups
 from turns import by_turns
 
 import models
@@ -34,7 +34,7 @@ CONTENTS = {
     "vision": [[5], [3, (1, 4, 4), 2], [9], [2, (2, 4, 8), 3, (1, 4, 4), 1], [4], [1, (1, 8, 4), 1]],
     "text": [[5], [9], [4], [12], [3], [7]],
 }
-CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3}
+CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3, "qwen3_vl": QWEN3_VL}
 LENGTHS = [[3, 1, 6], [4, 4], [2, 5, 7, 1], [6, 3], [8], [1, 2, 3]]
 
 
@@ -51,8 +51,8 @@ def config_for(rows=8, **optim):
 
 
 def microbatches_for(kind, config, num_shards=1, seed=0):
-    groups, prepared = make_groups(CONTENTS[kind], LENGTHS, seed)
-    vision = MODEL.vision if kind == "vision" else None
+    vision = CONFIGS[kind].vision
+    groups, prepared = make_groups(CONTENTS["vision" if vision else "text"], LENGTHS, seed)
     return compose(groups, prepared, config, num_shards, vision=vision).microbatches
 
 
@@ -95,7 +95,15 @@ def unwritten():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "devices", "remat"),
-    by_turns([("vision", 3, "layer"), ("text", 2, "dots"), ("vision", 8, "none"), ("text", 6, "offload")]),
+    by_turns(
+        [
+            ("vision", 3, "layer"),
+            ("text", 2, "dots"),
+            ("vision", 8, "none"),
+            ("text", 6, "offload"),
+            ("qwen3_vl", 3, "layer"),
+        ]
+    ),
 )
 def test_any_number_of_devices_equals_one(kind, devices, remat, unwritten):
     """Packed for that many devices, with other rows, padding and microbatches than on one, whatever is computed

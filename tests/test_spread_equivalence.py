@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from learner_cases import alone, alone_of, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, compose, make_config, make_groups, owners
+from packing_cases import MODEL, QWEN3_VL, compose, make_config, make_groups, owners
 from turns import by_turns
 
 from benchmarks.cost_fit import published, save
@@ -70,16 +70,24 @@ def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "devices", "share", "degree"),
+    ("strategy", "devices", "share", "degree", "model"),
     # Six devices are three replicas of two: degrees stay at two, features and exports within their replica, even if
     # responses to one image are in several.
-    by_turns([(FLEX, 8, True, 0), (ULYSSES, 8, False, 2), (FLEX, 6, False, 0)]),
+    by_turns(
+        [
+            (FLEX, 8, True, 0, MODEL),
+            (ULYSSES, 8, False, 2, MODEL),
+            (FLEX, 6, False, 0, MODEL),
+            (ULYSSES, 4, True, 2, QWEN3_VL),
+            (FLEX, 8, True, 0, QWEN3_VL),
+        ]
+    ),
 )
-def test_every_strategy_equals_one_device(strategy, devices, share, degree):
+def test_every_strategy_equals_one_device(strategy, devices, share, degree, model):
     composition = composed(spread_config(strategy, share, max_degree=degree), 7, devices)
     degrees = {degree for batch in composition.batches for degree, _ in batch.inputs.spread.rounds}
     assert degrees == {2} if degree else degrees <= ({1, 2} if devices == 6 else {1, 2, 4, 8})
-    assert_equal(outcome(learner(HEADS, devices), composition), alone_of(HEADS, 7))
+    assert_equal(outcome(learner(HEADS, devices, model), composition), alone_of(HEADS, 7, model))
 
 
 @pytest.mark.long
@@ -95,8 +103,8 @@ def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.turn(0)
-def test_sequences_longer_than_a_device_are_computed_by_several():
+@pytest.mark.parametrize("model", by_turns([MODEL, QWEN3_VL]))
+def test_sequences_longer_than_a_device_are_computed_by_several(model):
     """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then
     each of four goes its own way. In the deterministic mode all of it ends in the same bits."""
     config = spread_config(ODC, deterministic=True, max_degree=2)
@@ -105,9 +113,9 @@ def test_sequences_longer_than_a_device_are_computed_by_several():
     composition = composed(config, 58, 4, shapes=SHAPES)
     assert owners(composition) == (None, 0, 1, 2, 3)
     assert composition.microbatches[0].layout.plan.degrees == (2, 1)
-    one = Learner(config, tiny(HEADS), grpo.token_loss, mesh=make_mesh(4))
+    one = Learner(config, tiny(HEADS, model), grpo.token_loss, mesh=make_mesh(4))
     first = outcome(one, composition)
-    assert_equal(first, alone_of(HEADS, 58))
+    assert_equal(first, alone_of(HEADS, 58, model))
     again, tally = one.accumulate(composition.microbatches)
     assert_close((again, tally), (first[1], first[0]), 0)
     step = one.step(composition.microbatches[:1])

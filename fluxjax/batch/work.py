@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from models.config import TextConfig, VisionConfig
+from models.config import DeepVisionConfig, TextConfig, VisionConfig
 from sharding.cost import CostError, CostModel, ModelSizes
 
 from ..config import Config, ConfigError, DType
@@ -84,6 +84,8 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         vision_layers=vision.depth,
         vision_width=vision.hidden_size,
         vision_mlp=vision.intermediate_size,
+        vision_products=2 if isinstance(vision, DeepVisionConfig) else 3,
+        vision_mergers=vision.feature_width // vision.out_hidden_size,
         patch_values=vision.patch_values,
         patches_per_token=vision.merge_unit,
     )

@@ -145,7 +145,7 @@ class Ticket:
     def __str__(self) -> str:
         """Returns the ticket as a word; `parse` reads it."""
         ref, medium = self.ref, self.medium
-        seen = [*medium.grid, medium.seconds_per_grid, medium.seekable]
+        seen = [*medium.grid, medium.seconds_per_grid, medium.seekable, *medium.times]
         fields = [ref.kind, ref.path, ref.stamp, ref.cell, self.settings, *seen]
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
 
@@ -153,13 +153,13 @@ class Ticket:
     def parse(cls, word: str) -> Ticket:
         """Reads a ticket from its word. Raises ValueError for other words."""
         try:
-            kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable = json.loads(word)
+            kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable, *times = json.loads(word)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{word[:200]!r} is no ticket: {error}") from None
         words = (kind, path, stamp, cell, settings)
         if not all(isinstance(field, str) for field in words) or kind not in ("image", "video"):
             raise ValueError(f"{word[:200]!r} is no ticket")
-        medium = Medium(kind, (pairs, rows, columns), float(seconds), bool(seekable))
+        medium = Medium(kind, (pairs, rows, columns), float(seconds), bool(seekable), tuple(map(float, times)))
         return cls(MediaRef(kind, path, stamp, cell), settings, medium)
 
     def shadow(self, patch_values: int) -> ShadowTensor:

@@ -191,31 +191,36 @@ def _media_data(avif: bytes) -> bytes:
     return found
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, patch: int = 1
+) -> tuple[int, int]:
     """Height and width as multiples of `factor`, the area within bounds, the aspect ratio nearly unchanged.
 
-    Rounds exactly like the published processors. Raises ValueError for an aspect ratio above 200.
+    The bounds are those of `frames` frames together, whose number is rounded to a multiple of `patch`. Rounds exactly
+    like the published processors. Raises ValueError for an aspect ratio above 200.
     """
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:
         raise ValueError(f"the aspect ratio of {width} x {height} pixels is above {MAX_ASPECT}")
     rows, columns = round(height / factor), round(width / factor)
-    area = rows * columns * factor * factor
+    area = round(frames / patch) * patch * rows * columns * factor * factor
     if area > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
+        shrink = math.sqrt((frames * height * width) / max_pixels)
         rows = max(1, math.floor(height / shrink / factor))
         columns = max(1, math.floor(width / shrink / factor))
     elif area < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+        grow = math.sqrt(min_pixels / (frames * height * width))
         rows = math.ceil(height * grow / factor)
         columns = math.ceil(width * grow / factor)
     return rows * factor, columns * factor
 
 
-def target_size(name: str, width: int, height: int, factor: int, pixels: PixelSettings) -> tuple[int, int]:
-    """The (height, width) that a frame is resized to. Raises MediaError."""
+def target_size(
+    name: str, width: int, height: int, factor: int, pixels: PixelSettings, frames: int = 1, patch: int = 1
+) -> tuple[int, int]:
+    """The (height, width) that a frame is resized to; see `smart_resize`. Raises MediaError."""
     try:
-        return smart_resize(height, width, factor, pixels.min_pixels, pixels.max_pixels)
+        return smart_resize(height, width, factor, pixels.min_pixels, pixels.max_pixels, frames, patch)
     except ValueError as error:
         raise MediaError(name, str(error)) from None
 

@@ -23,7 +23,7 @@ from .media_file import Facts, MediaError, Medium, Source, opened, source_name
 from .patches import arrange, normalise, patchify
 from .settings import VIDEO_PIXELS, DecodeLimits, FrameSettings, PixelSettings
 from .video_slices import VideoSlicer
-from .videos import VideoReader, bounded, sample_indices, seconds_per_grid, too_many_frames, video_facts
+from .videos import VideoReader, pair_times, sample_indices, seconds_per_grid, too_many_frames, video_facts, video_size
 
 PAIRS_AT_ONCE = 2  # frame pairs that are put into window order at once
 
@@ -74,22 +74,29 @@ class MediaSettings:
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
         """The medium that has these facts. `name` is for messages. Raises MediaError for a medium that can't be used;
         if its frames were not counted, a count may show that it can be used."""
-        layout, seconds = self.layout, 0.0
+        layout, patch = self.layout, self.layout.temporal_patch_size
         check_size(facts.width, facts.height, name, self.limits)
         if kind == "image":
-            pixels, frames = self.image, 1
-        else:
-            if facts.frames > self.limits.frames:
-                raise too_many_frames(name, self.limits)
-            try:
-                frames = len(sample_indices(facts.frames, facts.seconds, self.frames, layout.temporal_patch_size))
-            except ValueError as error:
-                raise MediaError(name, str(error)) from None
-            pixels = bounded(self.video, self.frames, frames, layout)
-            seconds = seconds_per_grid(facts.seconds, frames, layout.temporal_patch_size)
-        height, width = target_size(name, facts.width, facts.height, layout.factor, pixels)
-        grid = (-(-frames // layout.temporal_patch_size), height // layout.patch_size, width // layout.patch_size)
-        return Medium(kind, grid, seconds)
+            height, width = target_size(name, facts.width, facts.height, layout.factor, self.image)
+            return Medium(kind, (1, height // layout.patch_size, width // layout.patch_size))
+        if facts.frames > self.limits.frames:
+            raise too_many_frames(name, self.limits)
+        try:
+            indices = sample_indices(facts.frames, facts.seconds, self.frames, patch, timed=layout.timed)
+        except ValueError as error:
+            raise MediaError(name, str(error)) from None
+        count = len(indices)
+        height, width = video_size(name, facts.width, facts.height, count, layout, self.video, self.frames)
+        grid = (-(-count // patch), height // layout.patch_size, width // layout.patch_size)
+        return self._video(grid, indices, facts.frames, facts.seconds)
+
+    def _video(
+        self, grid: Grid, indices: np.ndarray, total: int, seconds: float | None, seekable: bool = False
+    ) -> Medium:
+        """The video, if the frames of `indices` were sampled among `total` frames of `seconds`."""
+        patch = self.layout.temporal_patch_size
+        times = pair_times(indices, total, seconds, patch) if self.layout.timed else ()
+        return Medium("video", grid, seconds_per_grid(seconds, len(indices), patch), seekable, times)
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
         """Returns (the medium by its header, whether that is certain). It is uncertain if the number of frames comes
@@ -138,8 +145,7 @@ class MediaSettings:
 
         with opened(source) as file:
             sampling = VideoReader(file, source_name(source), *self._of_videos).read(keep)
-        seconds = seconds_per_grid(sampling.seconds, len(sampling.indices), patch)
-        return Medium(kind, grid, seconds, sampling.seekable), patches
+        return self._video(grid, sampling.indices, sampling.total, sampling.seconds, sampling.seekable), patches
 
     def load_pairs(self, source: Source, medium: Medium, first: int, last: int) -> np.ndarray:
         """The patches `[P, 3, n]` (uint8) of the frame pairs `first .. last - 1` of a medium that `load` has returned.

@@ -67,6 +67,13 @@ class Medium:
     seconds_per_grid: float = 0.0  # seconds that a frame pair of a video spans
     # Decoding has shown that packets tell the time of each frame. This says how to read a medium: equality ignores it.
     seekable: bool = dataclasses.field(default=False, compare=False)
+    times: tuple[float, ...] = ()  # seconds of each frame pair of a video, in a timed layout (`PatchLayout.timed`)
+
+    @property
+    def blocks(self) -> list[Grid]:
+        """The grids of the parts that have a placeholder each: frame pairs that have times, or the complete medium."""
+        _, rows, columns = self.grid
+        return [(1, rows, columns)] * len(self.times) or [self.grid]
 
 
 def source_name(source: Source) -> str:

@@ -140,10 +140,11 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
 def _order(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The window order of one medium: block order `[M]`, positions `[P, 2]`, frame and window indices `[P]` from 0.
 
-    `window` is in merge blocks. Windows at the right and lower edge are cut off, as in the published model. Arrays are
-    read-only.
+    `window` is in merge blocks; 0 makes each frame pair one window. Windows at the right and lower edge are cut off,
+    as in the published model. Arrays are read-only.
     """
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    window = window or max(rows, columns)
     frame, row, column = (axis.ravel() for axis in np.indices((frames, rows, columns), dtype=np.int32))
     across = -(-columns // window)
     down = -(-rows // window)
@@ -188,7 +189,7 @@ def arrange(grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout)
     does not divide into merge blocks, and for windows smaller than a block."""
     merge = layout.spatial_merge_size
     window = layout.window_size // layout.patch_size // merge
-    if window < 1:
+    if layout.window_size and not window:
         raise ValueError(
             f"window_size {layout.window_size} is smaller than a merge block of {merge} x {layout.patch_size} pixels"
         )

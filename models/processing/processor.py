@@ -25,6 +25,9 @@ from .media_file import Medium, PromptError, Source
 from .patches import Arrangement, arrange
 from .settings import (
     BICUBIC,
+    PROCESSORS,
+    TIMED_LAYOUT,
+    TIMED_VIDEO_PIXELS,
     VIDEO_PIXELS,
     DecodeLimits,
     FrameSettings,
@@ -49,19 +52,24 @@ MEDIA_TOKENS = (VISION_START, VISION_END, "<|vision_pad|>", *PADS.values())
 
 @dataclasses.dataclass(frozen=True)
 class PromptOutline:
-    """A tokenised prompt with one placeholder for each medium, and these media, in order.
+    """A tokenised prompt with one placeholder for each of `blocks`, and its media, in order.
 
     `certain` is False if a number of frames comes from a video's header: decoding may show another number.
     """
 
-    token_ids: np.ndarray  # i32, placeholders not expanded
+    token_ids: np.ndarray  # i32, placeholders not repeated
     media: tuple[Medium, ...]
     merge_size: int  # patches a side of the square that becomes one token
     certain: bool = True
 
     def __len__(self) -> int:
         """The number of tokens that the model sees."""
-        return len(self.token_ids) - len(self.media) + self.num_patches // self.merge_size**2
+        return len(self.token_ids) - len(self.blocks) + self.num_patches // self.merge_size**2
+
+    @property
+    def blocks(self) -> list[tuple[str, Grid]]:
+        """The kind and the grid of each part of the media that has a placeholder."""
+        return [(medium.kind, grid) for medium in self.media for grid in medium.blocks]
 
     @property
     def grids(self) -> list[Grid]:
@@ -112,8 +120,8 @@ class Processor:
             architecture=architecture,
             layout=layout,
             image=read_pixels(image, PixelSettings()),
-            video=read_pixels(video, VIDEO_PIXELS),
-            frames=read_frames(video),
+            video=read_pixels(video, TIMED_VIDEO_PIXELS if layout.timed else VIDEO_PIXELS),
+            frames=read_frames(video, timed=layout.timed),
             eos_ids=_eos_ids(folder, config, tokenizer_config, tokenizer),
             chat_template=find_template(folder),
             tokenizer_config=json.dumps(tokenizer_config),
@@ -272,16 +280,33 @@ class Processor:
         """The outline of these ids and media. Raises PromptError if they don't fit together."""
         ids = np.array(token_ids, np.int32)
         self._check_placeholders(ids, [medium.kind for medium in media])
+        if any(medium.times for medium in media):
+            ids = self._with_times(ids, media)
         return PromptOutline(ids, tuple(media), self.layout.spatial_merge_size, certain)
+
+    def _with_times(self, token_ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+        """The ids with a placeholder for each frame pair of a video that has times: `<0.5 seconds>`, then the
+        placeholder between the tokens of a medium's start and end. As in transformers, these stand between the tokens
+        of start and end of the complete video."""
+        pad_of = self._pads()
+        start, end = self._media_token(VISION_START), self._media_token(VISION_END)
+        parts, done = [], 0
+        for slot, medium in zip(np.flatnonzero(_are_among(token_ids, pad_of.values())).tolist(), media, strict=True):
+            if medium.times:
+                parts.append(token_ids[done:slot])
+                for time in medium.times:
+                    parts.append([*self.encode(f"<{time:.1f} seconds>"), start, pad_of[medium.kind], end])
+                done = slot + 1
+        return np.concatenate([*parts, token_ids[done:]]).astype(np.int32)
 
     def _pads(self) -> dict[str, int]:
         """The placeholder of each kind of medium. Raises PromptError if the vocabulary lacks one."""
-        pad_of = {}
-        for kind, token in PADS.items():
-            if (pad_id := self.tokenizer.token_to_id(token)) is None:
-                raise PromptError(f"the tokenizer has no {token}", "no token for media")
-            pad_of[kind] = pad_id
-        return pad_of
+        return {kind: self._media_token(token) for kind, token in PADS.items()}
+
+    def _media_token(self, token: str) -> int:
+        if (token_id := self.tokenizer.token_to_id(token)) is None:
+            raise PromptError(f"the tokenizer has no {token}", "no token for media")
+        return token_id
 
     def _check_placeholders(self, token_ids: Sequence[int] | np.ndarray, kinds: Sequence[str]) -> None:
         """Raises PromptError if the placeholders are not those of media of these `kinds`, in order."""
@@ -319,13 +344,14 @@ class Processor:
         pad_of = self._pads()
         merge = outline.merge_size**2
         repeats = np.ones(len(ids), np.int64)
-        repeats[_are_among(ids, pad_of.values())] = [math.prod(grid) // merge for grid in outline.grids]
+        repeats[_are_among(ids, pad_of.values())] = [math.prod(grid) // merge for _, grid in outline.blocks]
         tokens_T = np.repeat(ids, repeats)
         positions_3T, next_position = rope_index(
             tokens_T,
-            [medium.grid for medium in media if medium.kind == "image"],
-            [medium.grid for medium in media if medium.kind == "video"],
-            [medium.seconds_per_grid for medium in media if medium.kind == "video"],
+            [grid for kind, grid in outline.blocks if kind == "image"],
+            [grid for kind, grid in outline.blocks if kind == "video"],
+            # a block of a single frame pair takes no time
+            [medium.seconds_per_grid for medium in media if medium.kind == "video" for _ in medium.blocks],
             image_token_id=pad_of["image"],
             video_token_id=pad_of["video"],
             spatial_merge_size=outline.merge_size,
@@ -372,6 +398,8 @@ def _kind(folder: pathlib.Path, config: JsonObject, image: JsonObject) -> tuple[
     """(architecture, layout) in config.json, which fit the weights. Without config.json, a model reads media if `image`
     has settings. Raises ValueError if config.json is not supported or contradicts preprocessing settings."""
     if not config:
+        if image.get("processor_class") == PROCESSORS[True][0]:
+            return "qwen3_vl", read_layout(image, TIMED_LAYOUT)
         return "qwen2_5_vl" if image else "qwen2", read_layout(image, PatchLayout())
     try:
         architecture = architecture_of(config)

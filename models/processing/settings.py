@@ -11,6 +11,7 @@ import pathlib
 from ..config import JsonObject, PatchLayout
 from ..folder import read_json, write_json
 
+HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -19,7 +20,8 @@ BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos have no other resampli
 
 @dataclasses.dataclass(frozen=True)
 class PixelSettings:
-    """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame."""
+    """Resizing and normalisation. `min_pixels` and `max_pixels` bound the area of one frame, but for videos of a timed
+    layout (`PatchLayout.timed`) that of all frames together."""
 
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -38,13 +40,17 @@ class PixelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0."""
+    """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0.
+
+    `max_video_tokens` > 0 caps the pixels of a frame. A video then has at most 90 % of the pixels of so many tokens, or
+    in a timed layout (`PatchLayout.timed`) a frame those of so many tokens.
+    """
 
     num_frames: int = 0
     fps: float | int = 2
     min_frames: int = 4  # bounds for `fps`
     max_frames: int = 768
-    max_video_tokens: int = 0  # > 0: a video has at most 90 % of the pixels of `max_video_tokens` tokens
+    max_video_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,12 @@ class DecodeLimits:
 
 
 VIDEO_PIXELS = PixelSettings(min_pixels=128 * 28 * 28, max_pixels=28 * 28 * 768)
+TIMED_VIDEO_PIXELS = PixelSettings(min_pixels=128 * 32 * 32, max_pixels=32 * 32 * 768, mean=HALF, std=HALF)
+TIMED_LAYOUT = PatchLayout(patch_size=16, window_size=0)
+PROCESSORS = {  # names of transformers' classes for prompts and for videos, by whether the layout is timed
+    False: ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+    True: ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+}
 
 
 def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
@@ -80,15 +92,16 @@ def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
     )
 
 
-def read_frames(config: JsonObject) -> FrameSettings:
-    """The settings in a video processor's dictionary."""
+def read_frames(config: JsonObject, *, timed: bool = False) -> FrameSettings:
+    """The settings in a video processor's dictionary; `timed` are those of a timed layout."""
+    tokens = 768 if timed else 128000
     num_frames = 0 if config.get("do_sample_frames") is False else int(config.get("num_frames") or 0)
     return FrameSettings(
         num_frames=num_frames,
         fps=0 if num_frames or config.get("do_sample_frames") is False else config.get("fps") or 2,
         min_frames=int(config.get("min_frames") or 4),
         max_frames=int(config.get("max_frames") or 768),
-        max_video_tokens=int(config.get("max_video_tokens") or 128000) if config.get("cap_pixels_per_frame") else 0,
+        max_video_tokens=int(config.get("max_video_tokens") or tokens) if config.get("cap_pixels_per_frame") else 0,
     )
 
 
@@ -98,7 +111,7 @@ def read_layout(config: JsonObject, default: PatchLayout) -> PatchLayout:
         patch_size=int(config.get("patch_size") or default.patch_size),
         temporal_patch_size=int(config.get("temporal_patch_size") or default.temporal_patch_size),
         spatial_merge_size=int(config.get("merge_size") or default.spatial_merge_size),
-        window_size=int(config.get("window_size") or default.window_size),
+        window_size=int(default.window_size if (size := config.get("window_size")) is None else size),
         tokens_per_second=config.get("tokens_per_second") or default.tokens_per_second,
     )
 
@@ -130,17 +143,20 @@ def write_configs(
             "merge_size": layout.spatial_merge_size,
         }
 
+    processor, video_processor = PROCESSORS[layout.timed]
     image_config = common(image) | {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": processor,
         # read in a folder that has no config.json
         "window_size": layout.window_size,
         "tokens_per_second": layout.tokens_per_second,
     }
     sampling = {"num_frames": frames.num_frames} if frames.num_frames else {"fps": frames.fps}
+    if frames.num_frames and layout.timed:
+        sampling["fps"] = None  # else transformers' class has a rate of its own, and refuses both
     video_config = common(video) | {
-        "video_processor_type": "Qwen2VLVideoProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "video_processor_type": video_processor,
+        "processor_class": processor,
         "do_sample_frames": bool(frames.num_frames or frames.fps),
         "min_frames": frames.min_frames,
         "max_frames": frames.max_frames,

@@ -14,6 +14,7 @@ from .processor import MARK, MEDIA_TOKENS, PADS, Processor
 from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
+TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
 # The order is that of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
@@ -50,6 +51,8 @@ def build(
     `layout` must say what the model's `VisionConfig` says (`PatchLayout.of(config.vision)`). Every answer ends with
     `<|endoftext|>`, the only end id.
     """
+    if layout is not None and layout.timed:
+        texts = [*texts, TIMES]
     tokenizer = build_tokenizer(texts, words, marks=layout is not None)
     pixels = PixelSettings(min_pixels=min_pixels, max_pixels=max_pixels)
     config = {
@@ -61,7 +64,7 @@ def build(
     }
     return Processor(
         tokenizer=tokenizer,
-        architecture="qwen2" if layout is None else "qwen2_5_vl",
+        architecture="qwen2" if layout is None else "qwen3_vl" if layout.timed else "qwen2_5_vl",
         layout=layout or PatchLayout(),
         image=pixels,
         video=pixels,

@@ -25,11 +25,9 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from .containers import EntryPoints, check_size, is_shown, open_container
-from .images import target_size
 from .media_file import Medium
 from .patches import resize_frame
-from .settings import PixelSettings
-from .videos import VideoReader, bounded, duration_of, increasing, seconds_per_grid, too_many_frames, upright
+from .videos import VideoReader, duration_of, increasing, seconds_per_grid, too_many_frames, upright
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class _Plan:
     first: int  # number of the first packet that is decoded
     expected: list[int]  # the times of the frames from that packet on
     wanted: list[int]  # indices in `expected` of the requested frames
-    bounds: PixelSettings
+    count: int  # of sampled frames in the video
 
 
 class _Unexpected(Exception):
@@ -105,8 +103,7 @@ class VideoSlicer(VideoReader):
         before = (n for n, note in enumerate(notes) if note.entry and (note.time or 0) <= times[wanted[0]])
         first = max(before, default=0)
         start = bisect.bisect_left(times, notes[first].time or 0) if first else 0
-        bounds = bounded(self.settings, self.frames, len(indices), self.layout)
-        return _Plan(notes, first, times[start:], (wanted - start).tolist(), bounds)
+        return _Plan(notes, first, times[start:], (wanted - start).tolist(), len(indices))
 
     def _notes(self, container: InputContainer, stream: VideoStream) -> list[_Note]:
         notes: list[_Note] = []
@@ -158,7 +155,7 @@ class VideoSlicer(VideoReader):
     def _fitted(self, image: np.ndarray, plan: _Plan) -> np.ndarray:
         """The frame resized to the medium's size. Raises _Unexpected if its own size leads to another size."""
         height, width, _ = image.shape
-        size = target_size(self.name, width, height, self.layout.factor, plan.bounds)
+        size = self.size(width, height, plan.count)
         if (size[0] // self.layout.patch_size, size[1] // self.layout.patch_size) != self.medium.grid[1:]:
             raise _Unexpected
         return resize_frame(image, *size)

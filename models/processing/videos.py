@@ -26,24 +26,33 @@ from .patches import resize_frame
 from .settings import DecodeLimits, FrameSettings, PatchLayout, PixelSettings
 
 MAX_PASSES = 4
+UNKNOWN_RATE = 24.0  # frames a second of a video that does not say its rate, as in transformers
 SMALL_VIDEO = 640 * 360 * 120  # pixels in all; below it, starting threads costs more than they save
 MAX_THREADS = 4
 # Gets (number of a sampled frame, count of sampled frames, its pixels `[height, width, 3]`, uint8, upright, resized).
 Keep: TypeAlias = Callable[[int, int, np.ndarray], object]
 
 
-def sample_indices(total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int) -> np.ndarray:
-    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`.
+def sample_indices(
+    total: int, seconds: float | None, frames: FrameSettings, temporal_patch: int, *, timed: bool = False
+) -> np.ndarray:
+    """Indices of the frames to sample among `total` frames of `seconds`, spread as in `Qwen2VLVideoProcessor`; or with
+    `timed` as in `Qwen3VLVideoProcessor`, which samples the last frame, too, and any number of frames.
 
     Raises ValueError if the setting asks for more frames than there are, or for a rate while `seconds` is None.
     """
     if total < 1:
         raise ValueError("has no frames")
-    if frames.num_frames:
+    if frames.num_frames and timed:
+        count = frames.num_frames
+    elif frames.num_frames:
         count = max(temporal_patch, round(frames.num_frames / temporal_patch) * temporal_patch)
     elif frames.fps:
         if seconds is None:
             raise ValueError("has neither timestamps nor a frame rate, so that it can't be sampled by time")
+        if timed:
+            most = min(frames.max_frames, total)
+            return _to_the_last(total, min(max(int(total / (total / seconds) * frames.fps), frames.min_frames), most))
         most = min(frames.max_frames, total) // temporal_patch * temporal_patch
         count = int(min(max(seconds * frames.fps, frames.min_frames), most, total)) // temporal_patch * temporal_patch
         count = max(count, 1)  # transformers divides by zero for a single frame; here it becomes a pair of equal frames
@@ -51,8 +60,26 @@ def sample_indices(total: int, seconds: float | None, frames: FrameSettings, tem
         count = total
     if count > total:
         raise ValueError(f"has {total} frames, {count} were asked for")
+    if timed:
+        return _to_the_last(total, count)
     # exact; transformers computes the same in float32, which from about 17,000 frames on can be one frame off
     return np.arange(count) * total // count
+
+
+def _to_the_last(total: int, count: int) -> np.ndarray:
+    return np.linspace(0, total - 1, count).round().astype(np.int64)
+
+
+def pair_times(indices: np.ndarray, total: int, seconds: float | None, temporal_patch: int) -> tuple[float, ...]:
+    """The time of each frame pair in seconds, rounded to tenths, if the frames of `indices` were sampled among `total`
+    frames of `seconds`: the mean of its first and its last frame's times, as in `Qwen3VLProcessor`."""
+    rate = total / seconds if seconds else UNKNOWN_RATE
+    filled = np.append(indices, np.repeat(indices[-1:], -len(indices) % temporal_patch)).tolist()
+    times = [index / rate for index in filled]
+    return tuple(
+        round((times[first] + times[first + temporal_patch - 1]) / 2, 1)
+        for first in range(0, len(times), temporal_patch)
+    )
 
 
 def seconds_per_grid(seconds: float | None, frames: int, temporal_patch: int) -> float:
@@ -65,6 +92,7 @@ class Sampling:
     """The frames that were sampled, the duration of their video, and whether they can be found again by their time."""
 
     indices: np.ndarray  # indices of the sampled frames in the file
+    total: int  # the number of frames in the file
     seconds: float | None  # duration of the video; None for at most one frame pair of unknown duration
     seekable: bool  # whether the packets have the times of exactly the frames that decoding gave
 
@@ -106,12 +134,17 @@ class VideoReader:
                 if duration is None and total > self.layout.temporal_patch_size:
                     raise MediaError(self.name, "has neither timestamps nor a frame rate")
                 if not self.frames.fps or np.array_equal(indices, self._sample(total, duration)):
-                    return Sampling(indices, duration, seekable)
+                    return Sampling(indices, total, duration, seekable)
             total, seconds, decoded = count, duration, True
         raise MediaError(self.name, f"gives another number of frames each time it is decoded (last: {total})")
 
     def _sample(self, total: int, seconds: float | None) -> np.ndarray:
-        return sample_indices(total, seconds, self.frames, self.layout.temporal_patch_size)
+        patch = self.layout.temporal_patch_size
+        return sample_indices(total, seconds, self.frames, patch, timed=self.layout.timed)
+
+    def size(self, width: int, height: int, count: int) -> tuple[int, int]:
+        """The (height, width) that `count` sampled frames of this size are resized to. Raises MediaError."""
+        return video_size(self.name, width, height, count, self.layout, self.settings, self.frames)
 
     def _decode(
         self, container: InputContainer, stream: VideoStream, indices: np.ndarray, total: int, keep: Keep
@@ -140,8 +173,7 @@ class VideoReader:
                         raise MediaError(self.name, f"frame {index} is damaged")
                     image = upright(frame, reformatter, threads=1 if small else 0)
                     if size is None:
-                        bounds = bounded(self.settings, self.frames, len(indices), self.layout)
-                        size = target_size(self.name, image.shape[1], image.shape[0], self.layout.factor, bounds)
+                        size = self.size(image.shape[1], image.shape[0], len(indices))
                     keep(slot, len(indices), resize_frame(image, *size))
                 times.append(frame.pts)
                 durations.append(frame.duration or 0)
@@ -200,10 +232,34 @@ def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any
     return span(times, durations, ticks, rated(len(times), stream))
 
 
+def video_size(
+    name: str,
+    width: int,
+    height: int,
+    count: int,
+    layout: PatchLayout,
+    settings: PixelSettings,
+    frames: FrameSettings,
+) -> tuple[int, int]:
+    """The (height, width) that `count` sampled frames of a video are resized to. Raises MediaError."""
+    factor, patch = layout.factor, layout.temporal_patch_size
+    bounds = bounded(settings, frames, count, layout)
+    if not layout.timed:
+        return target_size(name, width, height, factor, bounds)
+    if min(width, height) < factor:
+        scale = max(factor / height, factor / width)
+        width, height = int(width * scale), int(height * scale)
+    return target_size(name, width, height, factor, bounds, max(count, patch), patch)
+
+
 def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: PatchLayout) -> PixelSettings:
-    """The pixel bounds; a budget for the complete video, if there is one, is shared between `count` frames."""
+    """The pixel bounds of a frame, or in a timed layout of a video. A cap (`FrameSettings.max_video_tokens`) lowers
+    them."""
     if not frames.max_video_tokens:
         return settings
+    if layout.timed:
+        share = min(frames.max_video_tokens * layout.factor**2, settings.max_pixels // count)
+        return dataclasses.replace(settings, max_pixels=max(share, int(settings.min_pixels * 1.05)) * count)
     budget = int(frames.max_video_tokens * layout.factor**2 * 0.9)
     share = min(settings.max_pixels, budget * layout.temporal_patch_size // count)
     return dataclasses.replace(settings, max_pixels=max(share, int(settings.min_pixels * 1.05)))

@@ -5,6 +5,8 @@ window, a few within a frame pair. All layers are one stack; the scan gives each
 attention. `params.py` has the names of all weights in Hugging Face checkpoints.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,40 +19,47 @@ from sharding.walk import Stack, Walk
 from sharding.weights import WeightSpec, weight
 
 from ..config import DecoderConfig, VisionConfig
-from ..decoder import Decoder
+from ..decoder import Decoder, DeepFeatures
 from ..inputs import VisionInput
-from ..layers import GatedMLP, Normal, RMSNorm, add_bias, gelu, project, rotate, zeros
+from ..layers import GatedMLP, LayerNorm, Normal, PlainMLP, RMSNorm, add_bias, gelu, project, rotate, zeros
 
 NORM_EPS = 1e-6  # not a setting of the published configurations
 
 
 class PatchEmbed(nnx.Module):
-    """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch."""
+    """A 3-D convolution whose stride is its kernel: one matrix over the flattened patch, with or without a bias."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, *, bias: bool = False) -> None:
         shape = (config.patch_values, config.hidden_size)
         self.kernel = weight(rngs, WeightSpec(shape, ("X", "D"), Normal(config.initializer_range)))
+        self.bias = bias
+        if bias:
+            self.kernel_bias = weight(rngs, WeightSpec(shape[1:], ("D",), zeros))
 
     def __call__(self, patches: Float[Array, "P X"]) -> Float[Array, "P D"]:
         kernel = self.kernel[...]
-        return jnp.einsum("PX,XD->PD", patches.astype(kernel.dtype), kernel)
+        x = jnp.einsum("PX,XD->PD", patches.astype(kernel.dtype), kernel)
+        return add_bias(x, self.kernel_bias[...]) if self.bias else x
 
 
 class VisionBlock(nnx.Module):
-    """Pre-norm attention and gated MLP, all with biases. `q`, `k`, `v` are one weight (`C`)."""
+    """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
+    and an MLP without gate, others RMS norms and a gated MLP."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
-        D, N, H = config.hidden_size, config.num_heads, config.head_dim
-        init = Normal(config.initializer_range)
-        self.attention_norm = RMSNorm(D, NORM_EPS, rngs, stack)
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
+        D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
+        init, std = Normal(config.initializer_range), config.initializer_range
+        norm = LayerNorm if plain else RMSNorm
+        self.attention_norm = norm(D, NORM_EPS, rngs, stack)
         self.qkv = weight(rngs, WeightSpec((D, 3, N, H), ("D", "C", "N", "H"), init), stack)
         self.qkv_bias = weight(rngs, WeightSpec((3, N, H), ("C", "N", "H"), zeros), stack)
         self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
-        self.mlp_norm = RMSNorm(D, NORM_EPS, rngs, stack)
-        self.mlp = GatedMLP(
-            D, config.intermediate_size, bias=True, std=config.initializer_range, rngs=rngs, stack=stack
-        )
+        self.mlp_norm = norm(D, NORM_EPS, rngs, stack)
+        if plain:
+            self.mlp = PlainMLP(D, F, std=std, rngs=rngs, stack=stack)
+        else:
+            self.mlp = GatedMLP(D, F, bias=True, std=std, rngs=rngs, stack=stack)
 
     def __call__(self, x: Float[Array, "P D"], rotary: tuple[Array, Array], attend: Attention) -> Float[Array, "P D"]:
         """`attend(q, k, v) -> out`, all `[P, N, H]`."""
@@ -64,20 +73,32 @@ class VisionBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Joins each `merge_unit` neighbouring patches (one group of the window order) into one text-width feature."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
+        """`norm` is over one patch, or over all patches of a group."""
         inner = config.hidden_size * config.merge_unit
         init = Normal(config.initializer_range)
         self.width = inner
-        self.norm = RMSNorm(config.hidden_size, NORM_EPS, rngs)
+        self.norm = norm
         self.up = weight(rngs, WeightSpec((inner, inner), ("X", "F"), init))
         self.up_bias = weight(rngs, WeightSpec((inner,), ("F",), zeros))
         self.down = weight(rngs, WeightSpec((inner, config.out_hidden_size), ("F", "D"), init))
         self.down_bias = weight(rngs, WeightSpec((config.out_hidden_size,), ("D",), zeros))
 
     def __call__(self, x: Float[Array, "P C"]) -> Float[Array, "M D"]:
-        merged = self.norm(x).reshape(-1, self.width)
+        merged = self.norm(x.reshape(-1, self.norm.scale.shape[-1])).reshape(-1, self.width)
         inner = add_bias(jnp.einsum("MX,XF->MF", merged, self.up[...]), self.up_bias[...])
         return add_bias(jnp.einsum("MF,FD->MD", gelu(inner), self.down[...]), self.down_bias[...])
+
+
+def axial_rotary(config: VisionConfig, positions_P2: Array) -> tuple[Array, Array]:
+    """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
+    quarter = config.head_dim // 4
+    exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
+    frequencies = (np.float32(1) / np.float32(config.rope_theta) ** exponent).astype(np.float32)
+    angles = positions_P2.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    angles = angles.reshape(len(positions_P2), 2 * quarter)
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 class VisionTower(nnx.Module):
@@ -87,22 +108,12 @@ class VisionTower(nnx.Module):
         self.config = config
         self.patch_embed = PatchEmbed(config, rngs)
         self.blocks = VisionBlock(config, rngs, stack=config.depth)
-        self.merger = PatchMerger(config, rngs)
-
-    def rotary(self, positions_P2: Array) -> tuple[Array, Array]:
-        """(cosine, sine) `[P, H]` float32: half of the pairs turn with the row, half with the column."""
-        quarter = self.config.head_dim // 4
-        exponent = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
-        frequencies = (np.float32(1) / np.float32(self.config.rope_theta) ** exponent).astype(np.float32)
-        angles = positions_P2.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
-        angles = angles.reshape(len(positions_P2), 2 * quarter)
-        angles = jnp.concatenate([angles, angles], axis=-1)
-        return jnp.cos(angles), jnp.sin(angles)
+        self.merger = PatchMerger(config, rngs, RMSNorm(config.hidden_size, NORM_EPS, rngs))
 
     def __call__(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
         """Merged features of the packed patches, in window order; rows of padding are finite and meaningless."""
         x = walk.use(self.patch_embed)(jnp.asarray(vision.patches_PX))
-        rotary = self.rotary(jnp.asarray(vision.positions_P2))
+        rotary = axial_rotary(self.config, jnp.asarray(vision.positions_P2))
         frames, windows = jnp.asarray(vision.frame_segments_P), jnp.asarray(vision.window_segments_P)
         frame_bound = vision.frame_bound
         window_bound = self.config.window_patches
@@ -127,10 +138,12 @@ class VisionTower(nnx.Module):
 class Qwen25VL(Decoder):
     """`Qwen2_5_VLForConditionalGeneration`. M-RoPE follows from the rope settings of the text config."""
 
+    tower: Callable[..., nnx.Module] = VisionTower
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs)
         assert config.vision is not None
-        self.visual = VisionTower(config.vision, rngs)
+        self.visual = self.tower(config.vision, rngs)
 
     def embed(
         self,
@@ -138,25 +151,28 @@ class Qwen25VL(Decoder):
         tokens_BT: Int[Array, "B T"],
         feature_index_BT: Int[Array, "B T"] | None = None,
         vision: VisionInput | None = None,
-        features_MD: Float[Array, "M D"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings, with row `feature_index_BT` of the tower's features where that index is not negative.
+        features_MX: Float[Array, "M X"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
+        """(token embeddings, features that layers add). Row `feature_index_BT` of the features replaces the embedding
+        where that index is not negative: its first numbers, as many as an embedding has. Layers add the others.
 
-        Features are those of `vision`, or `features_MD` if they were computed before. Without either the tower does
+        Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.
         """
         x = walk.use(self.embedding)(tokens_BT)
         if vision is not None:
-            features_MD = self.features(walk, vision).astype(x.dtype)
+            features_MX = self.features(walk, vision).astype(x.dtype)
             if vision.route is not None:
-                features_MD = vision.route(features_MD)
-        if features_MD is None:
-            return x
+                features_MX = vision.route(features_MX)
+        if features_MX is None:
+            return x, None
         if feature_index_BT is None:
             raise ValueError("pixels without feature_index_BT: nothing says which tokens they belong to")
-        is_feature = feature_index_BT >= 0
-        return jnp.where(is_feature[..., None], features_MD.astype(x.dtype)[jnp.maximum(feature_index_BT, 0)], x)
+        is_feature, D = feature_index_BT >= 0, x.shape[-1]
+        first_MD = features_MX[:, :D].astype(x.dtype)
+        x = jnp.where(is_feature[..., None], first_MD[jnp.maximum(feature_index_BT, 0)], x)
+        return x, DeepFeatures(features_MX[:, D:], feature_index_BT) if features_MX.shape[1] > D else None
 
-    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M D"]:
+    def features(self, walk: Walk, vision: VisionInput) -> Float[Array, "M X"]:
         """The tower's features of `vision`, in window order."""
         return self.visual(walk, vision)

@@ -29,9 +29,9 @@ class ExchangeRoute:
     sends: tuple[Any, ...]  # i32 [devices, count] each
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, features_MD: Float[Array, "M D"]) -> Float[Array, "R D"]:
+    def __call__(self, features_MX: Float[Array, "M X"]) -> Float[Array, "R X"]:
         """The device's own features, followed by all features that it received. Runs inside a `shard_map`."""
-        buffer = features_MD
+        buffer = features_MX
         for axis, rows in zip(self.axes, self.sends, strict=True):
             moving = buffer[jnp.asarray(rows)[0]]
             buffer = jnp.concatenate([buffer, jax.lax.ppermute(moving, axis, [(0, 1), (1, 0)])])

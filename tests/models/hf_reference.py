@@ -114,7 +114,40 @@ def build_qwen3(folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, 
     return _pair(transformers.Qwen3ForCausalLM(config), folder, dtype, seed)
 
 
-BUILD = {"qwen2": build_text, "qwen3": build_qwen3, "qwen2_5_vl": build_vl}
+def qwen3_vl_config(text: dict[str, Any], **vision: Any) -> Any:
+    settings = {
+        "depth": 5,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_heads": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 49,
+        "deepstack_visual_indexes": [0, 3],
+        "out_hidden_size": text["hidden_size"],
+        **vision,
+    }
+    rope = {"rope_type": "default", "mrope_section": [3, 2, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
+    return transformers.Qwen3VLConfig(
+        text_config={"rope_parameters": rope, "head_dim": 12, **text},
+        vision_config=settings,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+
+
+def build_qwen3_vl(
+    folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, vision: Any = None, **text: Any
+) -> Pair:
+    config = qwen3_vl_config(text_settings(tie_word_embeddings=tied, **text), **(vision or {}))
+    return _pair(transformers.Qwen3VLForConditionalGeneration(config), folder, dtype, seed)
+
+
+BUILD = {"qwen2": build_text, "qwen3": build_qwen3, "qwen2_5_vl": build_vl, "qwen3_vl": build_qwen3_vl}
 
 
 def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
@@ -126,13 +159,13 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
 
 def checkpoint(kind: str, folder: pathlib.Path) -> Pair:
     """A checkpoint with both sides' files, tokenizer included, whose special ids are the tokenizer's."""
-    if kind != "qwen2_5_vl":
+    if not kind.endswith("_vl"):
         pair, media = BUILD[kind](folder, seed=5, vocab_size=90), {}
     else:
-        config = vl_config(text_settings(vocab_size=90))
+        config = {"qwen2_5_vl": vl_config, "qwen3_vl": qwen3_vl_config}[kind](text_settings(vocab_size=90))
         config.vision_start_token_id, config.vision_end_token_id = 3, 4
         config.image_token_id, config.video_token_id = 6, 7
-        pair = _pair(transformers.Qwen2_5_VLForConditionalGeneration(config), folder, None, 3)
+        pair = _pair(transformers.AutoModelForImageTextToText.from_config(config), folder, None, 3)
         media = {"layout": PatchLayout.of(pair.model.config.vision), "max_pixels": 32 * 32}  # type: ignore[union-attr]
     tiny.build(TEXTS, ["left", "right"], **media).save(folder)
     return pair
@@ -166,8 +199,13 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
         if isinstance(part, int):
             tokens += rng.integers(0, 140, part).tolist()
             continue
-        count = int(np.prod(part[1])) // 4
-        tokens += [START, *[IMAGE if part[0] == "image" else VIDEO] * count, END]
+        kind, grid, *_ = part
+        frame = [START, *[IMAGE if kind == "image" else VIDEO] * (grid[1] * grid[2] // 4), END]
+        if kind == "video" and model.config.vision.timed:  # type: ignore[union-attr]
+            for _ in range(grid[0]):
+                tokens += [*rng.integers(0, 140, 3).tolist(), *frame]
+        else:
+            tokens += [START, *frame[1:-1] * grid[0], END]
         media.append(part)
     ids = np.asarray(tokens, np.int32)
     reference: dict[str, Any] = {"input_ids": torch.as_tensor(ids[None]).long()}
@@ -183,18 +221,20 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
         feature_index[(ids == IMAGE) | (ids == VIDEO)] = order
         grids = {kind: [part[1] for part in media if part[0] == kind] for kind in ("image", "video")}
         seconds = [part[2] for part in media if part[0] == "video"]
+        frames = [(1, rows, columns) for pairs, rows, columns in grids["video"] for _ in range(pairs)]
         positions, _ = rope_index(
             ids,
             grids["image"],
-            grids["video"],
-            seconds,
+            frames if config.timed else grids["video"],
+            [0.0] * len(frames) if config.timed else seconds,
             image_token_id=IMAGE,
             video_token_id=VIDEO,
             spatial_merge_size=config.spatial_merge_size,
             tokens_per_second=config.tokens_per_second,
         )
         # given, since transformers 5.3 and later counts otherwise behind a video: see models/qwen2_5_vl/positions.py
-        reference["position_ids"] = torch.as_tensor(positions[:, None]).long()
+        if not config.timed:
+            reference["position_ids"] = torch.as_tensor(positions[:, None]).long()
         kinds = (ids == IMAGE).astype(np.int32) + 2 * (ids == VIDEO)
         reference["mm_token_type_ids"] = torch.as_tensor(kinds[None])
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
@@ -202,7 +242,7 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
                 pixels = [rows for rows, part in zip(patches, media, strict=True) if part[0] == kind]
                 reference[name] = torch.as_tensor(np.concatenate(pixels))
                 reference[f"{kind}_grid_thw"] = torch.as_tensor(grids[kind])
-        if seconds:
+        if seconds and not config.timed:
             reference["second_per_grid_ts"] = torch.as_tensor(seconds)
     inputs = PackedTokens(
         tokens_BT=ids[None],

@@ -48,6 +48,11 @@ def qwen3(tmp_path_factory):
     return checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory):
+    return checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
 def media_of(prompt, files):
     images, videos = prompt.count("<image>"), prompt.count("<video>")
     return arrange(
@@ -68,7 +73,7 @@ def reference_generate(reference, processor, prompt, media):
         if loaded[kind]:
             inputs[name] = torch.as_tensor(np.concatenate([patches_PX for _, patches_PX in loaded[kind]]))
             inputs[f"{kind}_grid_thw"] = torch.as_tensor([medium.grid for medium, _ in loaded[kind]])
-    if loaded["video"]:
+    if loaded["video"] and not processor.layout.timed:
         inputs["second_per_grid_ts"] = torch.as_tensor([medium.seconds_per_grid for medium, _ in loaded["video"]])
     settings = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
     out = reference.generate(**inputs, **settings, max_new_tokens=20)
@@ -94,7 +99,9 @@ def full_forward(model, prompt, token_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED)])
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("text", QUESTION), ("qwen3", QUESTION), ("vl", QUESTION), ("vl", MIXED), ("qwen3_vl", MIXED)]
+)
 def test_greedy_equals_transformers_and_the_full_forward(request, files, kind, asked):
     pair = request.getfixturevalue(kind)
     processor = Processor.load(pair.folder)

@@ -14,7 +14,6 @@ from hf_reference import (
     QUESTIONS,
     TOLERANCE,
     Pair,
-    build_qwen3,
     build_text,
     build_vl,
     gradient_errors,
@@ -39,6 +38,12 @@ def vl(request, tmp_path_factory) -> Pair:
     return build_vl(tmp_path_factory.mktemp("vl"), tied=request.param)
 
 
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def reader(request, tmp_path_factory) -> Pair:
+    """A model that reads media."""
+    return BUILD[request.param](tmp_path_factory.mktemp(request.param))
+
+
 def error_of_logits(pair: Pair, *parts: Any) -> float:
     """The largest error over a prompt of these parts."""
     asked = question(pair.model, *parts)
@@ -52,8 +57,8 @@ def error_of_logits(pair: Pair, *parts: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "mixed"])
-def test_logits_of_qwen2_5_vl(vl: Pair, kind: str) -> None:
-    assert error_of_logits(vl, *QUESTIONS[kind]) < TOLERANCE
+def test_logits_of_models_that_read_media(reader: Pair, kind: str) -> None:
+    assert error_of_logits(reader, *QUESTIONS[kind]) < TOLERANCE
 
 
 @pytest.mark.medium
@@ -77,13 +82,48 @@ def drawn_shape(seed: int) -> dict[str, Any]:
     }
 
 
+def drawn_tower(seed: int, layers: int) -> dict[str, Any]:
+    """A tower of Qwen3-VL of any size, of which the decoder reads none to three layers more than the last one."""
+    rng = np.random.default_rng(seed)
+    depth, heads = int(rng.integers(2, 6)), int(rng.integers(1, 4))
+    read = rng.choice(depth, size=min(int(rng.integers(1 if seed else 0, 4)), depth, layers), replace=False)
+    return {
+        "depth": depth,
+        "num_heads": heads,
+        "hidden_size": 4 * heads * int(rng.integers(2, 6)),
+        "intermediate_size": int(rng.integers(20, 90)),
+        "patch_size": int(rng.integers(2, 5)),
+        "num_position_embeddings": int(rng.integers(2, 9)) ** 2,
+        "deepstack_visual_indexes": sorted(map(int, read)),
+    }
+
+
+def drawn_parts(seed: int) -> list[Any]:
+    """Texts, images and videos, these of any number of frame pairs."""
+    rng, parts = np.random.default_rng(seed), [int(np.random.default_rng(seed).integers(1, 9))]
+    for kind in rng.permutation(["image", "video", "video"])[: int(rng.integers(1, 4))]:
+        pairs = int(rng.integers(1, 6)) if kind == "video" else 1
+        rows, columns = (2 * int(side) for side in rng.integers(1, 5, 2))
+        parts += [(str(kind), (pairs, rows, columns), 1.0), int(rng.integers(1, 9))]
+    return parts
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(7))
-def test_qwen3_of_any_shape(tmp_path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*(("qwen3", seed) for seed in range(7)), *(("qwen3_vl", seed) for seed in range(8))]
+)
+def test_qwen3_of_any_shape(tmp_path, kind: str, seed: int) -> None:
     """Logits, log-probabilities, and the gradients of every weight, these to a thousandth of the largest of each."""
-    pair = build_qwen3(tmp_path, seed=seed, **drawn_shape(seed))
-    assert error_of_logits(pair, 33) < TOLERANCE
-    asked = question(pair.model, 29, seed=seed)
+    shape = drawn_shape(seed)
+    parts: list[Any] = [33]
+    if kind == "qwen3_vl":
+        half, parts = shape["head_dim"] // 2, drawn_parts(seed)
+        section = [half - 2 * (half // 3), half // 3, half // 3]
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": section}
+        shape |= {"vision": drawn_tower(seed, shape["num_hidden_layers"]), "rope_parameters": rope}
+    pair = BUILD[kind](tmp_path, seed=seed, **shape)
+    assert error_of_logits(pair, *parts) < TOLERANCE
+    asked = question(pair.model, *parts, seed=seed)
     with torch.no_grad():
         logs = torch.log_softmax(pair.reference(**asked.reference).logits, -1)[:, :-1]
     chosen, _ = run(pair.model, logprobs, asked.inputs, Walk())
@@ -155,8 +195,9 @@ GRIDS = ((1, 6, 10), (3, 4, 6), (1, 4, 4), (2, 10, 8))
 
 @pytest.mark.medium
 @pytest.mark.parametrize("bounded", [True, False], ids=["bound known", "bound unknown"])
-def test_vision_tower(vl: Pair, bounded: bool) -> None:
+def test_vision_tower(reader: Pair, bounded: bool) -> None:
     """Raster-ordered patches in, raster-ordered features out; padding at the end changes nothing."""
+    vl = reader
     count = sum(int(np.prod(grid)) for grid in GRIDS)
     patches_PX = np.random.default_rng(0).normal(size=(count, 96)).astype(np.float32)
     vision, order = pack_patches(patches_PX, GRIDS, vl.model.config.vision)  # type: ignore[union-attr]
@@ -166,9 +207,8 @@ def test_vision_tower(vl: Pair, bounded: bool) -> None:
     ours = jax.jit(lambda vision: vl.model.visual(Walk(), vision))(vision)  # type: ignore[union-attr]
     assert np.isfinite(ours).all()
     with torch.no_grad():
-        reference = vl.reference.model.visual(
-            torch.as_tensor(patches_PX), grid_thw=torch.as_tensor(GRIDS)
-        ).pooler_output
+        found = vl.reference.model.visual(torch.as_tensor(patches_PX), grid_thw=torch.as_tensor(GRIDS))
+    reference = torch.cat([found.pooler_output, *found.get("deepstack_features", [])], dim=-1)
     error = worst(np.asarray(ours[: count // 4])[order], reference)
     print("max error", error)
     assert reference.abs().max() > 0.3

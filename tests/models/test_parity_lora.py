@@ -44,10 +44,16 @@ def peft() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "targets"), [("qwen2_5_vl", LORA.targets), ("qwen2", ("o_proj", "up_proj")), ("qwen3", LORA.targets)]
+    ("kind", "targets"),
+    [
+        ("qwen2_5_vl", LORA.targets),
+        ("qwen2", ("o_proj", "up_proj")),
+        ("qwen3", LORA.targets),
+        ("qwen3_vl", LORA.targets),
+    ],
 )
 def test_peft_computes_the_same(kind, targets, peft, tmp_path):
-    pair, vision = BUILD[kind](tmp_path / "base"), kind == "qwen2_5_vl"
+    pair, vision = BUILD[kind](tmp_path / "base"), kind.endswith("_vl")
     lora = dataclasses.replace(LORA, targets=targets)
     adapters = given_adapters(pair.model, lora)
     flat = dataclasses.replace(pair.model.config, names=NameLayout.FLAT) if vision else pair.model.config

@@ -1,11 +1,15 @@
 """Prompts to model inputs: tokens and templates as transformers makes them, features where they belong."""
 
 import dataclasses
+import hashlib
 import json
 import pickle
 
 import numpy as np
 import pytest
+from make_qwen3_vl_golden import GOLDEN, IMAGES, PROMPTS, VIDEOS
+from make_qwen3_vl_golden import LAYOUT as TIMED
+from make_qwen3_vl_golden import TEXTS as TIMED_TEXTS
 from media_files import in_raster_order, moving_frames, parity, write_video
 from PIL import Image
 
@@ -275,3 +279,32 @@ def test_settings_that_cannot_be_honoured_are_refused(processor, tmp_path):
             Processor.load(tmp_path)
     file.write_text(json.dumps({"resample": None}))
     Processor.load(tmp_path)
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_prompts_equal_the_published_class_of_qwen3_vl(tmp_path, number):
+    """Ids with the times of frame pairs, grids and pixels, of settings as published checkpoints have them."""
+    text, media, settings = PROMPTS[number]
+    expected = json.loads(GOLDEN.read_text())[number]
+    tiny.build(TIMED_TEXTS, layout=TIMED).save(tmp_path)
+    names = {"processor_class": "Qwen3VLProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGES | names))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS | settings))
+    processor, given = Processor.load(tmp_path), []
+    for seed, (count, *size, fps) in enumerate(media):
+        frames = moving_frames(count, *size, seed=seed)
+        if count == 1:
+            Image.fromarray(frames[0]).save(path := tmp_path / f"{seed}.png")
+        else:
+            path = write_video(tmp_path / f"{seed}.avi", frames, fps=fps, codec="png", pixel_format="rgb24")  # exact
+        given.append(("image" if count == 1 else "video", str(path)))
+    ids = processor.tokenise(text, given)
+    prepared, outline = processor.prepare_ids(ids, given), processor.outline(ids, given)
+    assert prepared.token_ids_T.tolist() == expected["ids"]
+    assert len(outline) == len(prepared) and outline.num_patches == prepared.vision.num_patches
+    for kind in ("image", "video"):
+        found = [in_raster_order(processor.settings, *medium) for medium in given if medium[0] == kind]
+        assert [list(medium.grid) for medium, _ in found] == expected.get(kind, {}).get("grids", [])
+        if found:
+            pixels = np.concatenate([patches_PX for _, patches_PX in found])
+            assert hashlib.sha256(pixels.tobytes()).hexdigest() == expected[kind]["sha256"]

@@ -37,6 +37,8 @@ def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
         ("qwen3", False, "float32"),
         ("qwen2_5_vl", False, "float32"),
         ("qwen2_5_vl", True, "bfloat16"),
+        ("qwen3_vl", False, "bfloat16"),
+        ("qwen3_vl", True, "float32"),
     ],
 )
 def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool, dtype: str) -> None:
@@ -93,7 +95,7 @@ def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     model = models.create(bare, seed=5)
     hf.save(model, tmp_path / "ours", shard_bytes=200_000)
-    auto = transformers.AutoModelForCausalLM if kind != "qwen2_5_vl" else transformers.AutoModelForImageTextToText
+    auto = transformers.AutoModelForImageTextToText if kind.endswith("_vl") else transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert tensors(tmp_path / "theirs") == tensors(tmp_path / "ours")

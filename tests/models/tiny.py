@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import models
-from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
@@ -53,6 +53,23 @@ def qwen2_config(**text: Any) -> DecoderConfig:
 def qwen3_config(**text: Any) -> DecoderConfig:
     qwen3 = {"head_norm": True, "qkv_bias": False, "head_dim": 10}
     return DecoderConfig("qwen3", text_config(rope=RopeConfig(), **qwen3 | text))
+
+
+def qwen3_vl_config(**text: Any) -> DecoderConfig:
+    vision = DeepVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        depth=3,
+        num_heads=2,
+        out_hidden_size=48,
+        patch_size=4,
+        position_grid=5,
+        deepstack_layers=(0, 2),
+        initializer_range=0.15,
+    )
+    rope = RopeConfig(mrope_section=(2, 2, 1), interleaved=True)
+    config = text_config(rope=rope, **{"head_norm": True, "qkv_bias": False, "head_dim": 10, **text})
+    return DecoderConfig("qwen3_vl", config, vision, image_token_id=60, video_token_id=61)
 
 
 def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 import models
 from models import decoder
-from models.config import DecoderConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfig, VisionConfig
 from models.inputs import ModelInput, PackedTokens
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
@@ -40,6 +40,17 @@ VL = DecoderConfig("qwen2_5_vl",
     VisionConfig(
         hidden_size=16, intermediate_size=24, depth=2, num_heads=2, out_hidden_size=32,
         full_attention_layers=(1,), patch_size=4, window_size=16,
+    ),
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+)  # fmt: skip
+
+
+# Its prompts may be in VL's window order: a tower without windows reads patches in any order.
+QWEN3_VL = DecoderConfig("qwen3_vl",
+    dataclasses.replace(QWEN3.text, num_layers=3, rope=RopeConfig(mrope_section=(2, 2, 2), interleaved=True)),
+    DeepVisionConfig(
+        hidden_size=16, intermediate_size=24, depth=3, num_heads=2, out_hidden_size=32,
+        patch_size=4, position_grid=5, deepstack_layers=(0, 1),
     ),
     image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
 )  # fmt: skip

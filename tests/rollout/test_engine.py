@@ -20,6 +20,7 @@ from rollout_cases import (
     END,
     IMAGE,
     QWEN3,
+    QWEN3_VL,
     START,
     TEXT,
     TOLERANCE,
@@ -37,6 +38,7 @@ from rollout_cases import (
     run,
     text_prompt,
 )
+from turns import by_turns
 
 import models
 from rollout import turns
@@ -65,8 +67,9 @@ def test_1_greedy_is_the_argmax_of_the_full_forward_pass_and_logprobs_are_its(co
 
 
 @pytest.mark.slow
-def test_1_and_10_vision_text_and_several_media_in_one_batch():
-    model = build(VL)
+@pytest.mark.parametrize("config", by_turns([VL, QWEN3_VL]))
+def test_1_and_10_vision_text_and_several_media_in_one_batch(config):
+    model = build(config)
     prompts = [
         media_prompt(3, ("image", (1, 8, 12)), 4, seed=1),
         text_prompt(9, seed=2),

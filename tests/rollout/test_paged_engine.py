@@ -5,9 +5,22 @@ Numbers of rules: `test_pages.py`.
 
 import numpy as np
 import pytest
-from rollout_cases import LONGEST, TEXT, VL, assert_equal, assert_logprobs, build, engine, media_prompt, request, run
+from rollout_cases import (
+    LONGEST,
+    QWEN3_VL,
+    TEXT,
+    VL,
+    assert_equal,
+    assert_logprobs,
+    build,
+    engine,
+    media_prompt,
+    request,
+    run,
+)
 from rollout_cases import text_prompt as text
 from test_pages import small_chunks
+from turns import by_turns
 
 from rollout import programs
 from rollout.jax_engine import JaxEngine
@@ -80,8 +93,9 @@ def test_22_a_prompt_in_chunks_is_the_prompt(monkeypatch):
 
 
 @pytest.mark.slow
-def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch):
-    model = build(VL)
+@pytest.mark.parametrize("config", by_turns([VL, QWEN3_VL], first=1))
+def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch, config):
+    model = build(config)
     prompt = media_prompt(2, ("image", (1, 4, 8)), 40, seed=1)
     asked = request("r", prompt, n=3, seed=4, max_new_tokens=9, forbidden_ids=(36, 37, 38, 39))
     expected = run(engine(model), asked)

@@ -8,6 +8,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import (
     HANG,
+    QWEN3_VL,
     TEXT,
     TOLERANCE,
     VL,
@@ -68,10 +70,15 @@ def assert_idle(serving: JaxEngine) -> None:
     assert not held._held and not held._wanted
 
 
-@pytest.fixture(scope="module")
-def expected():
+@functools.cache
+def expected_of(config):
     """What an engine that has all pixels at once answers."""
-    return run(engine(build(VL)), *asked(PROMPTS))
+    return run(engine(build(config)), *asked(PROMPTS))
+
+
+@pytest.fixture
+def expected():
+    return expected_of(VL)
 
 
 def largest(serving: JaxEngine) -> int:
@@ -293,13 +300,16 @@ def test_25_the_features_of_groups_are_those_of_all_at_once(most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "chunk"), [(16, 16), (48, 2048), (2048, 16)])
-def test_25_a_prompt_by_groups_is_the_prompt(monkeypatch, expected, most, chunk):
+@pytest.mark.parametrize(
+    ("config", "most", "chunk"), [(VL, 16, 16), (VL, 48, 2048), (VL, 2048, 16), (QWEN3_VL, 48, 16)]
+)
+def test_25_a_prompt_by_groups_is_the_prompt(monkeypatch, config, most, chunk):
+    expected = expected_of(config)
     monkeypatch.setattr(turns, "PREFILL_PATCHES", most)
     small_chunks(monkeypatch, chunk)
     there = Elsewhere()
     prompts = {name: there.shadow(prompt, name, parts=2) for name, prompt in PROMPTS.items()}
-    serving = engine(build(VL), fetch=there.fetch)
+    serving = engine(build(config), fetch=there.fetch)
     assert_equal(run(serving, *asked(prompts)), expected)
     assert max(there.calls) <= max(most, 64), "the picture of 64 patches is one frame pair"
     assert largest(serving) <= max(most, 64)
@@ -314,7 +324,7 @@ def test_25_a_prompt_by_groups_is_the_prompt(monkeypatch, expected, most, chunk)
         assert total <= sum(there.calls) <= total + 2 * (32 + 16)
     assert_idle(serving)
     if most < chunk:
-        assert_equal(run(engine(build(VL)), *asked(PROMPTS)), expected)  # pixels that are here
+        assert_equal(run(engine(build(config)), *asked(PROMPTS)), expected)  # pixels that are here
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax
 import pytest
 from rollout_cases import (
     IMAGE,
+    QWEN3_VL,
     TEXT,
     VIDEO,
     VL,
@@ -54,6 +55,14 @@ def requests(vision=False):
 def alone():
     """The answers that one device generates."""
     return run(engine(build(VL)), *requests(vision=True))
+
+
+@pytest.mark.slow
+@pytest.mark.turn(2)
+def test_19_several_devices_add_the_features_of_several_layers():
+    wanted = requests(vision=True)[2:]
+    serving = engine(build(QWEN3_VL), devices=DEVICES[:2])
+    assert_equal(run(serving, *wanted), run(engine(build(QWEN3_VL)), *wanted))
 
 
 @pytest.mark.slow
