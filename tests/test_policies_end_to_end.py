@@ -3,15 +3,22 @@ trained on, and a run that is stopped goes on with what it had begun."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
-from run_cases import POLICIES, Diary, flags, letters
+from run_cases import POLICIES, Diary, assert_same_bits, flags, letters, model_arrays
 from turns import by_turns
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator.policies.tail_batching import TailBatching
+from fluxjax.data.prepare import Preparer
 from fluxjax.learner.learner import GAP
+from fluxjax.rewards.scorer import Scorer
 from fluxjax.run.trainer import FluxTrainer
+from rollout.jax_engine import JaxEngine
 
 pytestmark = pytest.mark.long
 
@@ -63,3 +70,44 @@ def test_stopped_and_resumed(policy: str, tmp_path) -> None:
         assert temperatures == pytest.approx(np.linspace(1.3, 0.8, STEPS))
     else:  # whether a response is of several versions is a matter of timing; that its tokens fit is not, see above
         assert 0 < max(lags) <= 4
+
+
+TIMED: dict[str, dict[str, object]] = {
+    "synchronous": {"policy": "synchronous", "rollout__slots": 64},
+    # so many samples that the rounds of an engine have another shape without some of them
+    "long rounds": {"policy": "tail_batching", "rollout__slots": 64},
+    # so few slots that samples begin when others are aborted
+    "surplus": {"policy": "tail_batching", "policy__responses": 1.5, "rollout__slots": 8},
+}
+
+
+def late(method: Any, seconds: float) -> Any:
+    """Every second call of a method begins so much later."""
+    calls = itertools.count()
+
+    async def waits(*args: Any) -> Any:
+        await asyncio.sleep(seconds * (next(calls) % 2))
+        return await method(*args)
+
+    return waits
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("case", by_turns(TIMED))
+def test_timing_changes_nothing(case: str, tmp_path, monkeypatch) -> None:
+    """On one embedded engine, runs have the same bits whenever prompts are drawn, aborts heard and responses scored."""
+    settings: dict[str, Any] = {"steps": 3, "rollout__engines": 1, "rollout__prompts_per_step": 8} | TIMED[case]
+    settings |= {"rollout__max_new_tokens": 48, "rollout__max_sequence_tokens": 80, "packing__tokens_per_row": 128}
+    settings |= {"warm_start__steps": 2, "checkpoint__every": 0, "evaluation__every": 0}
+    settings |= letters(tmp_path, count=60)
+    diaries = []
+    for run in ("straight", "late"):
+        if run == "late":
+            for kind, method, seconds in ((Preparer, "draw", 0.1), (Scorer, "score", 0.02), (JaxEngine, "abort", 0.1)):
+                monkeypatch.setattr(kind, method, late(getattr(kind, method), seconds))
+        diaries.append(Diary())
+        config = load(["--config=configs/text.py", f"--config.run_dir={tmp_path / run}", *flags(**settings)])
+        with FluxTrainer(config) as trainer:
+            trainer.fit(callbacks=[diaries[-1]])
+    assert diaries[0].groups == diaries[1].groups
+    assert_same_bits(model_arrays(tmp_path / "straight"), model_arrays(tmp_path / "late"))
