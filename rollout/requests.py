@@ -100,8 +100,8 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     samples = _ids("samples", request.samples)
     if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
         raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
-    seed = as_integer("seed", request.seed, None, None)
-    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples)
+    seed, need = as_integer("seed", request.seed, None, None), as_integer("need", request.need, 0, n)
+    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need)
 
 
 def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:

@@ -89,6 +89,13 @@ class Job:
     def open(self) -> bool:
         return any(not sample.ended for sample in self.samples)
 
+    def end_surplus(self) -> None:
+        """Marks the samples that still run as aborted, for `reap`, if as many as the request needs have ended."""
+        need = self.request.need
+        if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
+            for sample in self.samples:
+                sample.aborted = sample.aborted or not sample.ended
+
     def prefix(self, index: int) -> tuple[int, ...]:
         return self.request.prefix_ids[index] if self.request.prefix_ids else ()
 
@@ -334,6 +341,7 @@ class Scheduler:
             deliveries.append((job, chunk))
             if finish is not None:
                 self._end(sample)
+                job.end_surplus()
         return deliveries
 
     def _end(self, sample: RunningSample) -> None:

@@ -54,32 +54,31 @@ class TailBatching(Rounds):
         self.rounds[self.round] += 1
         if long and self.max_staleness and not coordinator.exhausted:
             self.held |= {entry.prompt.draw for entry in waiting[:needed]}
-            self._joining = self._share(coordinator, [*held, *waiting[:needed]])
-            return self._launch(coordinator, waiting[:needed])
+            held += waiting[:needed]
         self._joining = self._share(coordinator, held)
-        wanted = self._wanted(coordinator)
-        if long and waiting[:wanted]:
-            return self._launch(coordinator, waiting[:wanted])
-        return self._round(coordinator) if long or not wanted else [DrawPrompts(wanted)]
+        return self._round(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """Draws all prompts before it launches any: how far responses have got when a draw ends is a matter of
+        timing."""
         ledger, needed = coordinator.ledger, self._needed(coordinator)
-        if fresh := ledger.at(PromptStage.WAITING):
-            return self._launch(coordinator, fresh)
         scored = self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + self._count(coordinator, PromptStage.COMPLETE)
         running = self._count(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)
-        if (scored if self.dynamic_sampling else complete) >= needed:
-            return self._close(coordinator, needed)
-        if moving := self._moving(coordinator):
+        won = (scored if self.dynamic_sampling else complete) >= needed
+        if not won and (moving := self._moving(coordinator)):
             return generate(coordinator, moving, 0, 0, keep=lambda entry: True)
-        if (missing := self._wanted(coordinator) - running - complete) > 0:
-            deferred = ledger.at(PromptStage.DEFERRED)
-            if (self.round == "long" or coordinator.exhausted) and deferred:
-                return self._launch(coordinator, deferred[:missing])
-            if not coordinator.exhausted:
-                return [DrawPrompts(missing)]
-        if running or complete > scored or self._held_unscored(coordinator):
+        deferred, fresh = ledger.at(PromptStage.DEFERRED), ledger.at(PromptStage.WAITING)
+        held = [entry for entry in deferred if entry.prompt.draw in self.held]
+        again = [entry for entry in deferred if entry.prompt.draw not in self.held]
+        if self.round == "short" and not coordinator.exhausted:
+            again = []
+        missing = 0 if won else max(self._wanted(coordinator) - running - complete - len(fresh), 0)
+        if missing > len(again) and not coordinator.exhausted:
+            return [DrawPrompts(missing - len(again))]
+        if beginning := [*held, *again[:missing], *fresh]:
+            return self._launch(coordinator, beginning)
+        if not won and (running or complete > scored or self._held_unscored(coordinator)):
             return []
         return self._close(coordinator, needed)
 
