@@ -93,7 +93,7 @@ def delta_rule(
     Outputs are float32, and zero at padding. A table that was made with `given` needs the `state` before the rows. The
     backward pass computes `block` chunks at a time.
     """
-    x = inputs.channels_BTX
+    x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
     x_BSX = jnp.concatenate([x, given.channels_B3X.astype(x.dtype)], axis=1)  # as the table counts columns
@@ -292,6 +292,5 @@ _exchange.defvjp(lambda x, there, back: (_taken(x, there), back), lambda back, d
 
 def _taken(x: Float[Array, "B T X"], index_BS: Int[Array, "B S"]) -> Float[Array, "B S X"]:
     """`x[index]` of each row, zero where the index is -1."""
-    index_BS = jnp.asarray(index_BS)
     found = jnp.take_along_axis(x, jnp.maximum(index_BS, 0)[..., None], axis=1)
     return jnp.where(index_BS[..., None] >= 0, found, 0)
