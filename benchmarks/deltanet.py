@@ -157,7 +157,7 @@ def _programs(function: Callable[..., Any], heads: tuple[int, ...], tokens: int,
         jax.random.normal(keys[3], (channels, 4), dtype) * 0.5,
     )
 
-    def both(d_out: jax.Array, inputs: DeltaInputs, *more: object) -> object:
+    def forward_and_backward(d_out: jax.Array, inputs: DeltaInputs, *more: object) -> object:
         _, pull = jax.vjp(lambda inputs: function(inputs, *more), inputs)
         return pull(d_out)
 
@@ -165,7 +165,10 @@ def _programs(function: Callable[..., Any], heads: tuple[int, ...], tokens: int,
         arguments = jax.device_put(arguments)
         return jax.jit(function).lower(*arguments), arguments
 
-    return {"forward": lambda: lowered(function, inputs, *more), "both": lambda: lowered(both, d_out, inputs, *more)}
+    return {
+        "forward": lambda: lowered(function, inputs, *more),
+        "both": lambda: lowered(forward_and_backward, d_out, inputs, *more),
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..mesh import varying_zero
-from .runs import TAIL, PackedRuns, Start
+from .runs import TAIL, ChunkStart, PackedRuns
 
 BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and on CPUs the time is the same
 UNROLL = 1  # chunks of an iteration of the loop over states
@@ -93,7 +93,7 @@ def delta_rule(
     Outputs are float32, and zero at padding. A table that was made with `given` needs the `state` before the rows. The
     backward pass computes `block` chunks at a time.
     """
-    x = inputs.channels_BTX
+    x, runs = inputs.channels_BTX, jax.tree.map(jnp.asarray, runs)
     B, N, C = runs.columns_BNC.shape
     given = new_state(heads, B, x.dtype) if state is None else state
     x_BSX = jnp.concatenate([x, given.channels_B3X.astype(x.dtype)], axis=1)  # as the table counts columns
@@ -112,7 +112,7 @@ def delta_rule(
         blocks(jnp.concatenate([before, chunks(x)], axis=2)),
         blocks(chunks(inputs.log_decay_BTV)),
         blocks(chunks(inputs.beta_BTV)),
-        blocks(runs.start_BN, Start.NEXT),
+        blocks(runs.start_BN, ChunkStart.NEXT),
     )
     first = given.heads_BVHJ.astype(jnp.float32) + varying_zero(x_BSX, *arrays)
     first = first.reshape(B, heads.key_heads, -1, *first.shape[2:])
@@ -159,8 +159,8 @@ def _queries_keys_values(x: Float[Array, "*rows X"], heads: DeltaHeads) -> tuple
 
 
 def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks: tuple[Array, ...]) -> tuple:
-    """Chunks `[n, B, ...]` in turn: their channels with the three tokens before, log_decay, beta, `Start`. The carry
-    has the state and the kept state of a prompt, `[B, K, R, H, J]`. Outputs are `[n, B, C, K, R, J]`."""
+    """Chunks `[n, B, ...]` in turn: their channels with the three tokens before, log_decay, beta, `ChunkStart`. The
+    carry has the state and the kept state of a prompt, `[B, K, R, H, J]`. Outputs are `[n, B, C, K, R, J]`."""
     channels, log_decay, beta, start = chunks
     q, k, v = _queries_keys_values(_convolved(channels, conv_XS), heads)
     q, k, v = jnp.moveaxis(q, 2, 3), jnp.moveaxis(k, 2, 3), jnp.moveaxis(v, 2, 4)  # [n, B, K, C, H], [n, B, K, R, C, J]
@@ -201,8 +201,8 @@ def _states_forward(
     def step(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, kept), (corrections, reads, writes, decay, start) = carry, chunk
         start = start[:, None, None, None, None]
-        kept = jnp.where(start == Start.FORK, state, kept)
-        state = jnp.where(start == Start.NEW, 0.0, jnp.where(start == Start.BRANCH, kept, state))
+        kept = jnp.where(start == ChunkStart.FORK, state, kept)
+        state = jnp.where(start == ChunkStart.NEW, 0.0, jnp.where(start == ChunkStart.BRANCH, kept, state))
         corrections = corrections - _dot("...CH,...HJ->...CJ", reads, state)
         after = decay * state + _dot("...CH,...CJ->...HJ", writes, corrections)
         return (after, kept), (state, corrections)
@@ -220,9 +220,9 @@ def _states_backward(residuals: tuple, cotangents: tuple) -> tuple:
         start = start[:, None, None, None, None]
         d_corrections = d_corrections + _dot("...CH,...HJ->...CJ", writes, after)
         d_state = d_state + decay * after - _dot("...CH,...CJ->...HJ", reads, d_corrections)
-        forks = start == Start.FORK
-        before = jnp.where((start == Start.NEXT) | forks, d_state, 0.0) + jnp.where(forks, kept, 0.0)
-        kept = jnp.where(forks, 0.0, kept) + jnp.where(start == Start.BRANCH, d_state, 0.0)
+        forks = start == ChunkStart.FORK
+        before = jnp.where((start == ChunkStart.NEXT) | forks, d_state, 0.0) + jnp.where(forks, kept, 0.0)
+        kept = jnp.where(forks, 0.0, kept) + jnp.where(start == ChunkStart.BRANCH, d_state, 0.0)
         return (before, kept), (after, d_corrections)
 
     chunks = (d_states, d_corrections, reads, writes, decay, start)
@@ -292,6 +292,5 @@ _exchange.defvjp(lambda x, there, back: (_taken(x, there), back), lambda back, d
 
 def _taken(x: Float[Array, "B T X"], index_BS: Int[Array, "B S"]) -> Float[Array, "B S X"]:
     """`x[index]` of each row, zero where the index is -1."""
-    index_BS = jnp.asarray(index_BS)
     found = jnp.take_along_axis(x, jnp.maximum(index_BS, 0)[..., None], axis=1)
     return jnp.where(index_BS[..., None] >= 0, found, 0)

@@ -17,7 +17,7 @@ CHUNK = 64  # tokens, a power of two; on CPUs 32 takes as long, 128 a third long
 TAIL = 3  # tokens before a token that its convolution reads
 
 
-class Start(enum.IntEnum):
+class ChunkStart(enum.IntEnum):
     """The state with which a chunk begins."""
 
     NEW = 0  # zero
@@ -32,9 +32,9 @@ class PackedRuns:
     """The chunks of each row: `N` chunks of `C` cells, each a token or nothing, a row (all i32).
 
     `columns_BNC` is the column of each cell's token, -1 for nothing; `cells_BT` is the inverse, the cell (`n * C + c`)
-    of each token, -1 for padding. `start_BN` has the `Start` of each chunk. `before_BN3` has the columns of the three
-    tokens before a chunk on its path, oldest first, and `last_B3` the last three of the row's last path: -1 is nothing,
-    and `T`, `T + 1`, `T + 2` are the three tokens before the row, oldest first, where the row has a given state.
+    of each token, -1 for padding. `start_BN` has the `ChunkStart` of each chunk. `before_BN3` has the columns of the
+    three tokens before a chunk on its path, oldest first, and `last_B3` the last three of the row's last path: -1 is
+    nothing, and `T`, `T + 1`, `T + 2` are the three tokens before the row, oldest first, if its state is given.
     """
 
     columns_BNC: Any
@@ -91,10 +91,12 @@ class _Row:
         self.columns = np.concatenate([order, self.tokens + np.arange(TAIL), [-1]])
         self.previous = np.concatenate([np.arange(-1, m - 1), [m + 3, m, m + 1, m + 3]])
         self.previous[starts] = np.where(forked, prompt_end, m + 3)
-        self.start = np.where(forked, np.where(np.arange(len(starts)) == head + 1, Start.FORK, Start.BRANCH), Start.NEW)
+        self.start = np.where(
+            forked, np.where(np.arange(len(starts)) == head + 1, ChunkStart.FORK, ChunkStart.BRANCH), ChunkStart.NEW
+        )
         self.end = m - 1 if m else m + 3
         if given:
-            self.previous[:1], self.start[:1] = m + 2, Start.NEXT
+            self.previous[:1], self.start[:1] = m + 2, ChunkStart.NEXT
             self.end = m - 1 if m else m + 2
 
     def table(self, chunks: int) -> tuple[np.ndarray, ...]:
@@ -103,7 +105,7 @@ class _Row:
         columns[self.cells] = self.order
         cells = np.full(self.tokens, -1)
         cells[self.order] = self.cells
-        start = np.full(chunks, Start.NEXT)
+        start = np.full(chunks, ChunkStart.NEXT)
         start[self.first] = self.start
         before = np.full((chunks, TAIL), -1)
         begins = np.flatnonzero(self.cells % self.size == 0)
