@@ -44,7 +44,6 @@ class RopeConfig:
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
-    interleaved: bool = False  # frequencies are dealt to the axes in turn, not in blocks
     kind: str = "default"  # default, linear, yarn
     factor: float = 1.0
     original_max_positions: int = 0
@@ -54,6 +53,7 @@ class RopeConfig:
     mscale: float = 0.0  # 0: the file gives none
     mscale_all_dim: float = 0.0
     truncate: bool = True  # rounds the ends of the interpolated range to pairs of the head
+    interleaved: bool = False  # `mrope_section` is dealt to the axes in turn, not in blocks
 
 
 @dataclasses.dataclass(frozen=True)

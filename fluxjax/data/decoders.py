@@ -65,8 +65,8 @@ class DecodeJob:
 
 def _medium_of(values: Sequence[Any]) -> Medium:
     """Returns the medium of `dataclasses.astuple`'s values, after msgpack."""
-    kind, grid, *rest, times = values
-    return Medium(kind, tuple(grid), *rest, tuple(times))
+    kind, grid, seconds, seekable, times = values
+    return Medium(kind, tuple(grid), seconds, seekable, tuple(times))
 
 
 def decoded(settings: MediaSettings, job: DecodeJob) -> tuple[Medium, np.ndarray]:

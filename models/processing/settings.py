@@ -151,7 +151,7 @@ def write_configs(
         "window_size": layout.window_size,
         "tokens_per_second": layout.tokens_per_second,
     }
-    sampling = {"num_frames": frames.num_frames} if frames.num_frames else {"fps": frames.fps}
+    sampling: dict[str, object] = {"num_frames": frames.num_frames} if frames.num_frames else {"fps": frames.fps}
     if frames.num_frames and layout.timed:
         sampling["fps"] = None  # else transformers' class has a rate of its own, and refuses both
     video_config = common(video) | {

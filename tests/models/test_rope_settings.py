@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from media_files import parity
-from tiny import vl_config
+from tiny import qwen3_vl_config, vl_config
 from turns import third_of
 
 from models.config import DecoderConfig, ModelConfigError, RopeConfig
 from models.hf_config import read_qwen2
 from models.layers import rotary_frequencies
 from models.qwen2_5_vl.params import read_config as read_qwen2_5_vl
-from models.registry import write_config
+from models.registry import read_config, write_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 40}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -206,7 +206,10 @@ def test_a_scaled_vision_tower_is_refused():
 
 def test_every_setting_of_a_rope_is_written():
     """A field that `write_rope` forgets would come back as its default."""
-    rope = RopeConfig(500.0, (2, 1, 1), "yarn", 4.0, 64, 16.0, 2.0, 0.7, 0.5, 2.0, False)
+    rope = RopeConfig(500.0, (2, 2, 1), "yarn", 4.0, 64, 16.0, 2.0, 0.7, 0.5, 2.0, False, True)
     assert all(getattr(rope, field.name) != field.default for field in dataclasses.fields(RopeConfig))
-    config = vl_config(rope=rope)
-    assert read_qwen2_5_vl(write_config(config)) == config
+    for config in (
+        vl_config(rope=dataclasses.replace(rope, mrope_section=(2, 1, 1), interleaved=False)),
+        qwen3_vl_config(rope=rope),
+    ):
+        assert read_config(write_config(config)) == config

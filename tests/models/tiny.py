@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import models
-from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfig, VisionConfig
+from models.config import DecoderConfig, DeepVisionConfig, NameLayout, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
@@ -68,8 +68,8 @@ def qwen3_vl_config(**text: Any) -> DecoderConfig:
         initializer_range=0.15,
     )
     rope = RopeConfig(mrope_section=(2, 2, 1), interleaved=True)
-    config = text_config(rope=rope, **{"head_norm": True, "qkv_bias": False, "head_dim": 10, **text})
-    return DecoderConfig("qwen3_vl", config, vision, image_token_id=60, video_token_id=61)
+    config = text_config(**{"rope": rope, "head_norm": True, "qkv_bias": False, "head_dim": 10, **text})
+    return DecoderConfig("qwen3_vl", config, vision, image_token_id=60, video_token_id=61, names=NameLayout.NESTED)
 
 
 def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:
