@@ -13,11 +13,12 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from models.config import AnyConfig
+from models.hf_config import write_config
 
 from .engine import EngineError
 from .local_server import LocalServer
 from .requests import EngineLimits
-from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
+from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError, UnfitRelease
 from .weights.published import Published
 from .weights.routes import SyncRoute
 
@@ -72,6 +73,7 @@ class FleetState:
         self, config: AnyConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
     ) -> None:
         self.config, self.limits, self.options, self.route = config, limits, options, route
+        self.model_type = str(write_config(config).get("model_type"))
         self.seats = [Seat(number) for number in range(seats)]
         self.members: list[Server] = []
         self._fatal: Exception | None = None  # an error that no restart can mend
@@ -237,6 +239,8 @@ class Server:
                 await self._watch()
             except EngineError as error:
                 self.reason = str(error)
+                if isinstance(error, UnfitRelease) and self.process is not None:  # it would start the same release
+                    self._fleet.fail(error)
             except Exception as error:
                 self._fleet.fail(error)
                 self.reason = str(error)
@@ -289,6 +293,7 @@ class Server:
                         f"not ready after {options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
+        await self.client.check_release(self._fleet.model_type)
         # A server that others started may sleep since an earlier run, or since its loss.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of architectures that SGLang and `transformers` have, prompts for them, and both sides.
 
-The trainer's own model may take the place of `Reference`, which says what log-probs are right.
+The trainer's own model may take the place of `TransformersModel`, which says what log-probs are right.
 """
 
 from __future__ import annotations
@@ -137,24 +137,24 @@ def save(model: Any, folder: pathlib.Path) -> pathlib.Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PromptArrays:
     """Token ids with expanded placeholders, and for each kind of media its patches and grids, all in raster order."""
 
     ids: tuple[int, ...]
     patches: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     grids: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
-    def __add__(self, other: Prompt) -> Prompt:
+    def __add__(self, other: PromptArrays) -> PromptArrays:
         def joined(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             kinds = ours.keys() | theirs.keys()
             return {kind: np.concatenate([part[kind] for part in (ours, theirs) if kind in part]) for kind in kinds}
 
-        return Prompt(
+        return PromptArrays(
             self.ids + other.ids, joined(self.patches, other.patches), joined(self.grids, other.grids)
         )
 
 
-def prompt(*parts: int | tuple[str, tuple[int, int, int]], seed: int = 0) -> Prompt:
+def prompt(*parts: int | tuple[str, tuple[int, int, int]], seed: int = 0) -> PromptArrays:
     """`parts`: a number of text tokens, ("image", grid) or ("video", grid). Before each frame pair of a video stand
     five tokens in the place of its time."""
     rng, special = np.random.default_rng(seed), token_ids()
@@ -177,7 +177,7 @@ def prompt(*parts: int | tuple[str, tuple[int, int, int]], seed: int = 0) -> Pro
             ids += [special["vision_start_token_id"], *shown, special["vision_end_token_id"]]
         patches.setdefault(kind, []).append(rng.normal(size=(frames * rows * columns, PATCH_VALUES)))
         grids.setdefault(kind, []).append((frames, rows, columns))
-    return Prompt(
+    return PromptArrays(
         tuple(ids),
         {kind: np.concatenate(values).astype(np.float32) for kind, values in patches.items()},
         {kind: np.asarray(values, np.int32) for kind, values in grids.items()},
@@ -195,7 +195,7 @@ PROMPTS = {
 # --- the side that is right -----------------------------------------------------------------------
 
 
-class Reference:
+class TransformersModel:
     """A model of `transformers`."""
 
     def __init__(self, architecture: str, seed: int) -> None:
@@ -206,7 +206,7 @@ class Reference:
     def save(self, folder: pathlib.Path) -> pathlib.Path:
         return save(self._model, folder)
 
-    def _inputs(self, prompt: Prompt) -> dict[str, Any]:
+    def _inputs(self, prompt: PromptArrays) -> dict[str, Any]:
         ids, special = self._torch.tensor([prompt.ids]), token_ids()
         kinds = (ids == special["image_token_id"]).int() + 2 * (ids == special["video_token_id"]).int()
         found = {"input_ids": ids, "mm_token_type_ids": kinds}
@@ -214,14 +214,14 @@ class Reference:
             found[f"{kind}_grid_thw"] = self._torch.as_tensor(grids).long()
         return found
 
-    def positions(self, prompt: Prompt) -> tuple[np.ndarray, int]:
+    def positions(self, prompt: PromptArrays) -> tuple[np.ndarray, int]:
         """(the rotary positions of the tokens by axis, i32 [3, T], and what to add to later tokens' numbers)."""
         positions, delta = self._model.model.get_rope_index(**self._inputs(prompt))
         return positions[:, 0].numpy().astype(np.int32), int(delta)
 
-    def logits(self, prompt: Prompt, response: Sequence[int]) -> np.ndarray:
+    def logits(self, prompt: PromptArrays, response: Sequence[int]) -> np.ndarray:
         """Those that the tokens of a response are drawn from, f32 [R, V]; media tokens are never drawn."""
-        inputs = self._inputs(prompt + Prompt(tuple(response)))
+        inputs = self._inputs(prompt + PromptArrays(tuple(response)))
         pixels = {"image": "pixel_values", "video": "pixel_values_videos"}
         inputs |= {pixels[kind]: self._torch.as_tensor(values) for kind, values in prompt.patches.items()}
         with self._torch.no_grad():
@@ -229,7 +229,7 @@ class Reference:
         logits[:, list(token_ids().values())] = -np.inf
         return logits
 
-    def logprobs(self, prompt: Prompt, response: Sequence[int]) -> np.ndarray:
+    def logprobs(self, prompt: PromptArrays, response: Sequence[int]) -> np.ndarray:
         """f32 [R]."""
         logits = self._torch.as_tensor(self.logits(prompt, response))
         return self._torch.log_softmax(logits, -1)[range(len(response)), list(response)].numpy()
@@ -238,7 +238,7 @@ class Reference:
 # --- the server -----------------------------------------------------------------------------------
 
 
-def body(rid: str, reference: Reference, prompt: Prompt, **how: Any) -> dict[str, Any]:
+def body(rid: str, reference: TransformersModel, prompt: PromptArrays, **how: Any) -> dict[str, Any]:
     """The body of a request that never ends early; `rollout.wire` writes media in this form."""
     never = {str(id): wire.NEVER for id in token_ids().values()}
     sampling = {"temperature": 1.0, "ignore_eos": True, "logit_bias": never, **how}
@@ -275,22 +275,22 @@ class Serving:
     architecture: str
     address: str
     folder: pathlib.Path
-    reference: Reference
+    reference: TransformersModel
 
-    async def ask(self, client: ServerClient, rid: str, prompt: Prompt, **how: Any) -> Reply:
+    async def ask(self, client: ServerClient, rid: str, prompt: PromptArrays, **how: Any) -> Reply:
         answer = await client._order("/generate", body(rid, self.reference, prompt, **how), seconds=60.0)
         logprobs = np.asarray([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         return Reply(answer["output_ids"], logprobs, answer["meta_info"])
 
     async def update(self, client: ServerClient, seed: int) -> None:
         """Brings the server to other weights, as `SharedMemory` does to a server that is paused."""
-        self.reference = Reference(self.architecture, seed)
+        self.reference = TransformersModel(self.architecture, seed)
         await client.update_from_disk(str(self.reference.save(self.folder / f"seed-{seed}")), seed)
 
 
 @contextlib.contextmanager
 def serving(architecture: str, folder: pathlib.Path) -> Iterator[Serving]:
-    reference = Reference(architecture, 0)
+    reference = TransformersModel(architecture, 0)
     plain = command("sglang", reference.save(folder / "seed-0"))
     server = LocalServer(dataclasses.replace(plain, flags=(*plain.flags, *FLAGS[architecture])), folder / "server.log")
     server.start()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from architecture_cases import PROMPTS, Prompt, Reference, Reply, Serving, prompt, serving, token_ids
+from architecture_cases import PROMPTS, PromptArrays, TransformersModel, Reply, Serving, prompt, serving, token_ids
 from protocol_cases import client_at
 
 from rollout.sglang import PauseMode
@@ -33,7 +33,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-def assert_right(reference: Reference, asked: Prompt, reply: Reply) -> None:
+def assert_right(reference: TransformersModel, asked: PromptArrays, reply: Reply) -> None:
     assert not set(reply.ids) & set(token_ids().values())
     np.testing.assert_allclose(reply.logprobs, reference.logprobs(asked, reply.ids), rtol=0, atol=GAP)
 
@@ -57,7 +57,7 @@ async def test_a_second_turn_goes_on_from_the_first(server: Serving) -> None:
         for number, (name, first) in enumerate(PROMPTS.items()):
             reply = await server.ask(client, f"first-{name}", first, max_new_tokens=10)
             for kept, further in ((10, prompt(4, seed=number)), (6, prompt(2, ("image", (1, 2, 4)), 3, seed=number))):
-                second = first + Prompt(tuple(reply.ids[:kept])) + further
+                second = first + PromptArrays(tuple(reply.ids[:kept])) + further
                 turn = await server.ask(client, f"second-{name}-{kept}", second, max_new_tokens=10)
                 assert_right(server.reference, second, turn)
                 assert turn.meta["cached_tokens"] >= len(first.ids)
@@ -82,7 +82,7 @@ async def test_a_pause_costs_no_state(server: Serving, mode: PauseMode) -> None:
         assert_right(server.reference, asked, paused)
         assert_right(server.reference, PROMPTS["text"], await beside)
         if mode == "abort":
-            begun = asked + Prompt(tuple(paused.ids))
+            begun = asked + PromptArrays(tuple(paused.ids))
             rest = await server.ask(client, "rest", begun, max_new_tokens=120 - len(paused.ids), **how)
             assert rest.meta["cached_tokens"] >= len(asked.ids)
             paused.ids.extend(rest.ids)
