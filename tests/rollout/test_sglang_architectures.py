@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 from architecture_cases import PROMPTS, PromptArrays, TransformersModel, Reply, Serving, prompt, serving, token_ids
-from protocol_cases import client_at
+from protocol_cases import client_at, sglang_python
 
 from rollout.sglang import PauseMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 GAP = 1e-4  # absolute, float32
 ARCHITECTURES = [
-    pytest.param("Qwen3VL", marks=pytest.mark.turn(1)),
-    pytest.param("Qwen3_5", marks=pytest.mark.turn(0)),
+    pytest.param("Qwen3VL", marks=pytest.mark.turn(2)),
+    pytest.param("Qwen3_5", marks=pytest.mark.turn(1)),
 ]
 hybrid = pytest.mark.parametrize("server", ARCHITECTURES[1:], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    sglang_python()  # skips where there is none, before PyTorch is imported
     pytest.importorskip("transformers", reason="parity lane: needs torch and transformers")
     with serving(request.param, tmp_path_factory.mktemp(request.param)) as made:
         yield made
