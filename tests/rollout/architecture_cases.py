@@ -19,6 +19,7 @@ import numpy as np
 from protocol_cases import client_at, command
 
 from models.config import PatchLayout
+from models.hf import SINGLE
 from models.processing import Processor
 from models.processing.processor import PADS
 from models.processing.tiny import build as build_processor
@@ -26,6 +27,7 @@ from rollout import wire
 from rollout.engine import EngineError
 from rollout.local_server import LocalServer
 from rollout.sglang import ServerClient
+from rollout.weights.published import Checksums
 
 PATCH_VALUES = 3 * 2 * 16 * 16  # channels, frames, rows, columns
 TEXT = {
@@ -270,12 +272,13 @@ class Reply:
 
 @dataclasses.dataclass
 class Serving:
-    """A real SGLang server of an architecture. It has the weights of `reference`."""
+    """A real SGLang server of an architecture. It has the weights of `reference`, which are in `checkpoint`."""
 
     architecture: str
     address: str
     folder: pathlib.Path
     reference: TransformersModel
+    checkpoint: pathlib.Path
 
     async def ask(self, client: ServerClient, rid: str, prompt: PromptArrays, **how: Any) -> Reply:
         answer = await client._order("/generate", body(rid, self.reference, prompt, **how), seconds=60.0)
@@ -285,18 +288,25 @@ class Serving:
     async def update(self, client: ServerClient, seed: int) -> None:
         """Brings the server to other weights, as `SharedMemory` does to a server that is paused."""
         self.reference = TransformersModel(self.architecture, seed)
-        await client.update_from_disk(str(self.reference.save(self.folder / f"seed-{seed}")), seed)
+        self.checkpoint = self.reference.save(self.folder / f"seed-{seed}")
+        await client.update_from_disk(str(self.checkpoint), seed)
+        sums_of(self.checkpoint).check(await client.checksums(), self.address)
+
+
+def sums_of(checkpoint: pathlib.Path) -> Checksums:
+    return Checksums(checkpoint / SINGLE, TEXT["num_key_value_heads"])
 
 
 @contextlib.contextmanager
-def serving(architecture: str, folder: pathlib.Path) -> Iterator[Serving]:
+def serving(architecture: str, folder: pathlib.Path, ranks: int = 1) -> Iterator[Serving]:
     reference = TransformersModel(architecture, 0)
-    plain = command("sglang", reference.save(folder / "seed-0"))
+    checkpoint = reference.save(folder / "seed-0")
+    plain = command("sglang", checkpoint, ranks)
     server = LocalServer(dataclasses.replace(plain, flags=(*plain.flags, *FLAGS[architecture])), folder / "server.log")
     server.start()
     try:
         asyncio.run(_up(server))
-        yield Serving(architecture, server.address, folder, reference)
+        yield Serving(architecture, server.address, folder, reference, checkpoint)
     finally:
         server.kill()
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from architecture_cases import PROMPTS, PromptArrays, TransformersModel, Reply, Serving, prompt, serving, token_ids
+from architecture_cases import PROMPTS, PromptArrays, TransformersModel, Reply, Serving, prompt, serving, sums_of, token_ids
 from protocol_cases import client_at, sglang_python
+from safetensors.numpy import load_file, save_file
 
+from models.hf import SINGLE
+from rollout.engine import WeightsMismatch
 from rollout.sglang import PauseMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -50,6 +54,21 @@ async def test_log_probs_of_text_and_media_before_and_after_an_update(server: Se
             for asked, reply in zip(PROMPTS.values(), await asyncio.gather(*tasks), strict=True):  # a batch mixes them
                 assert_right(server.reference, asked, reply)
                 assert reply.meta["weight_version"] == str(seed)
+
+
+async def test_other_weights_are_noticed(server: Serving, tmp_path: pathlib.Path) -> None:
+    """Each by its name, if one bit of it differs."""
+    async with client_at(server.address) as client:
+        held = await client.checksums()
+    sums_of(server.checkpoint).check(held, server.address)
+    whole = load_file(server.checkpoint / SINGLE)
+    for name in np.random.default_rng().permutation(sorted(whole))[:12].tolist():
+        changed = whole[name].copy()
+        changed.flat[-1] = np.nextafter(changed.flat[-1], np.float32(9))
+        save_file(whole | {name: changed}, tmp_path / SINGLE)
+        sums = sums_of(tmp_path)
+        with pytest.raises(WeightsMismatch, match=re.escape(sums._served_name(name))):
+            sums.check(held, server.address)
 
 
 async def test_a_second_turn_goes_on_from_the_first(server: Serving) -> None:
