@@ -2,9 +2,10 @@
 that servers must answer after an update.
 
 `rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up; the input
-projections of linear attention), pads the vocabulary, divides tensors over its ranks, and hashes the parts of each rank: by SHA-256 on CPUs, by a hash of its own
-on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one rank and with two, and with its GPU hash in
-Triton's interpreter. SGLang pads sizes that do not divide into 32s; they are refused here.
+projections of linear attention), pads the vocabulary, divides tensors over its ranks, and hashes the parts of each
+rank: by SHA-256 on CPUs, by a hash of its own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
+rank and with two, and with its GPU hash in Triton's interpreter. SGLang pads sizes that do not divide into 32s; they
+are refused here.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from models.config import PatchLayout
 from models.hf import SINGLE
 from models.processing import Processor
 from models.processing.processor import PADS
+from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from rollout import wire
 from rollout.engine import EngineError
@@ -63,12 +64,15 @@ FLAGS: Mapping[str, Sequence[str]] = {
 
 @functools.cache
 def processor() -> Processor:
-    return build_processor(["abcdefghijklmnopqrstuvwxyz 0123456789.?"], layout=PatchLayout(patch_size=16, window_size=64))
+    return build_processor(
+        ["abcdefghijklmnopqrstuvwxyz 0123456789.?"], layout=PatchLayout(patch_size=16, window_size=64)
+    )
 
 
 def token_ids() -> dict[str, int]:
+    """Those of media, by their names in config.json."""
     names = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", **PADS}
-    return {f"{name}_token_id": processor().tokenizer.token_to_id(token) for name, token in names.items()}
+    return {f"{name}_token_id": SPECIAL_TOKENS.index(token) for name, token in names.items()}
 
 
 def config_of(architecture: str) -> Any:
@@ -151,9 +155,7 @@ class PromptArrays:
             kinds = ours.keys() | theirs.keys()
             return {kind: np.concatenate([part[kind] for part in (ours, theirs) if kind in part]) for kind in kinds}
 
-        return PromptArrays(
-            self.ids + other.ids, joined(self.patches, other.patches), joined(self.grids, other.grids)
-        )
+        return PromptArrays(self.ids + other.ids, joined(self.patches, other.patches), joined(self.grids, other.grids))
 
 
 def prompt(*parts: int | tuple[str, tuple[int, int, int]], seed: int = 0) -> PromptArrays:

@@ -100,8 +100,9 @@ async def test_a_fleet_says_why(starts: bool, tmp_path: pathlib.Path, monkeypatc
     monkeypatch.setitem(sglang.FIRST_RELEASES, "qwen2", (FIRST, "forgets a bias"))
     options = FleetOptions(start_seconds=600.0 if starts else 1.0, look_every=0.1)
     async with stating("0.5.19") as address:
-        members = {"processes": [Started(address, tmp_path / "log")]} if starts else {"addresses": [address]}
-        with contextlib.closing(fleet_of(options=options, **members)) as fleet:
+        processes = [Started(address, tmp_path / "log")] if starts else []
+        addresses = [] if starts else [address]
+        with contextlib.closing(fleet_of(options=options, processes=processes, addresses=addresses)) as fleet:
             seat = FleetEngine(fleet, 0)
             with pytest.raises(EngineError, match=r"0\.5\.19; SGLang before 0\.5\.20 forgets a bias"):
                 await seat.update_weights(1, models.split(model("text"))[1])

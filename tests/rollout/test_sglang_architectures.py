@@ -9,11 +9,20 @@ import asyncio
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from architecture_cases import PROMPTS, PromptArrays, TransformersModel, Reply, Serving, prompt, serving, sums_of, token_ids
+from architecture_cases import (
+    PROMPTS,
+    PromptArrays,
+    Reply,
+    Serving,
+    TransformersModel,
+    prompt,
+    serving,
+    sums_of,
+    token_ids,
+)
 from protocol_cases import client_at, sglang_python
 from safetensors.numpy import load_file, save_file
 
