@@ -300,10 +300,10 @@ def sums_of(checkpoint: pathlib.Path) -> Checksums:
 
 
 @contextlib.contextmanager
-def serving(architecture: str, folder: pathlib.Path, ranks: int = 1) -> Iterator[Serving]:
+def serving(architecture: str, folder: pathlib.Path) -> Iterator[Serving]:
     reference = TransformersModel(architecture, 0)
     checkpoint = reference.save(folder / "seed-0")
-    plain = command("sglang", checkpoint, ranks)
+    plain = command("sglang", checkpoint)
     server = LocalServer(dataclasses.replace(plain, flags=(*plain.flags, *FLAGS[architecture])), folder / "server.log")
     server.start()
     try:
