@@ -18,7 +18,7 @@ from models.shadow import Fetch
 from .engine import EngineError
 from .local_server import LocalServer
 from .requests import EngineLimits
-from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
+from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError, UnfitRelease
 from .weights.published import Published
 from .weights.routes import SyncRoute
 
@@ -235,6 +235,8 @@ class Server:
                 await self._watch()
             except EngineError as error:
                 self.reason = str(error)
+                if isinstance(error, UnfitRelease) and self.process is not None:  # it would start the same release
+                    self._fleet.fail(error)
             except Exception as error:
                 self._fleet.fail(error)
                 self.reason = str(error)
@@ -287,6 +289,7 @@ class Server:
                         f"not ready after {options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
+        await self.client.check_release(self._fleet.config.architecture)
         # A server that others started may sleep since an earlier run, or since its loss.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import signal
@@ -126,6 +127,8 @@ class ServerCommand:
                 "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "fluxjax_media",
                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
                 "SGLANG_VLM_CACHE_SIZE_MB": "0",  # cached features of images would outlive their weights
+                # Qwen3.5's states of convolutions are bfloat16 by default, also beside weights in float32.
+                "SGLANG_MAMBA_CONV_DTYPE": dict(itertools.pairwise(self.flags)).get("--dtype", "bfloat16"),
             }
         return variables
 

@@ -35,7 +35,7 @@ from .serve_guard import Guarded, error_handlers, error_json, health_route
 from .serve_requests import Body, BodySample, read_body, read_json_object, requests_of
 from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
-from .wire import BadRequest, Json, finish_json, spans_json
+from .wire import SERVE_VERSION, BadRequest, Json, finish_json, spans_json
 
 PAUSES = ("abort", "retract", "in_place")
 MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory that sleep frees
@@ -184,7 +184,7 @@ class RolloutServer:
     async def _server_info(self, request: Request) -> Response:
         device = self._engine.devices[0]
         info = {
-            "version": "fluxjax",
+            "version": SERVE_VERSION,
             "max_running_requests": self._engine.stats().slots,
             "max_total_tokens": self._engine.cache_usage.pages * PAGE_TOKENS,
             "device": device.platform,
@@ -208,7 +208,7 @@ class RolloutServer:
             "max_total_num_tokens": self._engine.cache_usage.pages * PAGE_TOKENS,
             "gen_throughput": (stats.tokens_generated - tokens) / max(now - then, 1e-9),
         }
-        return JSONResponse({"version": "fluxjax", "loads": [load]})
+        return JSONResponse({"version": SERVE_VERSION, "loads": [load]})
 
     async def _show_metrics(self, request: Request) -> Response:
         text = prometheus_client.generate_latest(self._metrics)

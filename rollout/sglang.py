@@ -11,18 +11,22 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
 from .engine import EngineError, FinishReason
-from .wire import Json
+from .wire import SERVE_VERSION, Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
 OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
+_ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
+# By `model_type` of config.json: the first release of SGLang that serves the model, and the fault of earlier ones
+FIRST_RELEASES = {"qwen3_5": ((0, 5, 20), _ROWS_DROPPED), "qwen3_5_moe": ((0, 5, 20), _ROWS_DROPPED)}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -32,6 +36,10 @@ class ServerError(EngineError):
 
 class Refused(EngineError):
     """A server refuses a request (status 4xx): the request is wrong, and any server would refuse it."""
+
+
+class UnfitRelease(Refused):
+    """A server's release of SGLang computes the model of the run wrongly."""
 
 
 @dataclasses.dataclass
@@ -144,6 +152,21 @@ class ServerClient:
         if type(size) is not int or size < 1:
             raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
         return size
+
+    async def check_release(self, model_type: str) -> None:
+        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly, or that states no
+        release where some do."""
+        if model_type not in FIRST_RELEASES:
+            return
+        first, fault = FIRST_RELEASES[model_type]
+        version = str((await self._info("/server_info")).get("version"))
+        release = re.match(r"\d+(\.\d+)*", version)
+        if version != SERVE_VERSION and (release is None or tuple(map(int, release[0].split("."))) < first):
+            needed = ".".join(map(str, first))
+            raise UnfitRelease(
+                f"{self.address}/server_info: the version is {version}; SGLang before {needed} {fault}: "
+                f"start SGLang {needed} or later"
+            )
 
     async def asleep(self) -> bool:
         """Says whether the server gave its memory back, by any client's order. SGLang does not report it: False."""

@@ -1,10 +1,11 @@
 """A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
 that servers must answer after an update.
 
-`rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up), pads the
-vocabulary, divides tensors over its ranks, and hashes the parts of each rank: by SHA-256 on CPUs, by a hash of its own
-on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one rank and with two, and with its GPU hash in
-Triton's interpreter. Sizes that do not divide over the ranks, some of which SGLang pads, are refused here.
+`rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
+projections of linear attention), pads the vocabulary, divides tensors over its ranks, and hashes the parts of each
+rank: by SHA-256 on CPUs, by a hash of its own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
+rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do not divide over the ranks, some of which
+SGLang pads, are refused here.
 """
 
 from __future__ import annotations
@@ -41,17 +42,22 @@ from ..engine_weights import by_name, check_shapes, served
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
-VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embedding and head, up to a multiple of this number
-_VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
+VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embeddings and head, up to a multiple of this number
+_VOCABULARY = re.compile(r"(embed_tokens|lm_head|pos_embed)\.weight$")
 _JOINED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_[ab]\."), ".in_proj_ba."),
 )
-_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # places of the parts in a joined tensor
+# Places of the parts in a joined tensor; parts with other names are sorted by their names.
+_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1, "in_proj_b": 0, "in_proj_a": 1}
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
-_BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # tensors cut by rows: a rank has some outputs
-_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # tensors cut by columns
+# Tensors cut by rows (a rank has some outputs), or by columns (a rank has some inputs)
+_BY_ROWS = re.compile(r"\.((q|gate|up)_proj|in_proj_[abz]|linear_fc1|A_log|dt_bias)(\.|$)|merger\.mlp\.0\.")
+_BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|attn\.proj|mlp\.2|linear_fc2)\.weight$")
+_LINEAR_ATTENTION = re.compile(r"^(.*\.linear_attn\.)(in_proj_qkv|conv1d)\.")  # rows: queries, keys, values
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
@@ -164,6 +170,7 @@ class Checksums:
         self._file, self._kv_heads = file, kv_heads
         with safe_open(file, framework="numpy") as tensors:
             self._names = sorted(tensors.keys())
+        self._hybrid = any(".linear_attn." in name for name in self._names)  # Qwen3.5
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
@@ -186,7 +193,7 @@ class Checksums:
     def _compute(self, as_served: bool, size: int, rank: int, hashed: Hash) -> dict[str, str]:
         parts: dict[str, list[str]] = {}
         for name in sorted(self._names, key=_part):
-            parts.setdefault(sglang_name(name) if as_served else name, []).append(name)
+            parts.setdefault(self._served_name(name) if as_served else name, []).append(name)
 
         def checksum(names: Sequence[str]) -> str:
             with safe_open(self._file, framework="numpy") as tensors:
@@ -198,14 +205,25 @@ class Checksums:
         with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="checksums") as threads:
             return dict(zip(parts, threads.map(checksum, parts.values()), strict=True))
 
+    def _served_name(self, name: str) -> str:
+        return sglang_name(name).replace(".self_attn.", "." if self._hybrid else ".self_attn.")
+
     def _shard(self, name: str, tensor: np.ndarray, size: int, rank: int) -> np.ndarray:
         """The part of a tensor that a rank of SGLang holds."""
+        if name.endswith(".A_log"):
+            tensor = tensor.astype(np.float32)  # whatever the dtype of the others
         if _VOCABULARY.search(name):
             missing = -len(tensor) % VOCABULARY_MULTIPLE
             tensor = np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
             return _cut(name, tensor, size, 0)[rank]
         if ".attn.qkv." in name:
             return np.concatenate([_cut(name, part, size, 0)[rank] for part in np.split(tensor, 3)])
+        if found := _LINEAR_ATTENTION.match(name):
+            with safe_open(self._file, framework="numpy") as tensors:
+                values = tensors.get_slice(f"{found[1]}in_proj_z.weight").get_shape()[0]
+            keys = (len(tensor) - values) // 2
+            parts = np.split(tensor, [keys, 2 * keys])
+            return np.concatenate([_cut(name, part, size, 0)[rank] for part in parts])
         if _KEYS_VALUES.search(name):  # a head may be on several ranks
             shards = min(size, self._kv_heads)
             return _cut(name, tensor, shards, 0)[rank * shards // size]

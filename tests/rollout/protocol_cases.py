@@ -55,8 +55,9 @@ versions = itertools.count(1)
 
 @functools.cache
 def processor(kind: str) -> Processor:
+    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL)."""
     text = ["abcdefghijklmnopqrstuvwxyz 0123456789.?"]
-    if kind == "text":
+    if kind != "vl":
         return build_processor(text)
     settings = _settings(kind)
     layout = PatchLayout.of(tiny_vision(settings))
@@ -64,7 +65,7 @@ def processor(kind: str) -> Processor:
 
 
 def _settings(kind: str) -> ModelConfig:
-    if kind == "text":
+    if kind != "vl":
         return ModelConfig(tiny={**TINY, "vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
@@ -74,7 +75,11 @@ def _settings(kind: str) -> ModelConfig:
 def model(kind: str, seed: int = 0) -> Decoder:
     """A model whose next-token distributions are far from uniform."""
     settings = _settings(kind)
-    return build(tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None), seed)
+    config = tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None)
+    if kind == "qwen3":
+        text = dataclasses.replace(config.text, head_norm=True, qkv_bias=False, head_dim=24)
+        config = dataclasses.replace(config, text=text)
+    return build(config, seed)
 
 
 def picture(height: int, width: int, seed: int, blank: bool = False) -> bytes:
@@ -103,7 +108,7 @@ def prompts(kind: str) -> dict[str, ModelInput]:
     """Prompts by name: text, images, video, and all of it in one."""
     prepare = processor(kind).prepare
     found = {"text": prepare("what is this?"), "long text": prepare("to be or not to be " * 4)}
-    if kind == "text":
+    if kind != "vl":
         return found
     shots = [picture(56, 84, 0), picture(84, 28, 1), picture(56, 56, 2)]
     images = [("image", shot) for shot in shots]

@@ -55,6 +55,8 @@ WITH_MEDIA = [
 OF_TEXT = [
     pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
     pytest.param(("sglang", "text"), id="sglang-text", marks=[*LONG, pytest.mark.turn(2)]),
+    pytest.param(("serve", "qwen3"), id="serve-qwen3", marks=[*LONG, pytest.mark.turn(2)]),
+    pytest.param(("sglang", "qwen3"), id="sglang-qwen3", marks=[*LONG, pytest.mark.turn(0)]),
 ]
 every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
 HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 FORMAT = "data:application/x-fluxjax+json,"
@@ -24,9 +26,13 @@ DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 class GivenPatches(QwenVLImageProcessor):
-    """SGLang's processor for Qwen2.5-VL, which also takes patches."""
+    """SGLang's processor for Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also takes patches."""
 
-    models: ClassVar = [Qwen2_5_VLForConditionalGeneration]
+    models: ClassVar = [
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+    ]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("SGLANG_VLM_CACHE_SIZE_MB") != "0":
