@@ -1,0 +1,165 @@
+"""`python -m fluxjax.doctor` names the part in which a server differs, the first one in the order of cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from doctor_cases import TEMPLATE, FakeSGLang, Patient, changed, patient
+from rollout_cases import build
+from tokenizers import Tokenizer
+
+from fluxjax import doctor
+from models.inputs import ModelInput
+from rollout import wire
+
+pytestmark = pytest.mark.medium
+MEDIA = ["image", "boxes", "video"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+    with patient(tmp_path_factory.mktemp("doctor") / "model") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def healthy(server: Patient) -> None:
+    server.fake.reset()
+
+
+def outcome(server: Patient, capsys: Any, *more: str) -> tuple[int, Any, dict[str, tuple[str, str]]]:
+    """(exit status, the name of the part that differs, states and details by the name of the check)."""
+    flags = ["--server", server.address, "--model", str(server.folder), "--text", "which of the 3 boxes is red?"]
+    status = doctor.main([*flags, *more, "--json"])
+    out, err = capsys.readouterr()
+    assert not err and out.count("\n") == 1, err
+    told = json.loads(out)
+    assert bool(told["fix"]) == bool(told["difference"])
+    return status, told["difference"], {check["name"]: (check["state"], check["detail"]) for check in told["checks"]}
+
+
+@pytest.mark.slow
+def test_nothing_differs(server: Patient, capsys: Any) -> None:
+    status, part, checks = outcome(server, capsys)
+    assert (status, part) == (0, None), checks
+    assert {state for state, _ in checks.values()} == {"ok"}, checks
+    names = ["server", "template", "token ids", "weights", "text", *MEDIA, *(f"{name} as files" for name in MEDIA)]
+    assert [*checks] == [*names, "sampling", "packed rows"]
+
+
+def other_template(fake: FakeSGLang) -> None:
+    fake.processor = dataclasses.replace(fake.processor, chat_template=TEMPLATE.replace("assistant", "model"))
+
+
+def other_tokens(fake: FakeSGLang) -> None:
+    """The ids of two letters are exchanged."""
+    told = json.loads(fake.processor.tokenizer.to_str())
+    words = told["model"]["vocab"]
+    words["b"], words["x"] = words["x"], words["b"]
+    fake.processor = dataclasses.replace(fake.processor, tokenizer=Tokenizer.from_str(json.dumps(told)))
+
+
+def other_pixels(fake: FakeSGLang) -> None:
+    image, half = fake.processor.image, (0.5, 0.5, 0.5)
+    fake.processor = dataclasses.replace(fake.processor, image=dataclasses.replace(image, mean=half, std=half))
+
+
+def other_sizes(fake: FakeSGLang) -> None:
+    fake.processor = fake.processor.configured(max_pixels=16 * 16)
+
+
+def shifted(axis: int, by: int) -> Callable[[FakeSGLang], None]:
+    def plant(fake: FakeSGLang) -> None:
+        def inputs(prompt: ModelInput) -> ModelInput:
+            positions_3T = prompt.positions_3T.copy()
+            positions_3T[axis] += by * (prompt.feature_index_T >= 0)
+            return dataclasses.replace(prompt, positions_3T=positions_3T)
+
+        fake.inputs = inputs
+
+    return plant
+
+
+def text_positions(fake: FakeSGLang) -> None:
+    def inputs(prompt: ModelInput) -> ModelInput:
+        counted_3T = np.broadcast_to(np.arange(len(prompt), dtype=np.int32), (3, len(prompt)))
+        return dataclasses.replace(prompt, positions_3T=counted_3T, next_position=len(prompt))
+
+    fake.inputs = inputs
+
+
+def without_media(fake: FakeSGLang) -> None:
+    """The media are lost on the way: the placeholders stay."""
+    dropped = fake.inputs = lambda prompt: dataclasses.replace(
+        prompt, vision=None, feature_index_T=np.full_like(prompt.feature_index_T, -1)
+    )
+    assert callable(dropped)
+
+
+def unmasked(fake: FakeSGLang) -> None:
+    media = {str(id): wire.NEVER for id in fake.processor.media_token_ids}
+    fake.sampling = lambda params: params | {"logit_bias": media}
+
+
+def hot(fake: FakeSGLang) -> None:
+    fake.sampling = lambda params: params | {"temperature": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "part", "said"),
+    [
+        (other_template, "template", "text: .*model.*assistant"),
+        (other_tokens, "token ids", "from place"),
+        (without_media, "pixels", "image: it computes without the media"),
+        (text_positions, "positions (all axes)", "as for text"),
+        (shifted(0, 1), "positions (time)", "shifted by +1"),
+        (shifted(1, -1), "positions (height)", "shifted by -1"),
+        (shifted(2, 1), "positions (width)", "shifted by +1"),
+        (other_pixels, "pixels", "image as files: its pixels are by mean and deviation 0.5"),
+        (other_sizes, "pixels", "tokens, the trainer's"),
+        (hot, "temperature", "without temperature"),
+        (unmasked, "sampling mask", "forbidden tokens"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) if callable(value) else None,
+)
+def test_a_planted_fault_is_named(
+    server: Patient, plant: Callable[[FakeSGLang], None], part: str, said: str, capsys: Any
+) -> None:
+    plant(server.fake)
+    status, found, checks = outcome(server, capsys)
+    state, detail = [*checks.values()][-1]
+    assert (status, found, state) == (1, part, "differs"), checks
+    assert re.search(said.replace("+", r"\+"), detail), detail
+    assert [*checks][-1] == part  # later parts are not asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "checksums", "part"),
+    [
+        (("visual", "blocks", "o"), True, "tower (weights)"),
+        (("layers", "attention", "q"), True, "layer 1 (weights)"),
+        (("visual", "blocks", "o"), False, "tower"),
+        (("layers", "attention", "q"), False, "decoder"),
+        (None, True, "weights"),
+    ],
+)
+def test_other_weights_are_named(
+    server: Patient, change: tuple[str, ...] | None, checksums: bool, part: str, capsys: Any
+) -> None:
+    """One weight of a layer was changed, or all are those of an earlier version (None)."""
+    server.serve(build(server.model.config, 1) if change is None else changed(server.model, *change, layer=1))
+    server.fake.refused = () if checksums else ("/weights_checker",)
+    try:
+        status, found, checks = outcome(server, capsys)
+    finally:
+        server.serve(server.model)
+    assert (status, found) == (1, part), checks
+    assert [*checks][-1] == part and checks[part][0] == "differs"
