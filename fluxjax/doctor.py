@@ -118,7 +118,8 @@ async def _shown(findings: AsyncIterator[Finding], as_json: bool, stops: bool) -
         checks = [{"name": name, "state": state.value, "detail": detail} for name, state, detail, _ in seen]
         print(json.dumps({"difference": first and first.name, "fix": first and first.fix, "checks": checks}))
     elif first is None:
-        print("no difference")
+        silent = sum(finding.state is State.UNKNOWN for finding in seen)
+        print("no difference" + f", but {silent} checks could not be made" * bool(silent))
     else:
         print(f"first difference: {first.name}\nlikely fix: {first.fix}")
     return 0 if first is None else 1

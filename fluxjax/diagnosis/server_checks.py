@@ -15,6 +15,7 @@ import pathlib
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from rollout.weights.published import SharedFolders
 from rollout.wire import request_body
 
 from .findings import Finding, State, differs, ok, unknown
-from .suspects import Suspect, blind, suspects
+from .suspects import blind, suspects
 from .trainer_side import Answer, TrainerSide
 
 TOKENS, SAMPLES = 12, 2  # of each probe's answers
@@ -165,11 +166,10 @@ class ServerComparison:
         answers, tokens = await self._answers(probe.inputs, media=probe if files else None)
         if tokens != len(probe.inputs):
             detail = f"{name}: the server's prompt has {tokens} tokens, the trainer's {len(probe.inputs)}"
-            return differs(
-                "pixels", detail, "give both the same bounds of pixels and frames (preprocessor_config.json)"
-            )
+            return differs("pixels", detail, "give both the same bounds of pixels (preprocessor_config.json)")
         rest = "pixels" if files else "tower" if probe.media else "decoder"
-        found = self._judged(name, rest, probe.inputs, answers, suspects(self._processor, probe))
+        tolerance = max(self._tolerance, ROUGH) if files else self._tolerance  # libraries resize with other rounding
+        found = self._judged(name, rest, probe, answers, tolerance)
         if found.name == "decoder":
             return await self._where_in_decoder(probe, found)
         if found.state is State.OK and not files:
@@ -178,16 +178,14 @@ class ServerComparison:
             return unknown(name, "the model's answers do not depend on the media")
         return found
 
-    def _judged(
-        self, name: str, rest: str, inputs: ModelInput, answers: Sequence[Answer], others: Iterable[Suspect]
-    ) -> Finding:
+    def _judged(self, name: str, rest: str, probe: Probe, answers: Sequence[Answer], tolerance: float) -> Finding:
         """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
-        gap = self._gap(inputs, answers)
-        if gap <= self._tolerance:
+        gap = self._gap(probe.inputs, answers)
+        if gap <= tolerance:
             return ok(name, f"log-probs differ by {gap:.1e} on average")
-        gaps = [(self._gap(suspect.inputs, answers), place, suspect) for place, suspect in enumerate(others)]
-        least, _, suspect = min(gaps, default=(np.inf, 0, None))
-        if suspect is None or least > min(self._tolerance, gap / 3):
+        found = [(self._gap(suspect.inputs, answers), suspect) for suspect in suspects(self._processor, probe)]
+        least, suspect = min(found, key=itemgetter(0), default=(np.inf, None))
+        if suspect is None or least > min(tolerance, gap / 3):
             return differs(rest, f"{name}: log-probs differ by {gap:.1e} on average; no suspect explains it", KERNELS)
         detail = f"{name}: {suspect.fault}: log-probs differ by {gap:.1e} on average, and by {least:.1e} if so here"
         return differs(suspect.name, detail, suspect.fix)

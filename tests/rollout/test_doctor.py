@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from doctor_cases import TEMPLATE, FakeSGLang, Patient, changed, patient
 from rollout_cases import build
+from serve_cases import help_of, refused_flags
 from tokenizers import Tokenizer
 
 from fluxjax import doctor
@@ -96,10 +99,9 @@ def text_positions(fake: FakeSGLang) -> None:
 
 def without_media(fake: FakeSGLang) -> None:
     """The media are lost on the way: the placeholders stay."""
-    dropped = fake.inputs = lambda prompt: dataclasses.replace(
+    fake.inputs = lambda prompt: dataclasses.replace(
         prompt, vision=None, feature_index_T=np.full_like(prompt.feature_index_T, -1)
     )
-    assert callable(dropped)
 
 
 def unmasked(fake: FakeSGLang) -> None:
@@ -163,3 +165,87 @@ def test_other_weights_are_named(
         server.serve(server.model)
     assert (status, found) == (1, part), checks
     assert [*checks][-1] == part and checks[part][0] == "differs"
+
+
+@pytest.mark.slow
+def test_rollout_serve_itself_is_compared_by_its_folder(server: Patient, capsys: Any, tmp_path: pathlib.Path) -> None:
+    """`rollout.serve` has no routes for texts and reads no files; its folder on this host has templates and tokens."""
+    server.fake.refused = ("/tokenize", "/detokenize")
+    status, part, checks = outcome(server, capsys)
+    assert (status, part) == (0, None), checks
+    assert "by the files of" in checks["template"][1] and checks["template"][0] == checks["token ids"][0] == "ok"
+    folder = shutil.copytree(server.folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("assistant", "model"))
+    assert doctor.main(["--server", server.address, "--model", str(folder), "--text", "a"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "first difference: template" and lines[-1].startswith("likely fix: ")
+    assert lines[1].split()[:2] == ["template", "differs"] and len(lines) == 4
+
+
+def test_what_can_not_be_asked_is_said(server: Patient, capsys: Any) -> None:
+    server.fake.refused = ("/generate",)
+    status, part, checks = outcome(server, capsys)
+    assert (status, part) == (0, None)
+    assert {state for name, (state, _) in checks.items() if name in ("text", *MEDIA, "sampling")} == {"cannot be asked"}
+    assert "no such route" in checks["text"][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--server", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9/model_info: "),
+        (["--server", "http://127.0.0.1:9", "--model", "/gone"], "/gone: no such folder"),
+        (["--server", "http://127.0.0.1:9", "--model", "MODEL", "--text", "\u00e9"], "cannot be written"),
+        (["--server", "http://127.0.0.1:9"], "go together"),
+        (["--server", "http://127.0.0.1:9", "--model", "MODEL", "--config=configs/text.py"], "take no --config"),
+        (["--config.rollout.slot=3"], "did you mean"),
+        (["--tolerance", "0"], "above 0"),
+    ],
+)
+def test_wrong_input_is_one_line(server: Patient, flags: list[str], complaint: str, capsys: Any) -> None:
+    flags = [str(server.folder) if flag == "MODEL" else flag for flag in flags]
+    if "--text" not in flags and "--model" in flags:
+        flags += ["--text", "a"]
+    refused_flags(doctor.main, flags, complaint, capsys)
+
+
+RECORDS = [
+    {"id": "a", "prompt": "abc", "answer": "12"},
+    {"id": "b", "prompt": "abc", "answer": None},
+    {"id": "c", "prompt": "abc " * 100, "answer": "3"},
+    {"id": "d", "prompt": "abc", "answer": "none of them"},
+]
+
+
+@pytest.mark.parametrize(("reward", "rows", "failed"), [("number", 1, "number calls 1 of 2"), ("exact", 0, "")])
+def test_records_and_rewards_that_fail_are_named(
+    reward: str, rows: int, failed: str, capsys: Any, tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    source = "--config.data.sources.reverse"
+    flags = ["--config=configs/text.py:debug", f"{source}.path={file}", f"{source}.reward={reward}"]
+    assert doctor.main([*flags, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: (check["state"], check["detail"]) for check in told["checks"]}
+    assert {"devices", "driver and CUDA", "jax-triton", "memory", "bubblewrap"} < {*checks}
+    assert checks["decoder"] == ("ok", "an image and a video") and told["difference"] == "data reverse"
+    state, detail = checks["data reverse"]
+    assert state == "differs" and detail.startswith(f"2 of 4 of 4 records of {file} can't be used")
+    assert f"row 1 (b): no answer: {file}:2" in detail and "row 2 (c): prompt too long" in detail
+    state, detail = checks["reward of reverse"]
+    assert state == ("differs" if rows else "ok") and failed in detail and ("row 3 (d)" in detail) == bool(rows)
+
+
+def test_a_gpu_that_jax_does_not_see_is_named(monkeypatch: Any, capsys: Any) -> None:
+    told = "| NVIDIA-SMI 570.1   Driver Version: 570.1   CUDA Version: 12.8 |"
+    monkeypatch.setattr("fluxjax.diagnosis.installation._driver", lambda: told)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert doctor.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["devices", "differs"] and "pip install 'fluxjax[cuda12]'" in lines[-1]
+    assert "driver 570.1 (CUDA 12)" in lines[1] and lines[-2] == "first difference: devices"
+
+
+def test_help_comes_before_jax() -> None:
+    assert "--server URL" in help_of("fluxjax.doctor")
