@@ -14,8 +14,8 @@ from models.processing import Processor
 
 SEND = "give the server the trainer's patches and positions (rollout.serve, or SGLang with rollout/sglang_plugin)"
 NORMALISATIONS = {
-    "from 0 to 1, without mean and deviation": ((0, 0, 0), (1, 1, 1)),
-    "from 0 to 255": ((0, 0, 0), (1 / 255, 1 / 255, 1 / 255)),
+    "from 0 to 1, without mean and deviation": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "from 0 to 255": ((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)),
     "by mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "by ImageNet's mean and deviation": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "by CLIP's mean and deviation": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
