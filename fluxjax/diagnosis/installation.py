@@ -14,7 +14,7 @@ import jax
 
 from models.processing.media import MediaSettings
 from rollout.weights.published import scratch_folder
-from sharding.mesh import triton_trouble
+from sharding.mesh import Device, triton_trouble
 
 from ..config import Config, ConfigError
 from ..rewards.sandbox import find_sandbox
@@ -74,7 +74,7 @@ def _cuda(driver: str) -> Iterator[Finding]:
         yield differs("driver and CUDA", detail, CUDA)
 
 
-def _memory(device: jax.Device) -> str:
+def _memory(device: Device) -> str:
     """The free memory of a device, of the host, and of the folder in which servers read weights."""
     stats = device.memory_stats() or {}
     free = {"host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}

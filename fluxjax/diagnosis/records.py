@@ -81,7 +81,7 @@ def _findings(report: SourceReport, path: str, config: Config) -> list[Finding]:
     name, tokens = f"data {report.name}", [len(prompt.inputs) for prompt in report.prompts]
     looked, skipped = f"{len(tokens) + len(report.skipped)} of {report.records} records of {path}", report.skipped
     found = [ok(name, f"{looked}, {min(tokens, default=0)} to {max(tokens, default=0)} tokens")]
-    if bad := [f"row {each.prompt.row} ({each.prompt.id}): {each.reason}: {each.detail}" for each in skipped]:
+    if bad := [f"row {skip.prompt.row} ({skip.prompt.id}): {skip.reason}: {skip.detail}" for skip in skipped]:
         detail = f"{len(bad)} of {looked} can't be used: {_some(bad)}"
         found = [differs(name, detail, "mend or remove these records")]
     name, reward = f"reward of {report.name}", config.data.sources[report.name].reward_names

@@ -31,7 +31,7 @@ from rollout.wire import request_body
 
 from .findings import Finding, State, differs, ok, unknown
 from .suspects import blind, suspects
-from .trainer_side import Answer, TrainerSide
+from .trainer_side import Reply, TrainerSide
 
 TOKENS, SAMPLES = 12, 2  # of each probe's answers
 EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs: float32 on both sides, and narrower dtypes
@@ -57,7 +57,7 @@ class ServerComparison:
         self._dtype, self._tolerance = dtype, tolerance or 0.0
         self._never = processor.media_token_ids  # never sampled, as in a run
         self._said: dict[str, Any] = {}  # the server's settings
-        self._answered: list[tuple[ModelInput, list[Answer]]] = []  # prompts, and answers on which both sides agree
+        self._answered: list[tuple[ModelInput, list[Reply]]] = []  # prompts, and answers on which both sides agree
 
     async def findings(self) -> AsyncIterator[Finding]:
         """Yields findings, in the order of cause. Raises EngineError if the server can't be reached, and what
@@ -178,7 +178,7 @@ class ServerComparison:
             return unknown(name, "the model's answers do not depend on the media")
         return found
 
-    def _judged(self, name: str, rest: str, probe: Probe, answers: Sequence[Answer], tolerance: float) -> Finding:
+    def _judged(self, name: str, rest: str, probe: Probe, answers: Sequence[Reply], tolerance: float) -> Finding:
         """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
         gap = self._gap(probe.inputs, answers)
         if gap <= tolerance:
@@ -190,7 +190,7 @@ class ServerComparison:
         detail = f"{name}: {suspect.fault}: log-probs differ by {gap:.1e} on average, and by {least:.1e} if so here"
         return differs(suspect.name, detail, suspect.fix)
 
-    def _gap(self, inputs: ModelInput, answers: Sequence[Answer], temperature: float = 1.0, never: Any = None) -> float:
+    def _gap(self, inputs: ModelInput, answers: Sequence[Reply], temperature: float = 1.0, never: Any = None) -> float:
         return _mean_gap(self._trainer.alone(inputs, answers, temperature, never or self._never), answers)
 
     async def _where_in_decoder(self, probe: Probe, found: Finding) -> Finding:
@@ -219,7 +219,7 @@ class ServerComparison:
         answers, _ = await self._answers(inputs, temperature=COOL, forbidden=mask)
         if broken := {id for answer in answers for id in answer.ids} & {*mask}:
             return differs("sampling mask", f"it samples the forbidden tokens {sorted(broken)}", "apply logit_bias")
-        (gap, _), *others = [
+        (gap, _), *faulty = [
             (self._gap(inputs, answers, temperature, never), ["temperature"] * hot + ["sampling mask"] * free)
             for (temperature, hot), (never, free) in itertools.product(
                 ((COOL, False), (1.0, True)), ((mask, False), (self._never, True))
@@ -228,7 +228,7 @@ class ServerComparison:
         detail = f"temperature {COOL}, {len(mask)} forbidden tokens: log-probs differ by {gap:.1e} on average"
         if gap <= self._tolerance:
             return ok("sampling", detail)
-        least, faults = min(others)
+        least, faults = min(faulty)
         if least > self._tolerance:
             return differs("sampling", detail, "compare the server's logits processors")
         fix = "log-probs must be of the distribution that is sampled (SGLANG_RETURN_ORIGINAL_LOGPROB unset)"
@@ -246,7 +246,7 @@ class ServerComparison:
 
     async def _answers(
         self, prompt: ModelInput, *, media: Probe | None = None, temperature: float = 1.0, forbidden: Any = None
-    ) -> tuple[list[Answer], int]:
+    ) -> tuple[list[Reply], int]:
         """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
         `media`, if given, in the place of patches, and expands placeholders itself."""
         config = self._trainer.config
@@ -255,13 +255,14 @@ class ServerComparison:
         limits = EngineLimits.of(config, SAMPLES, len(prompt) + TOKENS)
         rids = {sample: f"doctor-{uuid.uuid4().hex}" for sample in range(SAMPLES)}
         body = request_body(checked(request, limits), rids, config, interval=TOKENS) | {"stream": False}
+        files: dict[str, list[str]] = {}
         for kind, data in media.media if media is not None else ():
-            of_sample = [*body.get(f"{kind}_data", [[]])[0], base64.b64encode(data).decode()]
-            body[f"{kind}_data"] = [of_sample] * SAMPLES
+            files.setdefault(f"{kind}_data", []).append(base64.b64encode(data).decode())
+        body |= {field: [of_sample] * SAMPLES for field, of_sample in files.items()}
         replies = await self._client.ask("/generate", body)
         try:
             answers = [
-                Answer(tuple(reply["output_ids"]), tuple(float(entry[0]) for entry in meta["output_token_logprobs"]))
+                Reply(tuple(reply["output_ids"]), tuple(float(entry[0]) for entry in meta["output_token_logprobs"]))
                 for reply, meta in ((reply, reply["meta_info"]) for reply in replies)
             ]
             return answers, int(replies[0]["meta_info"]["prompt_tokens"])
@@ -293,7 +294,7 @@ def _first(ours: Any, theirs: Any) -> str:
     return f"from place {place} on, the server has {theirs[place:][:24]!r}, the trainer {ours[place:][:24]!r}"
 
 
-def _mean_gap(ours: Iterable[np.ndarray], answers: Iterable[Answer]) -> float:
+def _mean_gap(ours: Iterable[np.ndarray], answers: Iterable[Reply]) -> float:
     gaps = [np.abs(a - np.asarray(answer.logprobs)) for a, answer in zip(ours, answers, strict=True)]
     return float(np.concatenate(gaps).mean())
 

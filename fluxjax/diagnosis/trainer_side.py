@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from ..learner.gradients import Gradients, TrainingPhase
 from ..learner.loss_inputs import logprobs_of
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """The tokens of one sampled answer, and the server's log-probs of them."""
 
     ids: tuple[int, ...]
@@ -57,14 +58,14 @@ class TrainerSide:
         self.graphdef, self.params = models.split(self.model)
 
     def alone(
-        self, prompt: ModelInput, answers: Sequence[Answer], temperature: float = 1.0, never: tuple[int, ...] = ()
+        self, prompt: ModelInput, answers: Sequence[Reply], temperature: float = 1.0, never: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
         """The log-probs of each answer under `softmax(logits / temperature)` without the ids `never`."""
         found = []
         for answer in answers:
             row, n = one_row(continued(prompt, answer.ids)), len(answer.ids)
-            scores_T = _scores(self.graphdef, never, self.params, row, jnp.float32(temperature))
-            found.append(np.asarray(scores_T)[-n:])
+            row = dataclasses.replace(row, temperatures_BT=np.full(row.tokens_BT.shape, temperature, np.float32))
+            found.append(np.asarray(_scores(self.graphdef, never, self.params, row))[-n:])
         return found
 
     def final_hidden(self, prompt: ModelInput) -> np.ndarray:
@@ -72,7 +73,7 @@ class TrainerSide:
         return our_parts(self.model, prompt)["final norm"]
 
     def packed(
-        self, answered: Sequence[tuple[ModelInput, Sequence[Answer]]], dtype: str, never: tuple[int, ...]
+        self, answered: Sequence[tuple[ModelInput, Sequence[Reply]]], dtype: str, never: tuple[int, ...]
     ) -> list[np.ndarray]:
         """The log-probs of each answer, from one row that has each prompt once, computed as in a step."""
         config, vision = Config(), self.config.vision if isinstance(self.config, Qwen25VLConfig) else None
@@ -100,12 +101,12 @@ class TrainerSide:
         return [by_key[key] for key in sorted(by_key)]
 
 
-def _sample(draw: int, number: int, answer: Answer) -> Sample:
+def _sample(draw: int, number: int, answer: Reply) -> Sample:
     versions = (0,) * len(answer.ids)
     response = Response(f"{draw}/{number}", draw, number, answer.ids, answer.logprobs, versions, "length")
     return Sample(response, Reward(0.0, False), 1.0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _scores(graphdef: Any, never: tuple[int, ...], params: Any, row: PackedTokens, temperature: Any) -> Any:
-    return logprobs(models.merge(graphdef, params), row, Walk(), temperature=temperature, never_sampled=never)[0][0]
+def _scores(graphdef: Any, never: tuple[int, ...], params: Any, row: PackedTokens) -> Any:
+    return logprobs(models.merge(graphdef, params), row, Walk(), never_sampled=never)[0][0]

@@ -51,7 +51,7 @@ def same(value: Any) -> Any:
 
 class FakeSGLang:
     """The application. `inputs` and `sampling` change the prompt and the sampling parameters on which the engine
-    computes; `refused` are routes that it does not have."""
+    computes; `refused` are routes that it does not have. A `plain` one is `rollout.serve` itself."""
 
     def __init__(self, app: ASGIApp, processor: Processor, config: Any) -> None:
         self._app, self._processor, self._config = app, processor, config
@@ -62,8 +62,11 @@ class FakeSGLang:
         self.inputs: Callable[[ModelInput], ModelInput] = same
         self.sampling: Callable[[Body], Body] = same
         self.refused: tuple[str, ...] = ()
+        self.plain = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.plain:
+            return await self._app(scope, receive, send)
         request = Request(scope, receive)
         path, raw = request.url.path, await request.body()
         if path in self.refused:
@@ -170,6 +173,6 @@ def changed(model: Any, *path: str, layer: int = 0) -> Any:
     """A copy of the model in which one stacked weight of a layer is scaled."""
     graphdef, params = models.split(model)
     copy = models.merge(graphdef, jax.tree.map(jnp.array, params))
-    weight = functools.reduce(getattr, path, copy)
+    weight: Any = functools.reduce(getattr, path, copy)
     weight[...] = weight[...].at[layer].multiply(1.5)
     return copy

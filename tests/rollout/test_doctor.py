@@ -18,6 +18,7 @@ from serve_cases import help_of, refused_flags
 from tokenizers import Tokenizer
 
 from fluxjax import doctor
+from fluxjax.diagnosis.suspects import blind
 from models.inputs import ModelInput
 from rollout import wire
 
@@ -97,13 +98,6 @@ def text_positions(fake: FakeSGLang) -> None:
     fake.inputs = inputs
 
 
-def without_media(fake: FakeSGLang) -> None:
-    """The media are lost on the way: the placeholders stay."""
-    fake.inputs = lambda prompt: dataclasses.replace(
-        prompt, vision=None, feature_index_T=np.full_like(prompt.feature_index_T, -1)
-    )
-
-
 def unmasked(fake: FakeSGLang) -> None:
     media = {str(id): wire.NEVER for id in fake.processor.media_token_ids}
     fake.sampling = lambda params: params | {"logit_bias": media}
@@ -119,7 +113,6 @@ def hot(fake: FakeSGLang) -> None:
     [
         (other_template, "template", "text: .*model.*assistant"),
         (other_tokens, "token ids", "from place"),
-        (without_media, "pixels", "image: it computes without the media"),
         (text_positions, "positions (all axes)", "as for text"),
         (shifted(0, 1), "positions (time)", "shifted by +1"),
         (shifted(1, -1), "positions (height)", "shifted by -1"),
@@ -140,6 +133,14 @@ def test_a_planted_fault_is_named(
     assert (status, found, state) == (1, part, "differs"), checks
     assert re.search(said.replace("+", r"\+"), detail), detail
     assert [*checks][-1] == part  # later parts are not asked
+
+
+@pytest.mark.slow
+def test_media_that_are_lost_on_the_way_are_named(server: Patient, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("rollout.serve_requests.given_prompt", lambda *given: blind(wire.given_prompt(*given)))
+    status, part, checks = outcome(server, capsys)
+    assert (status, part) == (1, "pixels"), checks
+    assert checks["pixels"][1].startswith("image: it computes without the media")
 
 
 @pytest.mark.slow
@@ -167,13 +168,14 @@ def test_other_weights_are_named(
     assert [*checks][-1] == part and checks[part][0] == "differs"
 
 
-@pytest.mark.slow
 def test_rollout_serve_itself_is_compared_by_its_folder(server: Patient, capsys: Any, tmp_path: pathlib.Path) -> None:
     """`rollout.serve` has no routes for texts and reads no files; its folder on this host has templates and tokens."""
-    server.fake.refused = ("/tokenize", "/detokenize")
+    server.fake.plain = True
     status, part, checks = outcome(server, capsys)
     assert (status, part) == (0, None), checks
-    assert "by the files of" in checks["template"][1] and checks["template"][0] == checks["token ids"][0] == "ok"
+    assert all("by the files of" in checks[name][1] for name in ("template", "token ids"))
+    assert {name for name, (state, _) in checks.items() if state != "ok"} == {f"{name} as files" for name in MEDIA}
+    assert "this server decodes no files" in checks["image as files"][1]
     folder = shutil.copytree(server.folder, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("assistant", "model"))
     assert doctor.main(["--server", server.address, "--model", str(folder), "--text", "a"]) == 1
