@@ -186,6 +186,10 @@ class ServerClient:
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
 
+    async def ask(self, route: str, body: Json | None = None) -> Any:
+        """The answer of a route, which may be one that only some servers have: they refuse it. `body`: as JSON."""
+        return await self._order(route, body, seconds=UPDATE)
+
     # --- generation -----------------------------------------------------------------------------
 
     async def generate(

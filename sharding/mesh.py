@@ -149,16 +149,23 @@ def runs_triton(*arrays: Array, multiple: int = 1, most: int | float = math.inf)
 
 
 @functools.cache
-def _importable() -> bool:
+def triton_trouble() -> str:
+    """The reason why our Triton kernels can't be imported here; empty if they can."""
     try:
         for module in ("jax_triton", "triton"):
             importlib.import_module(module)
         if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton").startswith("0.4."):
             raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # tracing would fail
     except Exception as error:  # versions that do not fit each other fail in many ways
-        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", error)
-        return False
-    return True
+        return str(error) or type(error).__name__
+    return ""
+
+
+@functools.cache
+def _importable() -> bool:
+    if trouble := triton_trouble():
+        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", trouble)
+    return not trouble
 
 
 @functools.cache

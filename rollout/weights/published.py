@@ -176,19 +176,29 @@ class Checksums:
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
         """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
         WeightsMismatch, which names server and tensor."""
-        as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
         for rank, held in enumerate(ranks):
-            options = [self._expected(as_served, len(ranks), rank, sha256)]
-            if as_served and not any(held.get(name) == value for name, value in options[0].items()):
-                options.append(self._expected(True, len(ranks), rank, gpu_hash))
+            wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
-            wanted = min(options, key=lambda wanted: _differ(wanted, held))
-            if len(wanted) > 1 and _differ(wanted, held) == len(wanted):
+            if len(wanted) > 1 and len(_differing(wanted, held)) == len(wanted):
                 raise WeightsMismatch(
                     f"{where}: after the update of its weights, none of its tensors has the checksum of what was sent: "
                     "the update did nothing, or the server computes in another dtype than model.compute_dtype (--dtype)"
                 )
             _compare(wanted, held, where)
+
+    def differing(self, ranks: Sequence[Mapping[str, str]]) -> tuple[list[str], int]:
+        """Returns (the tensors that some rank lacks or has with another checksum, the number of all tensors)."""
+        wanted = [self._wanted(ranks, rank) for rank in range(len(ranks))]
+        names = [_differing(sums, held) for sums, held in zip(wanted, ranks, strict=True)]
+        return [*dict.fromkeys(name for found in names for name in found)], len(wanted[0])
+
+    def _wanted(self, ranks: Sequence[Mapping[str, str]], rank: int) -> Mapping[str, str]:
+        """The checksums that a rank should have: by the names and the hash of the server."""
+        as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
+        options = [self._expected(as_served, len(ranks), rank, sha256)]
+        if as_served and not any(ranks[rank].get(name) == value for name, value in options[0].items()):
+            options.append(self._expected(True, len(ranks), rank, gpu_hash))
+        return min(options, key=lambda wanted: len(_differing(wanted, ranks[rank])))
 
     def _compute(self, as_served: bool, size: int, rank: int, hashed: Hash) -> dict[str, str]:
         parts: dict[str, list[str]] = {}
@@ -248,8 +258,8 @@ def _compare(wanted: Mapping[str, str], held: Mapping[str, str], server: str) ->
             raise WeightsMismatch(f"{server}: holds a tensor {name}, which was not sent")
 
 
-def _differ(wanted: Mapping[str, str], held: Mapping[str, str]) -> int:
-    return sum(held.get(name) != checksum for name, checksum in wanted.items())
+def _differing(wanted: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
+    return [name for name, checksum in wanted.items() if held.get(name) != checksum]
 
 
 def as_bytes(tensor: np.ndarray) -> np.ndarray:
