@@ -99,6 +99,12 @@ PARTS = {
         "64 x 4096: Pallas' kernel 2.5-3 times as fast as gathering and attending; one row of 32k among 63 of 1k: "
         "the engine's attention takes at least 10 times what 64 of 1k take",
     ),
+    "deltanet": Part(
+        150,
+        60,
+        "errors <= 2e-6; 4096 tokens, forward and backward: 12-20 ms, a scan over tokens 20-40 times as long; 1024 and "
+        "16384 tokens in proportion; blocks of 32 chunks 20-40 % faster; a shared prompt saves 0.60-0.65",
+    ),
     "train_tuned": Part(240, 150, "with all algorithms tried, 3-8 % less a step than `train`", "train", ()),
 }
 

@@ -43,12 +43,13 @@ from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from models.registry import read_config
 from rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams, TokenChunk
-from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet import Fleet
 from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
+from rollout.weights.routes import SharedMemory
 
 SHAPES = {
     # Qwen2's vocabulary of 151,936 would be more than half of 0.1B weights.
@@ -179,12 +180,12 @@ def _engine(
     fleet = Fleet(
         config,
         EngineLimits(slots, longest, config.text.vocab_size),
-        SharedFolders(config, DTYPE),
-        processes=[server],
-        options=FleetOptions(start_seconds=START),
+        SharedMemory(SharedFolders(config, DTYPE)),
+        FleetOptions(start_seconds=START),
     )
+    (seat,) = fleet.add_seats([server])
     with contextlib.closing(fleet):
-        yield FleetEngine(fleet, 0)
+        yield seat
 
 
 def _command(

@@ -47,7 +47,7 @@ from fluxjax.run.build import build_model
 from models.config import DecoderConfig
 from models.decoder import parameter_count
 from rollout.engine import EngineError
-from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet import Fleet
 from rollout.fleet_server import FleetOptions
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
@@ -216,18 +216,19 @@ class Measured:
         self._version = 0
 
     def _route(self, name: str) -> SyncRoute:
+        memory = SharedFolders(self._sizes, DTYPE)
         if name == "shm":
-            return SharedMemory()
+            return SharedMemory(memory)
         if name == "bucket":
-            return Buckets(BUCKET, pickled=self._name == "sglang")
+            return Buckets(memory, BUCKET, pickled=self._name == "sglang")
         folders = VersionFolders(self._shared, delta=name == "orbax with delta")
-        return OrbaxFolders(folders, self._local, {}, here=self._name == "sglang")
+        return OrbaxFolders(memory, folders, self._local, {}, here=self._name == "sglang")
 
     def _fleet(self, route: SyncRoute) -> Fleet:
         limits = EngineLimits(4, LONGEST, self._sizes.text.vocab_size)
-        folders = SharedFolders(self._sizes, DTYPE)
-        return Fleet(self._sizes, limits, folders, addresses=[self._server.address], route=route,
-                     options=FleetOptions(patience=120.0))  # fmt: skip
+        fleet = Fleet(self._sizes, limits, route, FleetOptions(patience=120.0))
+        fleet.add_seats([self._server.address])
+        return fleet
 
     def _next(self, share: float = 1.0) -> tuple[int, Mapping[str, Any]]:
         """Makes the next version of the weights, replacing the version before. About this share of their words
@@ -253,7 +254,7 @@ class Measured:
         for turn in range(self._options.repeats):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 with contextlib.closing(self._fleet(route := self._route(name))) as fleet:
-                    seat, watch = FleetEngine(fleet, 0), Watch(route)
+                    seat, watch = fleet.seats[0], Watch(route)
                     await seat.update_weights(*self._next())
                     while not all(status.up for status in fleet.servers()):  # and brought to these
                         await asyncio.sleep(0.05)
@@ -284,8 +285,8 @@ class Measured:
     def stall(self) -> dict[str, Any]:
         """Measures the seconds that a trainer loses to one publication, if it waits for the publication and if not. A
         step is a small program and sleep, as a GPU's step is for the host: the cores are free for the publication."""
-        with contextlib.closing(self._fleet(SharedMemory())) as fleet:
-            seat = FleetEngine(fleet, 0)
+        with contextlib.closing(self._fleet(self._route("shm"))) as fleet:
+            seat = fleet.seats[0]
             asyncio.run(seat.update_weights(*self._next()))
             full: list[float] = []
             lost: list[float] = []

@@ -1,8 +1,8 @@
 """The decoder of Qwen2, Qwen2.5 and Qwen3 as a stack of layers: embed -> layer[i] ... -> norm -> head.
 
-The caller gives attention to each layer as a function (`attend`): training masks packed rows, decoding writes and reads
-a cache. The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the
-forward pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
+The caller hands to each layer what mixes tokens (`Mix`): training masks packed rows, decoding writes and reads a cache.
+The caller also chooses how to walk the stack (`sharding.walk`). The functions at the end of this file are the forward
+pass over packed rows: hidden states, log-probabilities of the packed tokens, all logits, and values.
 
 A critic is the decoder of its policy whose output table has a single row: the value of a state is that row times the
 normed hidden state, as a logit would be. Everything else is the decoder's, strategies included.
@@ -10,7 +10,7 @@ normed hidden state, as a logit would be. Everything else is the decoder's, stra
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import packed_attention
 from sharding.vocab import token_logprobs
-from sharding.walk import Params, Walk
+from sharding.walk import Params, Stack, Walk
 from sharding.weights import WeightSpec, weight
 
 from .config import DecoderConfig, TextConfig
@@ -28,8 +28,17 @@ from .inputs import PackedTokens, VisionInput
 from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
-Aux = TypeVar("Aux")  # second result of attention: keys and values for a cache, or None
-Attend: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Aux]]
+Aux = TypeVar("Aux")  # second result of a mix: keys and values for a cache, or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix(Generic[Aux]):
+    """The functions that mix tokens; a layer calls the function that it needs, and returns its second result.
+
+    `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k.
+    """
+
+    attention: Callable[[Array, Array, Array], tuple[Array, Aux]]
 
 
 class SelfAttention(nnx.Module):
@@ -53,15 +62,13 @@ class SelfAttention(nnx.Module):
             self.q_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
             self.k_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
-    ) -> tuple[Float[Array, "B T D"], Aux]:
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
         if self.config.qkv_bias:
             q, k, v = add_bias(q, self.q_bias[...]), add_bias(k, self.k_bias[...]), add_bias(v, self.v_bias[...])
         if self.config.head_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, aux = attend(rotate(q, rotary), rotate(k, rotary), v)
+        out, aux = mix.attention(rotate(q, rotary), rotate(k, rotary), v)
         out = project(out, self.o)
         return add_bias(out, self.o_bias[...]) if self.config.o_bias else out, aux
 
@@ -74,11 +81,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(D, config.rms_norm_eps, rngs, stack)
         self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend[Aux]
-    ) -> tuple[Float[Array, "B T D"], Aux]:
-        """`attend(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k; the layer returns its `aux`."""
-        out, aux = self.attention(self.attention_norm(x), rotary, attend)
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
+        out, aux = self.attention(self.attention_norm(x), rotary, mix)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), aux
 
@@ -122,6 +126,11 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs)
         if not text.tie_word_embeddings:
             self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
+
+    @property
+    def stack(self) -> Stack:
+        """The layers in order. A walk goes through them; the kinds have the names of the model's attributes."""
+        return Stack({"layers": self.layers}, ("layers",) * self.config.text.num_layers)
 
     def embed(
         self,
@@ -194,24 +203,30 @@ def parameter_count(model: nnx.Module) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
-    """The normed hidden states of every token, under the attention rules of `PackedTokens`."""
-    inputs = jax.tree.map(jnp.asarray, inputs)
-    x, deep = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
-    rotary = model.rotary(inputs.positions_3BT)
+def packed_mix(inputs: PackedTokens) -> Mix[None]:
+    """The mix of packed rows, under the attention rules of `PackedTokens`."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
         attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     else:
         attend = packed_attention(inputs.segments_BT, inputs.branches_BT)
+    return Mix(attention=lambda q, k, v: (attend(q, k, v), None))
+
+
+def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
+    """The normed hidden states of every token, under the attention rules of `PackedTokens`."""
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    x, deep = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
+    rotary = model.rotary(inputs.positions_3BT)
+    mix = packed_mix(inputs)
 
     def step(layer: DecoderLayer, x: Array, number: Array | None) -> tuple[Array, None]:
-        x, _ = layer(x, rotary, lambda q, k, v: (attend(q, k, v), None))
+        x, _ = layer(x, rotary, mix)
         return x if deep is None or number is None else deep.added(x, number), None
 
     numbers = None if deep is None else np.arange(model.config.text.num_layers, dtype=np.int32)
-    x, _ = walk.scan(model.layers, x, step, numbers)
+    x, _ = walk.scan(model.stack, x, step, numbers)
     return model.final_norm(walk, x)
 
 

@@ -9,13 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .config import (
-    DecoderConfig,
-    JsonObject,
-    ModelConfigError,
-    RopeConfig,
-    TextConfig,
-)
+from .config import DecoderConfig, JsonObject, ModelConfigError, RopeConfig, TextConfig
 
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 _ALWAYS = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}

@@ -118,20 +118,20 @@ class Recorder(Walk):
 
     stacks: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
-    def scan(self, layers: Any, carry: Any, step: Callable, xs: Any = None) -> tuple[Any, Any]:
+    def scan(self, stack: Any, carry: Any, step: Callable, xs: Any = None) -> tuple[Any, Any]:
         def recorded(layer: Any, carry: Any, x: Any) -> tuple[Any, Any]:
             after, y = step(layer, carry, x)
             return after, (after, y)
 
-        last, (states, ys) = super().scan(layers, carry, recorded, xs)
+        last, (states, ys) = super().scan(stack, carry, recorded, xs)
         self.stacks.append((carry, states))
         return last, ys
 
 
-def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
-    """The parts of the model by name, as `models.decoder` computes them."""
+def one_row(inputs: ModelInput) -> PackedTokens:
+    """The sequence as a packed row of its own."""
     ones = np.ones((1, len(inputs)), np.int32)
-    packed = PackedTokens(
+    return PackedTokens(
         tokens_BT=inputs.token_ids_T[None],
         segments_BT=ones,
         branches_BT=ones - 1,
@@ -140,6 +140,11 @@ def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
         feature_index_BT=inputs.feature_index_T[None],
         vision=inputs.vision,
     )
+
+
+def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
+    """The parts of the model by name, as `models.decoder` computes them."""
+    packed = one_row(inputs)
     hidden = hidden_states(model, packed, walk := Recorder())
     embedded, states_LBTD = walk.stacks[-1]  # the tower's stack comes first
     found = {"embedded": embedded} | {f"layer {number}": state for number, state in enumerate(states_LBTD)}

@@ -41,22 +41,15 @@ def _part(path: str) -> Callable[..., Any]:
     return later(__name__, path)
 
 
-# By `model_type` of config.json. A text model is the plain decoder.
+def _text_model(name: str, read: str) -> Architecture:
+    write, model, names = "hf_config:write_text_model", "decoder:Decoder", "tensor_names:text_model_names"
+    return Architecture(name, _part(read), _part(write), _part(model), _part(names))
+
+
+# By `model_type` of config.json
 ARCHITECTURES = {
-    "qwen2": Architecture(
-        "Qwen2ForCausalLM",
-        read=_part("hf_config:read_qwen2"),
-        write=_part("hf_config:write_text_model"),
-        model=_part("decoder:Decoder"),
-        tensor_names=_part("tensor_names:text_model_names"),
-    ),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        read=_part("hf_config:read_qwen3"),
-        write=_part("hf_config:write_text_model"),
-        model=_part("decoder:Decoder"),
-        tensor_names=_part("tensor_names:text_model_names"),
-    ),
+    "qwen2": _text_model("Qwen2ForCausalLM", read="hf_config:read_qwen2"),
+    "qwen3": _text_model("Qwen3ForCausalLM", read="hf_config:read_qwen3"),
     "qwen2_5_vl": Architecture(  # of MiMo-VL, too
         "Qwen2_5_VLForConditionalGeneration",
         read=_part("qwen2_5_vl.params:read_config"),

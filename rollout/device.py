@@ -1,4 +1,4 @@
-"""The device side of the embedded engine: weights, cache, and the turns. One thread at a time uses it."""
+"""The device side of the embedded engine: weights, cache, prefill and decoding. One thread at a time uses it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DeviceState:
     """Weights and cache on the devices. Layers of `model` are copied, other weights only if they need another layout;
     all are cast to `dtype` (None: not cast). With an abstract model, `params` is None until the first update."""
 
-    params: LayerParams | None  # None: before the first update, or after a failure that lost some of them
+    params: LayerParams | None  # None: before the first update, or after a failure that lost weights
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class DeviceState:
         self._settle(layout)
         try:
             self.take(self)
-        except BaseException:  # no memory there: stays on the old devices
+        except BaseException:  # no memory on the new devices: keeps the old devices
             self._settle(before)
             raise
 

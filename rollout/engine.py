@@ -41,7 +41,9 @@ class GenerateRequest:
     never on other requests. `prefix_ids` continues responses begun earlier (partial rollouts, migration).
     Prefixes are prefilled after the prompt and not returned again, but count: token indices go on from
     them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for
-    some samples of an earlier request names their numbers there, and gets the same tokens.
+    some samples of an earlier request names their numbers in that request, and gets the same tokens. `need` lets the
+    embedded engine abort the other samples once so many have ended, in that very turn; other engines wait for
+    `Engine.abort`.
     """
 
     rid: str
@@ -51,6 +53,7 @@ class GenerateRequest:
     seed: int = 0
     prefix_ids: tuple[tuple[int, ...], ...] = ()  # empty, or one tuple for each sample
     samples: tuple[int, ...] = ()  # empty: 0 .. n - 1; else `n` different numbers, none negative
+    need: int = 0  # samples that the caller waits for; 0: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +109,9 @@ class Engine(Protocol):
         An engine may keep device arrays of `params` until the next update: they must not be donated meanwhile."""
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
-        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, numbered or
-        named as the engine does it. Between requests only: `EngineError` while samples are running or waiting, and
-        for devices that it can't use.
+        """Compute on these devices together from now on (tensor parallelism): 1, 2, 4, ... of one host, as the engine
+        numbers or names them. Raises `EngineError` while samples are running or waiting, and for devices that the
+        engine can't use.
 
         The engine keeps its weights, and lays them out anew. An engine that can't do so, as a seat of a fleet, raises
         `EngineError`."""

@@ -5,9 +5,9 @@ copies its weights first: it reads, writes and reads them again, three times the
 have their outputs first (`engine_model`): on a CPU, the products of few rows, as in decoding, then take half the time.
 The weights are copied in any case, so that this order costs nothing.
 
-With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs one sum after each of
-the two; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly (GSPMD); they say
-nothing about devices.
+With several devices, attention is cut by heads, an MLP by its inner width, so that a layer needs a sum after attention
+and a sum after the MLP; embedding and head are cut by the vocabulary. The compiler divides the programs accordingly
+(GSPMD); they say nothing about devices.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def split_layers(
 
     `dtype` casts the weights (None: not cast). `stacked` has the shardings of whole stacks on the engine's devices,
     `whole` the shardings of the result, by layers. Layers are copied, and their `matrices` get outputs first. Any other
-    array is shared if it has that dtype and sharding already. Each weight leaves `old` before its replacement is made,
+    array is shared if dtype and sharding are right already. Each weight leaves `old` before its replacement is made,
     so that only one weight at a time, or a few small ones, are on the devices twice.
     """
     places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
@@ -209,8 +209,8 @@ def _are_finite(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> jax.Arr
 
 
 def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
-    """Returns (the abstract model that an engine computes with, the number of input axes of each matrix of a layer, by
-    its path there). In this model, these matrices have their outputs first."""
+    """Returns (the abstract model that an engine computes with, the number of input axes of each matrix, by its path in
+    a layer). In this model, these matrices have their outputs first."""
     turned, matrices = shapes_only(model), dict[tuple, int]()
     for path, variable in nnx.iter_graph(turned.layers):
         if isinstance(variable, nnx.Param) and (spec := variable.get_metadata("spec")).inputs:
@@ -222,17 +222,17 @@ def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
 
 
 def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
-    """Returns (the model, its layers). The model's own `layers` is the first of them: there is no stack here."""
+    """Returns (the model, its layers in order). The model's own `layers` is the first layer: there is no stack here."""
     parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
-    return parts[0], [part.layers for part in parts]
+    return parts[0], parts[0].stack.in_order({"layers": [part.layers for part in parts]})
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineLayout:
-    """The devices that one engine computes on, and the way its arrays lie there.
+    """The devices that one engine computes on, and the way its arrays lie on them.
 
-    A dimension is cut over the largest power of two of the devices that divides it; each part lies on several devices
-    if that is fewer than all: each of 2 KV heads lies on 2 of 4 devices, beside the query heads that read it.
+    A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
+    parts are few, each lies on several devices: each of 2 KV heads on 2 of 4, beside the query heads that read it.
     """
 
     devices: tuple[Device, ...]
@@ -265,7 +265,7 @@ class EngineLayout:
 
     @property
     def replicated(self) -> Sharding:
-        """The sharding of an array that is whole on each device."""
+        """The sharding of an array that is complete on each device."""
         return self._sharding(0, 1)
 
     def rows(self, text: TextConfig) -> Sharding:

@@ -13,83 +13,76 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
+import functools
+import itertools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from models.config import DecoderConfig
-from models.shadow import Fetch
 from sharding.mesh import Device
 
-from .engine import EngineError, EngineStats, GenerateRequest
-from .fleet_requests import FleetRequests
-from .fleet_server import FleetOptions, FleetState, Seat, Server, ServerStatus
+from .engine import EngineError, EngineStats, GenerateRequest, TokenChunk
+from .fleet_requests import FleetJob
+from .fleet_server import FleetState, Seat, Server, ServerStatus
 from .local_server import LocalServer
-from .requests import EngineLimits, Mailbox, TokenStream, checked
+from .requests import Mailbox, TokenStream, checked
 from .sglang import ServerClient
-from .weights.published import Published, SharedFolders
-from .weights.routes import SharedMemory, SyncRoute
+from .weights.published import Published
 
 Result = TypeVar("Result")
+Order = TypeVar("Order", bound=Callable[..., Coroutine[Any, Any, None]])
 
 
 class Fleet(FleetState):
-    """The servers of several `FleetEngine`s; each engine is a seat. Call `close` at the end.
+    """The servers of several engines, the `seats`. Any thread may call the methods of a fleet but `ready`, which `call`
+    runs in the fleet's thread. Call `close` at the end."""
 
-    The fleet starts `processes`; others start the servers at `addresses`. Server `i` takes seat `i % seats`, and is
-    called `name` and its number. `limits` bound the requests of a server. Prompts may lack their pixels if servers
-    fetch pixels (`shadows`), or if the fleet does by `fetch`, for each request when it is sent. Any thread may call
-    `start`, `call`, `close`, `join`, `leave`, `oldest` and the reports at the end; all other methods run in the
-    fleet's thread, by `call`.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        limits: EngineLimits,
-        folders: SharedFolders,
-        *,
-        processes: Sequence[LocalServer] = (),
-        addresses: Sequence[str] = (),
-        seats: int = 0,
-        name: str = "server",
-        route: SyncRoute | None = None,
-        options: FleetOptions | None = None,
-        fetch: Fetch | None = None,
-        shadows: bool = False,
-    ) -> None:
-        self._first, self._folders = [*processes, *addresses], folders
-        if not self._first and not seats:
-            raise EngineError("a fleet needs a server at least")
-        limits = dataclasses.replace(limits, shadows=shadows or fetch is not None)
-        super().__init__(config, limits, options or FleetOptions(), route or SharedMemory(), seats or len(self._first))
-        self.requests = FleetRequests(self, fetch=fetch, shadows=shadows)
-        self._name, self._joined = name, 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seats: list[FleetEngine] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._lock = threading.RLock()  # held while the fleet starts, closes, or takes work
-        self._closed = False
+        self.started = self._closed = False
+
+    def add_seats(
+        self, members: Sequence[LocalServer | str], count: int = 0, name: str = "server"
+    ) -> list[FleetEngine]:
+        """Adds seats with servers of their own, before the fleet starts: processes that the fleet starts, or addresses
+        of servers that others start. There are `count` seats, by default a seat a server; server `i` takes seat
+        `i % count`, and is called `name` and its number. Raises EngineError without seats."""
+        names = (f"{name} {number}" for number in itertools.count())
+        seats = [FleetEngine(self, number, names) for number in range(count or len(members))]
+        if not seats:
+            raise EngineError("a fleet needs a server at least")
+        self.seats += seats
+        for number, member in enumerate(members):
+            self._add(member, seats[number % len(seats)])
+        return seats
+
+    def _add(self, member: LocalServer | str, seat: FleetEngine) -> Server:
+        process = member if isinstance(member, LocalServer) else None
+        client = ServerClient("" if process else str(member), token=self.options.token)
+        server = Server(self, next(seat.names), seat, client, process)
+        self.members.append(server)
+        return server
 
     def start(self) -> None:
         """Starts the servers; the first `call` does so, too. May be called again."""
         with self._lock:
             if self._closed:
                 raise EngineError("the fleet is closed")
-            if self._thread.ident is None:
+            if not self.started:
+                self.started = True
                 self._thread.start()
-                for member in self._first:
-                    self.join(member)
+                for server in self.members:
+                    self._loop.call_soon_threadsafe(self.begin, server.live())
 
-    def call(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Runs `work` in the fleet's thread."""
+    def call(self, work: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> concurrent.futures.Future[Result]:
+        """Runs `work(*args)` in the fleet's thread."""
         with self._lock:
-            try:
-                self.start()
-            except EngineError:
-                work.close()
-                raise
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            self.start()
+            return asyncio.run_coroutine_threadsafe(work(*args), self._loop)
 
     def close(self) -> None:
         """Ends the servers that the fleet started, and all requests, which fail. May be called again."""
@@ -101,11 +94,6 @@ class Fleet(FleetState):
             self._closed = True
             self._loop.close()
             self.route.close()
-            self._folders.close()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
 
     async def _close(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # tasks of servers, requests and orders
@@ -114,26 +102,28 @@ class Fleet(FleetState):
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()
 
+    async def ready(self) -> None:
+        """Returns when all servers are up, with the weights of their seats or asleep; servers of a sleeping seat may
+        wait for it to wake. After `options.start_seconds`, raises EngineError, which says why the other servers are
+        not up."""
+        if not await self.until(lambda: all(s.up or s.waits for s in self.members), self.options.start_seconds):
+            raise EngineError("; ".join(server.state() for server in self.members if not (server.up or server.waits)))
+
     # --- membership -----------------------------------------------------------------------------
 
     def join(self, member: LocalServer | str) -> str:
-        """Adds a server, at an address or to be started. It gets requests when it has weights. Returns its name."""
-        return self.call(self._join(member)).result()
-
-    async def _join(self, member: LocalServer | str) -> str:
-        local = member if isinstance(member, LocalServer) else None
-        client = ServerClient("" if local else str(member), token=self.options.token)
-        seat = min(self.seats, key=lambda seat: len(self.of_seat(seat)))
-        server = Server(self, f"{self._name} {self._joined}", seat, client, local)
-        self._joined += 1
-        self.members.append(server)
-        self.begin(server.live())
+        """Adds a server, at an address or to be started, to the seat that has the fewest. It gets requests when it has
+        weights. Returns its name."""
+        with self._lock:
+            self.start()
+            server = self._add(member, min(self.seats, key=lambda seat: len(seat.servers)))
+            self._loop.call_soon_threadsafe(self.begin, server.live())
         return server.name
 
     def leave(self, name: str) -> None:
         """Removes a server, and ends it if the fleet started it. Its samples continue on other servers. Raises
         EngineError for an unknown name."""
-        self.call(self._leave(name)).result()
+        self.call(self._leave, name).result()
 
     async def _leave(self, name: str) -> None:
         server = next((server for server in self.members if server.name == name), None)
@@ -145,97 +135,11 @@ class Fleet(FleetState):
         server.lower()
         server.suspect()
 
-    # --- weights --------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
-    async def publish(self, seat: Seat, version: int, params: Mapping[str, Any]) -> None:
-        """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
-        lost, and gets them when it comes back.
-
-        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if there is no room."""
-        self.raise_fatal()
-        written = await asyncio.to_thread(self._folders.write, version, params)
-        await asyncio.to_thread(self.route.publish, written, params)
-        seat.wanted = written
-        await self.wake(seat)
-        await asyncio.to_thread(lambda: self._folders.keep(self.route.keep(self._wanted())))
-        self.raise_fatal()
-
-    def _wanted(self) -> list[Published]:
+    def wanted(self) -> list[Published]:
+        """The weights that seats are to have."""
         return [seat.wanted for seat in self.seats if seat.wanted is not None]
-
-    def oldest(self) -> Published | None:
-        """The oldest of the weights that seats are to have; for any thread."""
-        return min(self._wanted(), key=lambda published: published.version, default=None)
-
-    async def take(self, published: Published | None) -> None:
-        """Gives all seats, which must sleep, weights of another fleet with the same folders."""
-        for seat in self.seats:
-            seat.wanted = published
-        if published is not None:
-            await asyncio.to_thread(self.route.publish, published)
-
-    async def _bring(self, seat: Seat) -> None:
-        await asyncio.gather(*(server.bring() for server in self.of_seat(seat) if server.up))
-
-    # --- orders to a seat -----------------------------------------------------------------------
-
-    async def pause(self, seat: Seat) -> None:
-        seat.paused = True
-        await self._follow(seat)
-
-    async def resume(self, seat: Seat) -> None:
-        seat.paused = False
-        self.tell()
-        if self.options.together:
-            await self.requests.sent(seat, self.options.start_seconds)
-        await self._follow(seat)
-
-    async def _follow(self, seat: Seat) -> None:
-        """Has the seat's servers pause or go on. Those of a seat that is to sleep learn it when they wake: other seats'
-        samples may still end there."""
-        if not seat.asleep:
-            await self._bring(seat)
-
-    async def sleep(self, seat: Seat) -> None:
-        """Has the seat's servers give their memory back, weights included. Until the seat wakes, no server starts: a
-        server that is about to start, or that ends meanwhile, waits. A server that is starting comes up first, since
-        with short rounds it never would. Samples of other seats on these servers end first. Raises EngineError if
-        samples of this seat run."""
-        if running := self.requests.running(seat):
-            raise EngineError(f"can't sleep: {running} samples are running; abort them first")
-        starting = {server: server.restarts for server in self.of_seat(seat) if server.starting}
-        await self.until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
-        seat.asleep = True
-        self.tell()
-        await self.until(lambda: not any(server.open for server in self.of_seat(seat) if server.up))
-        await self._bring(seat)
-        await self.until(lambda: not seat.asleep or all(server.rests for server in self.of_seat(seat)))
-
-    async def wake(self, seat: Seat) -> None:
-        """Wakes the seat's servers, and gives them its weights, since sleeping servers keep none."""
-        seat.asleep = False
-        self.tell()
-        await self._bring(seat)
-
-    async def ready(self) -> None:
-        """Returns when all servers are up, with the weights of their seats or asleep. After `options.start_seconds`,
-        raises EngineError, which says why the other servers are not up."""
-        if not await self.until(lambda: all(server.up for server in self.members), self.options.start_seconds):
-            raise EngineError("; ".join(server.state() for server in self.members if not server.up))
-
-    # --- reports, for any thread -----------------------------------------------------------------
-
-    def stats(self, seat: Seat) -> EngineStats:
-        """Counts of the seat, a moment old."""
-        return EngineStats(
-            version=-1 if seat.wanted is None else seat.wanted.version,
-            running=self.requests.running(seat),
-            waiting=0,
-            slots=self.limits.slots * max(len(self.of_seat(seat)), 1),
-            tokens_generated=seat.tokens,
-            tokens_prefilled=0,
-            preemptions=seat.preemptions,
-        )
 
     def servers(self) -> list[ServerStatus]:
         """The servers as they are now."""
@@ -246,42 +150,53 @@ class Fleet(FleetState):
         return {server.name: server.busy_times() for server in list(self.members)}
 
 
-class FleetEngine:
-    """A seat of a fleet as a `rollout.engine.Engine`. A sample's tokens come in one chunk, when it has ended.
+def in_fleet(order: Order) -> Order:
+    """Has a method of an engine run in its fleet's thread, whichever event loop awaits the method."""
 
-    A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
-    that the seat's servers share.
-    """
-
-    def __init__(self, fleet: Fleet, seat: int, devices: Sequence[Device] = ()) -> None:
-        self.move(fleet, seat, devices)
-
-    def move(self, fleet: Fleet, seat: int, devices: Sequence[Device]) -> None:
-        """Makes this engine a seat of `fleet` from now on."""
-        self._fleet, self._seat, self.devices = fleet, fleet.seats[seat], tuple(devices)
-
-    async def _on(self, work: Coroutine[Any, Any, Result]) -> Result:
-        job = self._fleet.call(work)
+    @functools.wraps(order)
+    async def ordered(self: FleetEngine, *args: Any) -> None:
+        job = self.fleet.call(order, self, *args)
         try:
-            return await asyncio.wrap_future(job)
+            await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():
                 raise
             raise EngineError("the fleet was closed") from None
 
+    return cast(Order, ordered)
+
+
+class FleetEngine(Seat):
+    """A seat of a fleet as a `rollout.engine.Engine`: its orders reach the seat's servers, its requests also those of
+    other seats. A sample's tokens come in one chunk, when it has ended.
+
+    A seed gives the same tokens again on `rollout.serve`, but not on SGLang. `devices` are the devices of this process
+    that the seat's servers share. `names` are for its servers, one each.
+    """
+
+    def __init__(self, fleet: Fleet, number: int, names: Iterator[str]) -> None:
+        super().__init__(number)
+        self.fleet, self.names = fleet, names
+        self.devices: tuple[Device, ...] = ()
+        self._jobs: dict[str, FleetJob] = {}
+
+    @property
+    def servers(self) -> list[Server]:
+        return [server for server in list(self.fleet.members) if server.seat is self]
+
+    # --- requests -------------------------------------------------------------------------------
+
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Streams a request's chunks (`Engine.generate`). Raises EngineError if no server could take it."""
-        request = checked(request, self._fleet.limits)
+        request = checked(request, self.fleet.limits)
         mailbox = Mailbox()
 
         def in_loop(function: Callable[..., None], *args: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop may have closed
                 mailbox.loop.call_soon_threadsafe(function, *args)
 
-        job = self._fleet.call(
-            self._fleet.requests.serve(self._seat, request, lambda chunk: in_loop(mailbox.put, chunk))
-        )
+        job = self.fleet.call(self._serve, request, lambda chunk: in_loop(mailbox.put, chunk))
 
         def ended(job: concurrent.futures.Future[None]) -> None:
             error = EngineError("the fleet was closed") if job.cancelled() else job.exception()
@@ -290,29 +205,97 @@ class FleetEngine:
         job.add_done_callback(ended)
         return TokenStream(mailbox, job.cancel)
 
-    async def abort(self, rid: str) -> None:
-        await self._on(self._fleet.requests.abort(self._seat, rid))
+    async def _serve(self, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
+        if request.rid in self._jobs:
+            raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
+        job = self._jobs[request.rid] = FleetJob(self.fleet, self, request, put)
+        try:
+            await job.run()
+        finally:
+            del self._jobs[request.rid]
 
+    @in_fleet
+    async def abort(self, rid: str) -> None:
+        name, _, sample = (rid, "", "") if rid in self._jobs else rid.rpartition("/")
+        if name in self._jobs and (sample.isdecimal() or not sample):
+            self._jobs[name].abort([int(sample)] if sample else [])
+
+    @property
+    def _running(self) -> int:
+        """The number of samples that are open."""
+        return sum(len(job.open) for job in list(self._jobs.values()))
+
+    # --- orders ---------------------------------------------------------------------------------
+
+    @in_fleet
     async def update_weights(self, version: int, params: Mapping[str, Any]) -> None:
-        await self._on(self._fleet.publish(self._seat, version, params))
+        """Brings the seat's servers to these weights; sleeping servers wake. A server that can't take the weights is
+        lost, and gets them when it comes back.
+
+        Raises WeightsMismatch if a server holds other weights afterwards, and OSError if there is no room."""
+        self.fleet.raise_fatal()
+        self.wanted = await asyncio.to_thread(self.fleet.route.publish, version, params)
+        self.asleep = False
+        await self._bring()
+        await asyncio.to_thread(lambda: self.fleet.route.keep(self.fleet.wanted()))
+        self.fleet.raise_fatal()
+
+    async def _bring(self) -> None:
+        """Has the servers follow the seat's orders. A server that is not up follows them when it comes up."""
+        self.fleet.tell()
+        await asyncio.gather(*(server.bring() for server in self.servers if server.up))
+
+    @in_fleet
+    async def pause(self) -> None:
+        self.paused = True
+        if not self.asleep:  # else its servers learn it when they wake: samples of other seats may still end there
+            await self._bring()
+
+    @in_fleet
+    async def resume(self) -> None:
+        self.paused = False
+        self.fleet.tell()
+        if (options := self.fleet.options).together:
+            await self.fleet.until(lambda: all(job.accepted for job in self._jobs.values()), options.start_seconds)
+        if not self.asleep:
+            await self._bring()
+
+    @in_fleet
+    async def sleep(self) -> None:
+        """Has the seat's servers give their memory back, weights included. Until the seat wakes, no server starts: a
+        server that is about to start, or that ends meanwhile, waits. A server that is starting comes up first, since
+        with short rounds it never would. Samples of other seats on these servers end first. Raises EngineError if
+        samples of this seat run."""
+        if self._running:
+            raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
+        fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}
+        await fleet.until(lambda: not any(s.starting and s.restarts == before for s, before in starting.items()))
+        self.asleep = True
+        fleet.tell()
+        await fleet.until(lambda: not any(server.open for server in self.servers if server.up))
+        await self._bring()
+        await fleet.until(lambda: not self.asleep or all(server.rests for server in self.servers))
+
+    @in_fleet
+    async def wake(self) -> None:
+        """Wakes the seat's servers, and gives them its weights, since sleeping servers keep none."""
+        self.asleep = False
+        await self._bring()
 
     async def set_parallelism(self, devices: Sequence[Device]) -> None:
         raise EngineError("rollout servers keep their devices")
 
-    async def pause(self) -> None:
-        await self._on(self._fleet.pause(self._seat))
-
-    async def resume(self) -> None:
-        await self._on(self._fleet.resume(self._seat))
-
-    async def sleep(self) -> None:
-        await self._on(self._fleet.sleep(self._seat))
-
-    async def wake(self) -> None:
-        await self._on(self._fleet.wake(self._seat))
-
     def stats(self) -> EngineStats:
-        return self._fleet.stats(self._seat)
+        """Counts of the seat, a moment old. From any thread."""
+        return EngineStats(
+            version=-1 if self.wanted is None else self.wanted.version,
+            running=self._running,
+            waiting=0,
+            slots=self.fleet.limits.slots * max(len(self.servers), 1),
+            tokens_generated=self.tokens,
+            tokens_prefilled=0,
+            preemptions=self.preemptions,
+        )
 
     async def close(self) -> None:
         """Does nothing: servers end with the fleet."""

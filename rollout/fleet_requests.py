@@ -1,4 +1,4 @@
-"""The requests of a fleet: each runs on a server, and continues on another if that server is lost."""
+"""A request of a fleet: it runs on a server, and continues on another if that server is lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from models.shadow import Fetch, ShadowTensor
+from models.shadow import ShadowTensor
 
 from . import wire
 from .engine import EngineError, FinishReason, GenerateRequest, TokenChunk
@@ -20,173 +20,142 @@ from .sglang import SampleReply, ServerError
 
 
 class FleetJob:
-    """A request under way, and the tokens that each sample has so far."""
+    """A request under way, and the tokens that each sample has so far. It belongs to the fleet's thread. When a sample
+    has ended, `put` gets all its tokens in one chunk."""
 
-    def __init__(self, request: GenerateRequest, seat: Seat, put: Callable[[TokenChunk], None]) -> None:
-        self.request, self.seat, self.put = request, seat, put
-        prefixes = request.prefix_ids or ((),) * request.n
-        self.begun = list(prefixes)  # token ids of the prefixes
-        self.came = [SampleReply("") for _ in range(request.n)]  # tokens behind the prefixes, all of them certain
+    def __init__(
+        self, fleet: FleetState, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]
+    ) -> None:
+        self._fleet, self._seat, self._request, self._put = fleet, seat, request, put
+        self._begun = list(request.prefix_ids or ((),) * request.n)  # token ids of the prefixes
+        self._came = [SampleReply("") for _ in range(request.n)]  # tokens behind the prefixes, all of them certain
         self.open = set(range(request.n))
-        self.aborted: set[int] = set()
-        self.running: Attempt | None = None
+        self._aborted: set[int] = set()
+        self._running: Attempt | None = None
+        self.accepted = False  # whether the server has the complete request
         self.lost: collections.Counter[str] = collections.Counter()  # lost attempts, by the names of their servers
 
-    def ids(self, sample: int) -> tuple[int, ...]:
-        return (*self.begun[sample], *self.came[sample].ids)
+    async def run(self) -> None:
+        """Generates until all samples have ended. Raises EngineError."""
+        while self._settle():
+            server = await self._choose_server()
+            if server is None:  # a sample was aborted while there was no server
+                continue
+            try:
+                await self._attempt(server)
+            except ServerError as error:
+                server.suspect()
+                if not server.leaving:  # a server that leaves loses its attempts
+                    self.lost[server.name] += 1
+                if (lost := self.lost.total()) >= self._fleet.options.attempts:
+                    raise EngineError(f"request {self._request.rid!r} was lost {lost} times: {error}") from error
 
-    def end(self, sample: int, finish: FinishReason) -> None:
+    def abort(self, samples: Collection[int] = ()) -> None:
+        """Ends these samples; without samples, all."""
+        chosen = self.open.intersection(samples or self.open)
+        self._aborted |= chosen
+        self._fleet.tell()
+        self._fleet.begin(self._insist(chosen))
+
+    # --- samples --------------------------------------------------------------------------------
+
+    def _ids(self, sample: int) -> tuple[int, ...]:
+        return (*self._begun[sample], *self._came[sample].ids)
+
+    def _settle(self) -> bool:
+        """Ends samples that need no server any more. Returns whether some do."""
+        for sample in sorted(self.open):
+            if (finish := ended_before(self._ids(sample), self._request.sampling)) is not None:
+                self._end(sample, finish)
+            elif sample in self._aborted:
+                self._end(sample, FinishReason.ABORT)
+        return bool(self.open)
+
+    def _end(self, sample: int, finish: FinishReason) -> None:
         if sample in self.open:
             self.open.remove(sample)
-            came = self.came[sample]
+            came = self._came[sample]
             tokens = tuple(came.ids), tuple(came.logprobs), tuple(came.versions)
-            self.put(TokenChunk(self.request.rid, sample, *tokens, finish))
+            self._put(TokenChunk(self._request.rid, sample, *tokens, finish))
 
-    def keep(self, sample: int, reply: SampleReply) -> None:
+    def _keep(self, sample: int, reply: SampleReply) -> None:
         """Adds the certain tokens of a reply: the tokens that have a version."""
-        came, certain = self.came[sample], len(reply.versions)
+        came, certain = self._came[sample], len(reply.versions)
         came.ids += reply.ids[:certain]
         came.logprobs += reply.logprobs[:certain]
         came.versions += reply.versions
 
+    # --- servers --------------------------------------------------------------------------------
 
-class FleetRequests:
-    """Generates on the servers of `state`, in its thread. Servers get tickets in the place of pixels (`shadows`), or
-    the pixels that `fetch` returns for the tickets."""
-
-    def __init__(self, state: FleetState, *, fetch: Fetch | None = None, shadows: bool = False) -> None:
-        self._state, self._options = state, state.options
-        self._fetch, self._shadows = fetch, shadows
-        self._jobs: dict[str, FleetJob] = {}
-
-    def running(self, seat: Seat) -> int:
-        """The number of the seat's samples that are open."""
-        return sum(len(job.open) for job in list(self._jobs.values()) if job.seat is seat)
-
-    async def sent(self, seat: Seat, most: float) -> None:
-        """Returns when servers have accepted all requests of the seat, or after `most` seconds."""
-
-        def missing() -> bool:
-            jobs = (job for job in self._jobs.values() if job.seat is seat)
-            return any(job.running is None or not job.running.accepted for job in jobs)
-
-        await self._state.until(lambda: not missing(), most)
-
-    async def serve(self, seat: Seat, request: GenerateRequest, put: Callable[[TokenChunk], None]) -> None:
-        """Generates: when a sample has ended, `put` gets all its tokens in one chunk. Raises EngineError."""
-        if request.rid in self._jobs:
-            raise EngineError(f"request {request.rid!r}: a request of this id is already in flight")
-        job = self._jobs[request.rid] = FleetJob(request, seat, put)
-        try:
-            while self._settle(job):
-                server = await self._server_for(job)
-                if server is None:  # a sample was aborted while there was no server
-                    continue
-                try:
-                    await self._attempt(job, server)
-                except ServerError as error:
-                    server.suspect()
-                    if not server.leaving:  # a server that leaves loses its attempts
-                        job.lost[server.name] += 1
-                    if (lost := job.lost.total()) >= self._options.attempts:
-                        raise EngineError(f"request {request.rid!r} was lost {lost} times: {error}") from error
-        finally:
-            del self._jobs[request.rid]
-
-    def _settle(self, job: FleetJob) -> bool:
-        """Ends samples that need no server any more. Returns whether some do."""
-        for sample in sorted(job.open):
-            if (finish := ended_before(job.ids(sample), job.request.sampling)) is not None:
-                job.end(sample, finish)
-            elif sample in job.aborted:
-                job.end(sample, FinishReason.ABORT)
-        return bool(job.open)
-
-    async def _server_for(self, job: FleetJob) -> Server | None:
-        """The server that lost the job least often; among equals one of the job's seat, then the least loaded. Waits
+    async def _choose_server(self) -> Server | None:
+        """The server that lost the request least often; among equals one of the seat, then the least loaded. Waits
         until a server is usable; None if a sample is aborted meanwhile."""
-        deadline = time.monotonic() + self._options.start_seconds
+        seat, patience = self._seat, self._fleet.options.start_seconds
+        deadline = time.monotonic() + patience
         while True:
-            self._state.raise_fatal()
-            if job.aborted & job.open:
+            self._fleet.raise_fatal()
+            if self._aborted & self.open:
                 return None
-            if job.seat.paused or job.seat.asleep:
-                deadline = time.monotonic() + self._options.start_seconds
-            elif usable := [server for server in self._state.members if self._fits(server, job)]:
-                return min(usable, key=lambda s: (job.lost[s.name], s.seat is not job.seat, s.open, s.name))
+            if seat.paused or seat.asleep:
+                deadline = time.monotonic() + patience
+            elif usable := [server for server in self._fleet.members if self._fits(server)]:
+                return min(usable, key=lambda s: (self.lost[s.name], s.seat is not seat, s.open, s.name))
             if time.monotonic() > deadline:
-                reasons = [server.state() for server in self._state.members]
+                reasons = [server.state() for server in self._fleet.members if not server.seat.asleep]
                 raise EngineError(
-                    f"request {job.request.rid!r}: no server for {self._options.start_seconds:g} s "
-                    f"(servers.start_seconds); {'; '.join(reasons) or 'all have left'}"
+                    f"request {self._request.rid!r}: no server for {patience:g} s (servers.start_seconds); "
+                    f"{'; '.join(reasons) or 'all have left'}"
                 )
-            await self._state.news()
+            await self._fleet.news()
 
-    def _fits(self, server: Server, job: FleetJob) -> bool:
-        """Says whether the server can take the job, and has weights no older than those of the job's seat."""
-        wanted = job.seat.wanted
+    def _fits(self, server: Server) -> bool:
+        """Says whether the server can take the request, and has weights no older than those of the seat."""
+        wanted = self._seat.wanted
         if not server.usable or server.seat.paused or server.seat.asleep:
             return False
         return wanted is None or (server.holds is not None and server.holds.version >= wanted.version)
 
-    async def _attempt(self, job: FleetJob, server: Server) -> None:
+    async def _attempt(self, server: Server) -> None:
         """Has one server generate the open samples until they end or it fails; certain tokens are kept either way."""
-        attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(job.open)})
-        server.begin(attempt)  # at once: other jobs are looking for the least loaded server
-        tasks = [asyncio.ensure_future(self._collect(job, attempt)), asyncio.ensure_future(server.down.wait())]
+        attempt = Attempt(server, {sample: SampleReply(uuid.uuid4().hex) for sample in sorted(self.open)})
+        server.begin(attempt)  # at once: other requests are looking for the least loaded server
+        tasks = [asyncio.ensure_future(self._collect(attempt)), asyncio.ensure_future(server.down.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
                 raise ServerError(f"{server!r} was lost: {server.trouble or server.reason}")
             tasks[0].result()
         except asyncio.CancelledError:  # the consumer left; servers notice a closed connection late
-            self._state.begin(attempt.abort(attempt.replies))
+            self._fleet.begin(attempt.abort(attempt.replies))
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            job.running = None
+            self._running, self.accepted = None, False
             server.end(attempt)
             for sample, reply in attempt.replies.items():
-                if sample in job.open and reply.finish is None:
-                    job.keep(sample, reply)
+                if sample in self.open and reply.finish is None:
+                    self._keep(sample, reply)
                 server.tokens += len(reply.versions)
-                job.seat.tokens += len(reply.versions)
-                job.seat.preemptions += reply.preemptions
+                self._seat.tokens += len(reply.versions)
+                self._seat.preemptions += reply.preemptions
 
-    def _body(self, request: GenerateRequest, rids: Mapping[int, str], interval: int) -> wire.Json:
-        """The body of a request for a server; it has the pixels if the server can't fetch them. Raises EngineError if
-        `fetch` fails."""
-        vision = request.prompt.vision
-        if not self._shadows and vision is not None and isinstance(vision.patches_PX, ShadowTensor):
-            assert self._fetch is not None, "requests are checked"
-            try:
-                pixels = dataclasses.replace(vision, patches_PX=vision.patches_PX.materialize(self._fetch))
-            except Exception as error:
-                raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
-            request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
-        return wire.request_body(request, rids, self._state.config, interval=interval)
-
-    async def _collect(self, job: FleetJob, attempt: Attempt) -> None:
-        server, replies = attempt.server, attempt.replies
-        rids = {sample: reply.rid for sample, reply in replies.items()}
-        request = dataclasses.replace(job.request, prefix_ids=tuple(map(job.ids, range(job.request.n))))
-        # An event has all tokens so far: without a bound on events, their bytes grow with the square of the length.
-        interval = max(self._options.interval, request.sampling.max_new_tokens // 32)
-        body = await asyncio.to_thread(self._body, request, rids, interval)  # in a thread: patches are many bytes
-        if job.aborted & job.open:  # while the body was written
+    async def _collect(self, attempt: Attempt) -> None:
+        fleet, server, replies = self._fleet, attempt.server, attempt.replies
+        body = await asyncio.to_thread(self._body, {sample: reply.rid for sample, reply in replies.items()})
+        if self._aborted & self.open:  # while the body was written
             return
-        job.running, attempt.heard = attempt, time.monotonic()
+        self._running, attempt.heard = attempt, time.monotonic()
         sample_of = {reply.rid: sample for sample, reply in replies.items()}
         version = -1 if server.holds is None else server.holds.version
         least = max(server.served, default=-1)  # an older version is not from this attempt
 
         def accepted() -> None:
-            attempt.accepted = True
-            self._state.tell()
+            self.accepted = True
+            fleet.tell()
 
-        ending = server.client.generate(body, list(replies.values()), self._state.limits.vocabulary, version, accepted)
+        ending = server.client.generate(body, list(replies.values()), fleet.limits.vocabulary, version, accepted)
         async with contextlib.aclosing(ending) as stream:
             async for reply in stream:
                 sample, finish = sample_of[reply.rid], reply.finish
@@ -195,25 +164,30 @@ class FleetRequests:
                     reply.versions = []
                     reply.finish = None
                     raise ServerError(f"{server!r} answers with weights {sorted(unknown)}, which it was not given")
-                job.keep(sample, reply)
-                if finish is not FinishReason.ABORT or sample in job.aborted:
-                    job.end(sample, finish)
-        if job.open & replies.keys():  # none of our orders ended them
-            raise ServerError(f"{server!r} aborted {len(job.open)} samples, which nobody asked for")
+                self._keep(sample, reply)
+                if finish is not FinishReason.ABORT or sample in self._aborted:
+                    self._end(sample, finish)
+        if self.open & replies.keys():  # none of our orders ended them
+            raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
-    async def abort(self, seat: Seat, rid: str) -> None:
-        """Ends a request (`rid`), or one sample of it (`rid/i`)."""
-        name, _, sample = (rid, "", "") if rid in self._jobs else rid.rpartition("/")
-        job = self._jobs.get(name)
-        if job is None or job.seat is not seat or not (sample.isdecimal() or not sample):
-            return
-        chosen = ({int(sample)} if sample else set(range(job.request.n))) & job.open
-        job.aborted |= chosen
-        self._state.tell()
-        self._state.begin(self._insist(job, chosen))
+    def _body(self, rids: Mapping[int, str]) -> wire.Json:
+        """The body for a server, whose samples have the ids `rids` there; it has the pixels if the server can't fetch
+        them. For another thread, since patches are many bytes. Raises EngineError if `fetch` fails."""
+        fleet, request = self._fleet, self._request
+        request = dataclasses.replace(request, prefix_ids=tuple(map(self._ids, range(request.n))))
+        vision = request.prompt.vision
+        if fleet.fetch is not None and vision is not None and isinstance(vision.patches_PX, ShadowTensor):
+            try:
+                pixels = dataclasses.replace(vision, patches_PX=vision.patches_PX.materialize(fleet.fetch))
+            except Exception as error:
+                raise EngineError(f"request {request.rid!r} was lost: {type(error).__name__}: {error}") from error
+            request = dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, vision=pixels))
+        # An event has all tokens so far: without a bound on events, their bytes grow with the square of the length.
+        interval = max(fleet.options.interval, request.sampling.max_new_tokens // 32)
+        return wire.request_body(request, rids, fleet.config, interval=interval)
 
-    async def _insist(self, job: FleetJob, chosen: set[int]) -> None:
+    async def _insist(self, chosen: set[int]) -> None:
         """Aborts samples again and again until they end: an abort may reach the server before the samples do."""
-        while (attempt := job.running) is not None and (left := chosen & job.open & attempt.replies.keys()):
+        while (attempt := self._running) is not None and (left := chosen & self.open & attempt.replies.keys()):
             await attempt.abort(left)
-            await asyncio.sleep(self._options.look_every)
+            await asyncio.sleep(self._fleet.options.look_every)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from models.config import DecoderConfig
+from models.shadow import Fetch
 
 from .engine import EngineError
 from .local_server import LocalServer
 from .requests import EngineLimits
-from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError
+from .sglang import CONNECT, Refused, SampleReply, ServerClient, ServerError, UnfitRelease
 from .weights.published import Published
 from .weights.routes import SyncRoute
 
@@ -55,7 +56,7 @@ class ServerStatus:
 
 @dataclasses.dataclass(eq=False)
 class Seat:
-    """An engine as the coordinator sees it: counts, and the orders to its present and later servers."""
+    """The orders to the present and later servers of an engine, and the counts of its requests."""
 
     number: int
     wanted: Published | None = None  # the weights that its servers are to have
@@ -65,21 +66,22 @@ class Seat:
     preemptions: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class FleetState:
-    """The state that the parts of a fleet share: servers, seats, news of them. All of it belongs to one thread."""
+    """The state that the parts of a fleet share: servers, and news of servers and seats. All of it belongs to one
+    thread."""
 
-    def __init__(
-        self, config: DecoderConfig, limits: EngineLimits, options: FleetOptions, route: SyncRoute, seats: int
-    ) -> None:
-        self.config, self.limits, self.options, self.route = config, limits, options, route
-        self.seats = [Seat(number) for number in range(seats)]
+    config: DecoderConfig
+    limits: EngineLimits  # bounds of the requests of a server
+    route: SyncRoute
+    options: FleetOptions = FleetOptions()
+    fetch: Fetch | None = None  # returns pixels that prompts lack, when requests are sent; None: servers fetch them
+
+    def __post_init__(self) -> None:
         self.members: list[Server] = []
-        self._fatal: Exception | None = None  # an error that no restart can mend
+        self.fatal: Exception | None = None  # an error that no restart can mend
         self._changed = asyncio.Event()  # replaced each time it is set
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def of_seat(self, seat: Seat) -> list[Server]:
-        return [server for server in list(self.members) if server.seat is seat]
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts work as a task of its own."""
@@ -110,16 +112,12 @@ class FleetState:
 
     def fail(self, error: Exception) -> None:
         """Ends the fleet for an error that no restart mends, such as weights that did not arrive, or a full disk."""
-        self._fatal = self._fatal or error
+        self.fatal = self.fatal or error
         self.tell()
 
-    @property
-    def failed(self) -> bool:
-        return self._fatal is not None
-
     def raise_fatal(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
+        if self.fatal is not None:
+            raise self.fatal
 
 
 class Server:
@@ -237,13 +235,15 @@ class Server:
                 await self._watch()
             except EngineError as error:
                 self.reason = str(error)
+                if isinstance(error, UnfitRelease) and self.process is not None:  # it would start the same release
+                    self._fleet.fail(error)
             except Exception as error:
                 self._fleet.fail(error)
                 self.reason = str(error)
             else:
                 return
             self.lower()
-            if self.leaving or self._fleet.failed:
+            if self.leaving or self._fleet.fatal is not None:
                 return
             log.info("%r is lost: %s", self, self.reason)  # users see it in displays of `servers`
             if self.process is not None:
@@ -289,6 +289,7 @@ class Server:
                         f"not ready after {options.start_seconds:g} s (servers.start_seconds); last: {error}"
                     ) from error
             await asyncio.sleep(0.25)
+        await self.client.check_release(self._fleet.config.architecture)
         # A server that others started may sleep since an earlier run, or since its loss.
         self.holds, self.asleep = None, self.process is None and await self.client.asleep()
         self.served.clear()
@@ -346,13 +347,8 @@ class Server:
         if [attempt for attempt in self.attempts if attempt.silence(excused) > most]:
             raise ServerError(f"{self!r} runs {self.load['running']:g} samples, and says nothing for {most:g} s")
 
-    def lose(self, why: str) -> None:
-        """Ends this life of the server: the next life gets the weights and the orders of its seat."""
-        self.trouble = why
-        self.suspect()
-        self.lower()
-
     def lower(self) -> None:
+        """Ends this life of the server: the next life gets the weights and the orders of its seat."""
         self.up = False
         self.down.set()
         self._fleet.tell()
@@ -367,7 +363,9 @@ class Server:
         except EngineError as error:
             if self.client is client:  # else another life has begun
                 weights = f"weights of version {seat.wanted.version}" if seat.wanted is not None else "weights"
-                self.lose(f"it did not {'sleep' if seat.asleep else f'take its orders and {weights}'}: {error}")
+                self.trouble = f"it did not {'sleep' if seat.asleep else f'take its orders and {weights}'}: {error}"
+                self.suspect()
+                self.lower()
         except Exception as error:
             self._fleet.fail(error)
 
@@ -436,7 +434,6 @@ class Attempt:
     replies: Mapping[int, SampleReply]
     heard: float = math.inf  # last time that tokens came, or were not due; infinite until it is sent
     came: int = 0  # tokens that had come at `heard`
-    accepted: bool = False  # the server has the complete request
 
     def silence(self, excused: bool) -> float:
         """The seconds since the first call that saw the latest token; none pass while the attempt is `excused`."""

@@ -2,9 +2,9 @@
 
 The text appears as it is generated. Sampling is what the checkpoint's generation_config.json says, greedy if it
 says nothing; flags win. `<image>` and `<video>` in the prompt mark where the files belong; without marks they stand
-before the text, images first. The checkpoint's chat template is applied if it has one (`--raw`: not). With `--json`,
-one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input is one line on stderr and
-exit code 2.
+before the text, images first. A chat template of the checkpoint is applied, unless `--raw` is given. `--json`
+prints one line at the end: prompt_ids, output_ids, logprobs (one an output id), text. Wrong input is one line on
+stderr and exit code 2.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from .scheduler import Delivery, Job, Scheduler
 from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
-LEAST_CACHE = 256  # least tokens of `generate_once`; it doubles them, so that similar lengths share compiled programs
+LEAST_CACHE = 256  # least tokens in the cache of `generate_once`; doubled, so that similar lengths share programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -54,7 +54,7 @@ class JaxEngine:
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
     share a cache of `kv_tokens` tokens; 0: as many as all slots may need, but no more than `kv_fraction` of the device
     memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
-    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short ones let chunks, aborts and new weights
+    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short rounds let chunks, aborts and new weights
     through sooner; both give the same tokens. `compute_dtype` casts new weights (None: they keep their
     dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
     `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are

@@ -1,4 +1,4 @@
-"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, a polite end."""
+"""The common parts of commands: one line for wrong input; for commands that listen: flags, socket, an orderly end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKEN = "FLUXJAX_TOKEN"
 SILENT = 64  # connections without a complete head of a request: a new connection replaces the oldest
-HEAD_SECONDS = 10.0  # from the beginning of a connection to the end of its first head
+HEAD_SECONDS = 10.0  # most seconds from the beginning of a connection to the end of its first head
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
 A process that outlives the run would keep its GPU. On Linux, this file, started as a program with a command, therefore
-becomes that command, and ends when the thread that started it ends. On other systems the command runs unbound.
+becomes that command, and ends when the thread that started it ends. On other systems the command may outlive the run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import signal
@@ -126,6 +127,8 @@ class ServerCommand:
                 "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "fluxjax_media",
                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
                 "SGLANG_VLM_CACHE_SIZE_MB": "0",  # cached features of images would outlive their weights
+                # Qwen3.5's states of convolutions are bfloat16 by default, also beside weights in float32.
+                "SGLANG_MAMBA_CONV_DTYPE": dict(itertools.pairwise(self.flags)).get("--dtype", "bfloat16"),
             }
         return variables
 
@@ -148,7 +151,7 @@ class LocalServer(LocalProcess):
         try:
             self.begin(words, self._command.variables())
         except OSError as error:
-            from .engine import EngineError  # here: this file is a program, too
+            from .engine import EngineError  # late: this file is a program, too
 
             raise EngineError(f"can't start {words[0]}: {error}") from error
 

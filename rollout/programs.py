@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from models.config import TextConfig
-from models.decoder import Decoder, DecoderLayer
+from models.decoder import Decoder, DecoderLayer, Mix
 from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
 from sharding.mesh import Target, compiling_for
@@ -70,20 +70,20 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries of no sample are stale, and finite."""
+    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries that belong to no sample are finite."""
 
     k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
     v_LCKSH: PyTree
 
     @staticmethod
     def shape(text: TextConfig, pages: int) -> tuple[int, ...]:
-        """`[L, C, K, S, H]` of the keys, and of the values, for so many pages. Heads come before tokens, as a round
+        """`[L, C, K, S, H]` of the keys, and of the values, for this many pages. Heads come before tokens, as a round
         reads them: gathered pages need no transposition."""
         return text.num_layers, pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
 
     @staticmethod
     def tokens_in(text: TextConfig, dtype: DTypeLike, bytes: int) -> int:
-        """The number of tokens whose keys and values take so many bytes."""
+        """The number of tokens whose keys and values fit into `bytes` bytes."""
         return bytes // (2 * math.prod(KVCache.shape(text, 1)) // PAGE_TOKENS * jnp.dtype(dtype).itemsize)
 
     def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
@@ -99,7 +99,7 @@ class KVCache:
         return gather(self.k_LCKSH), gather(self.v_LCKSH)
 
     def view_bytes(self, pages: int) -> int:
-        """The bytes of a view of so many pages, in all layers."""
+        """The bytes that a view of `pages` pages takes in all layers."""
         return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
 
     def append(self, layers: list[LayerRows], entries_BR: Int[Array, "B R"]) -> KVCache:
@@ -223,7 +223,7 @@ class EnginePrograms:
                     )
                 return attention(q, keys, values, allowed), (k, v)
 
-            x, rows = layer(x, rotary, attend)
+            x, rows = layer(x, rotary, Mix(attention=attend))
             return x if deep is None else deep.added(x, number), rows
 
         with self._divided():
@@ -264,7 +264,7 @@ class EnginePrograms:
     def _decode(
         self, params: LayerParams, cache: KVCache, batch: DecodeRound
     ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `steps` tokens a sample: tokens and log-probs `[B, steps]`, and the number of them that count.
+        """Decodes up to `steps` tokens a sample: (cache, tokens, log-probs, `[B, steps]` each; each sample's tokens).
 
         A sample ends at a stop id (counted) or when its limit is reached; the round ends with its last sample.
         """
@@ -299,7 +299,7 @@ class EnginePrograms:
                     )
                     return cached_attention(q, old, (k_new, v_new), batch.length_B, i), (k_new, v_new)
 
-                return layer(x, rotary, attend)
+                return layer(x, rotary, Mix(attention=attend))
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
             x, _ = model.embed(self.walk, token_B[:, None], no_features, None)
@@ -415,7 +415,7 @@ def _sample_sorted(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: A
 
 
 def _sample_candidates(logits_BV: Array, noise_BV: Array, top_p_B: Array, top_k_B: Array) -> tuple[Array, Array]:
-    """(the tokens of `_sample_sorted`, from the `CANDIDATES` most probable; the slots for which these suffice)."""
+    """Returns (the tokens of `_sample_sorted` among the `CANDIDATES` most probable; whether they suffice, by slot)."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, CANDIDATES)  # equal logits rank by token id here, too
     noise_BC = jnp.take_along_axis(noise_BV, ids_BC, axis=-1)
     rank_C = jnp.arange(CANDIDATES)[None, :]

@@ -39,7 +39,7 @@ class FetchedPixels:
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="rollout-pixels")
 
     def expect(self, tensors: Iterable[ShadowTensor]) -> None:
-        """Announces the tensors that `take` will get, in this order, and no others; begins to fetch the first ones."""
+        """Announces the tensors that `take` will get, in this order, and no others; begins to fetch the first."""
         self._wanted = deque(tensors)
         wanted = {tensor.elsewhere for tensor in self._wanted}
         for rows in self._held.keys() - wanted:
@@ -101,7 +101,7 @@ class PromptFeatures:
 
     @staticmethod
     def of(prompt: ModelInput, merge_unit: int, most: int) -> PromptFeatures:
-        """Divides a prompt into groups of at most `most` patches, or of one larger frame pair; none is planned yet."""
+        """Divides a prompt into groups of at most `most` patches, or of one larger frame pair; plans no group yet."""
         assert prompt.vision is not None
         edges = [edge for edge in prompt.frame_edges if edge % merge_unit == 0]  # a feature is never divided
         groups: list[FrameGroup] = []

@@ -1,6 +1,6 @@
 """The two ends of a request: the check before the scheduler accepts it, and the stream that its consumer reads.
 
-A request is checked completely before it is accepted, so that a refused one leaves no trace. `checked` returns it in
+A request is checked completely before it is accepted, so that a refusal leaves no trace. `checked` returns it in
 plain types (Python's numbers, tuples, int32 and float32 arrays). Later code needs no checks, and a caller who changes a
 list afterwards changes nothing. A stream is an async iterator that ends its request when closed, cancelled or dropped.
 """
@@ -48,7 +48,7 @@ class EngineLimits:
 
     @staticmethod
     def of(config: DecoderConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
-        """The bounds of an engine with a model of this configuration; `more` are further fields."""
+        """The bounds of an engine with a model of this configuration; `more` sets other fields."""
         return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, config.vision, **more)
 
     @property
@@ -100,8 +100,8 @@ def _checked(request: GenerateRequest, limits: EngineLimits) -> GenerateRequest:
     samples = _ids("samples", request.samples)
     if samples and (len(set(samples)) != n or len(samples) != n or min(samples) < 0):
         raise ValueError(f"samples={_shown(samples)} must be n={n} different numbers, none of them negative")
-    seed = as_integer("seed", request.seed, None, None)
-    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples)
+    seed, need = as_integer("seed", request.seed, None, None), as_integer("need", request.need, 0, n)
+    return GenerateRequest(request.rid, prompt, sampling, n, seed, prefixes, samples, need)
 
 
 def ended_before(ids: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
@@ -258,7 +258,7 @@ def _integers(name: str, value: Any, shape: tuple[int | None, ...], least: int =
 
 
 def _shown(value: Any) -> str:
-    """The value in a short line: an int of 5,000 digits has no `repr`, and an array's has several lines."""
+    """The value in a short line: an int of 5,000 digits has no `repr`, and the `repr` of an array has several lines."""
     try:
         return " ".join(reprlib.repr(value).split())
     except Exception:
@@ -281,7 +281,7 @@ class Mailbox:
         """Drops the chunks of a consumer that went away, and takes no more."""
         while not self._items.empty():
             self._items.get_nowait()
-        self._closed = False  # the end was among them, if there was one
+        self._closed = False  # the dropped items may include the end, which `close` puts again
         self.close()
 
     def close(self, error: Exception | None = None) -> None:

@@ -11,7 +11,7 @@ limit. If a round finds no free page, the youngest sample with pages loses them.
 later with the tokens that it has. The oldest sample never loses pages to others, and every request alone fits the pool,
 so that some sample always advances.
 
-A turn that failed is done again. If it served a single request, that request is lost. If it served several, these
+A turn that failed is done again. If it served a single request, that request is lost. Several requests
 become *suspects*: each has turns for itself until it completes a round, so that only requests that fail alone are lost.
 """
 
@@ -39,7 +39,7 @@ CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a mul
 @dataclasses.dataclass(eq=False)
 class RunningSample:
     """One response in the making. `slot` is -1 while the sample waits, and after it ended. `place` is for
-    `rollout.turns`: the prefill batch of its prompt and its rows there, until the sample is started."""
+    `rollout.turns`: the prefill batch of its prompt and its place in that batch, until the sample is started."""
 
     job: Job
     index: int
@@ -80,7 +80,7 @@ class Job:
     sink: Any = None
     samples: list[RunningSample] = dataclasses.field(default_factory=list)
     number: int = 0  # counts submissions
-    suspect: bool = False  # a turn that it shared with others failed
+    suspect: bool = False  # a turn that it shared with other jobs failed
     pages: list[int] = dataclasses.field(default_factory=list)  # the prompt's full pages, while any sample has them
     filled: int = 0  # written entries of these pages; full pages
     features: PromptFeatures | None = None  # features of its images and videos, between the chunks of its prompt
@@ -88,6 +88,13 @@ class Job:
     @property
     def open(self) -> bool:
         return any(not sample.ended for sample in self.samples)
+
+    def end_surplus(self) -> None:
+        """Marks the samples that still run as aborted, for `reap`, if as many as the request needs have ended."""
+        need = self.request.need
+        if need and sum(sample.ended and not sample.aborted for sample in self.samples) >= need:
+            for sample in self.samples:
+                sample.aborted = sample.aborted or not sample.ended
 
     def prefix(self, index: int) -> tuple[int, ...]:
         return self.request.prefix_ids[index] if self.request.prefix_ids else ()
@@ -334,6 +341,7 @@ class Scheduler:
             deliveries.append((job, chunk))
             if finish is not None:
                 self._end(sample)
+                job.end_surplus()
         return deliveries
 
     def _end(self, sample: RunningSample) -> None:

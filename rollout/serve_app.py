@@ -35,7 +35,7 @@ from .serve_guard import Guarded, error_handlers, error_json, health_route
 from .serve_requests import Body, BodySample, read_body, read_json_object, requests_of
 from .serve_weights import WeightRoutes
 from .slots import PAGE_TOKENS
-from .wire import BadRequest, Json, finish_json, spans_json
+from .wire import SERVE_VERSION, BadRequest, Json, finish_json, spans_json
 
 PAUSES = ("abort", "retract", "in_place")
 MEMORY = frozenset({"kv_cache", "weights", "cuda_graph"})  # the kinds of memory that sleep frees
@@ -63,7 +63,7 @@ class RolloutServer:
         self._answers: dict[str, SampleAnswer] = {}  # samples in flight, by rid
         self._weights = WeightRoutes(engine, config, dtype, lambda: self._abort(""))
         self._stopping = False
-        self._queried = time.monotonic(), engine.stats().tokens_generated  # at the last request of loads
+        self._queried = time.monotonic(), engine.stats().tokens_generated  # when loads were last asked for
         self._metrics = prometheus_client.CollectorRegistry()
         self._metrics.register(_EngineMetrics(engine))
         self.app: ASGIApp = Guarded(
@@ -122,7 +122,7 @@ class RolloutServer:
         return call
 
     async def _abort(self, prefix: str) -> None:
-        """Aborts all samples whose rid begins with `prefix`; samples not submitted yet, at their submission."""
+        """Aborts all samples whose rid begins with `prefix`: at once, or when they are submitted."""
         found = [answer for rid, answer in self._answers.items() if rid.startswith(prefix)]
         for answer in found:
             answer.aborted = True
@@ -184,7 +184,7 @@ class RolloutServer:
     async def _server_info(self, request: Request) -> Response:
         device = self._engine.devices[0]
         info = {
-            "version": "fluxjax",
+            "version": SERVE_VERSION,
             "max_running_requests": self._engine.stats().slots,
             "max_total_tokens": self._engine.cache_usage.pages * PAGE_TOKENS,
             "device": device.platform,
@@ -208,7 +208,7 @@ class RolloutServer:
             "max_total_num_tokens": self._engine.cache_usage.pages * PAGE_TOKENS,
             "gen_throughput": (stats.tokens_generated - tokens) / max(now - then, 1e-9),
         }
-        return JSONResponse({"version": "fluxjax", "loads": [load]})
+        return JSONResponse({"version": SERVE_VERSION, "loads": [load]})
 
     async def _show_metrics(self, request: Request) -> Response:
         text = prometheus_client.generate_latest(self._metrics)
@@ -264,7 +264,7 @@ class SampleAnswer:
         return len(self.token_ids) - self.told >= (self.sample.interval if self.told else 1)
 
     def as_json(self, version: int, processor: Processor) -> Json:
-        """The reply, or an event, with all tokens so far. Only the last one has text."""
+        """The reply, or an event, with all tokens so far; with the text once the sample has ended."""
         self.told, self.complete = len(self.token_ids), self.finish is not None
         meta: Json = {
             "id": self.sample.rid,
@@ -297,7 +297,7 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
-        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the others."""
+        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the good ones."""
         for request, places in incoming:
             self._streams.append((places, self._engine.generate(request)))
             for index, place in enumerate(places):

@@ -118,7 +118,7 @@ def _refuse_wishes(where: str, fields: Json, read: Container[str]) -> None:
 
 
 def _sample(place: int, ids: Any, given: Json, seed: int, vocabulary: int, eos_ids: tuple[int, ...]) -> BodySample:
-    """Reads the sample at a place of a body; it gets `seed` if it names none."""
+    """Reads the sample at a place of a body; a sample that names no seed gets `seed`."""
     rid = uuid.uuid4().hex if given["rid"] is None else given["rid"]
     if not isinstance(rid, str) or not rid:
         raise BadRequest("rid must be a string that is not empty")
@@ -165,7 +165,7 @@ def requests_of(
 ) -> list[tuple[GenerateRequest, list[int]]]:
     """The requests of a body, not yet checked by the engine, each with the places of its samples in the body. Reads the
     arrays of media: call it in a thread. `shadows`: patches may be tickets, for an engine that fetches pixels."""
-    sent: dict[str, Json] = {}  # the media that come with patches, by key: only one sample of a batch has them
+    sent: dict[str, Json] = {}  # the media that come with patches, by key: only one sample of a batch has patches
     for field, media in (pair for sample in body.samples for pair in sample.media.items()):
         if is_shadow(media.get("patches")) and not shadows:
             raise BadRequest(

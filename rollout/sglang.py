@@ -11,18 +11,22 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
 from .engine import EngineError, FinishReason
-from .wire import Json
+from .wire import SERVE_VERSION, Json
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short order, for new weights
-OPENING = 16  # requests at a time whose head is not sent: our servers hang up on the oldest of 64 silent connections
+OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
+_ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
+# By `model_type` of config.json: the first release of SGLang that serves the model, and the fault of earlier ones
+FIRST_RELEASES = {"qwen3_5": ((0, 5, 20), _ROWS_DROPPED), "qwen3_5_moe": ((0, 5, 20), _ROWS_DROPPED)}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -32,6 +36,10 @@ class ServerError(EngineError):
 
 class Refused(EngineError):
     """A server refuses a request (status 4xx): the request is wrong, and any server would refuse it."""
+
+
+class UnfitRelease(Refused):
+    """A server's release of SGLang computes the model of the run wrongly."""
 
 
 @dataclasses.dataclass
@@ -69,7 +77,7 @@ class ServerClient:
     # --- orders ---------------------------------------------------------------------------------
 
     async def abort(self, rid: str) -> None:
-        """Ends all samples whose ids begin with `rid`: no id may be the beginning of another."""
+        """Ends all samples whose ids begin with `rid`: no id may begin with another id."""
         await self._order("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -81,7 +89,7 @@ class ServerClient:
         await self._order("/continue_generation", {})
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """Has the server read a checkpoint folder, as `version`. Pause it before, and check it afterwards."""
+        """Has the server read a checkpoint folder, as `version`. Pause the server before, check its weights after."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         await self._order("/update_weights_from_disk", body, seconds=UPDATE)
 
@@ -145,6 +153,21 @@ class ServerClient:
             raise ServerError(f"{self.address}/server_info: says tp_size {size!r}")
         return size
 
+    async def check_release(self, model_type: str) -> None:
+        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly, or that states no
+        release where some do."""
+        if model_type not in FIRST_RELEASES:
+            return
+        first, fault = FIRST_RELEASES[model_type]
+        version = str((await self._info("/server_info")).get("version"))
+        release = re.match(r"\d+(\.\d+)*", version)
+        if version != SERVE_VERSION and (release is None or tuple(map(int, release[0].split("."))) < first):
+            needed = ".".join(map(str, first))
+            raise UnfitRelease(
+                f"{self.address}/server_info: the version is {version}; SGLang before {needed} {fault}: "
+                f"start SGLang {needed} or later"
+            )
+
     async def asleep(self) -> bool:
         """Says whether the server gave its memory back, by any client's order. SGLang does not report it: False."""
         return (await self._info("/server_info")).get("asleep") is True
@@ -163,6 +186,10 @@ class ServerClient:
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
 
+    async def ask(self, route: str, body: Json | None = None) -> Any:
+        """The answer of a route, which may be one that only some servers have: they refuse it. `body`: as JSON."""
+        return await self._order(route, body, seconds=UPDATE)
+
     # --- generation -----------------------------------------------------------------------------
 
     async def generate(
@@ -176,8 +203,8 @@ class ServerClient:
         """Sends a body of `wire.request_body` and fills `replies`, one for each sample in order; yields each reply that
         ends. When the server begins its answer, empties the body, which may have many pixels, and calls `accepted`.
 
-        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens until then. The
-        first `len(versions)` tokens of each reply are certain in every respect.
+        `version` is the version that the server has now. After a ServerError, `replies` hold the tokens before it; the
+        first `len(versions)` tokens of each reply are final, versions included.
         """
         reader = _StreamReader(self.address, replies, body["sampling_params"], vocabulary, version)
         async with self._reach("POST", "/generate", body, None) as response:
@@ -212,7 +239,7 @@ class ServerClient:
         if self._closed:
             raise ServerError(f"{self.address}{route}: its connections were closed")
         if self._session is None:
-            # Each request has a connection of its own, without a bound on their number: a server may close a reused
+            # Each request has a connection of its own, and their number has no bound: a server may close a reused
             # connection just when an order goes out on it, and nobody would know whether the order arrived.
             connector, heads = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TraceConfig()
             heads.on_request_headers_sent.append(_head_is_sent)
@@ -288,8 +315,8 @@ class _StreamReader:
         self._stop_ids = frozenset(sampling[0]["stop_token_ids"])  # the same for all samples, like `_forbidden`
         self._forbidden = frozenset(map(int, sampling[0]["logit_bias"] or ()))
         self._most = [params["max_new_tokens"] for params in sampling]
-        # An event names the version that the server has when it writes the event. While that is the version at the
-        # start, all tokens are of it; after a change, only the last event says which version each token is of.
+        # An event names the version that the server has when it writes the event. While events name the version of the
+        # start, all tokens have this version; after a change, only the last event gives the version of each token.
         self._same = [True] * len(replies)
 
     def read(self, event: Json) -> SampleReply | None:
@@ -297,7 +324,7 @@ class _StreamReader:
         if (error := event.get("error")) is not None:
             said = error if isinstance(error, dict) else {"message": error}
             message = str(said.get("message", said))
-            # The next attempt sends patches again that the server has dropped.
+            # If the server has dropped patches, the next attempt sends them again.
             kind = Refused if said.get("code") in (400, 422) and "not here any more" not in message else ServerError
             raise kind(f"{self._address}/generate: {message}")
         index = event.get("index", 0)

@@ -25,7 +25,7 @@ LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a reques
 def doubling(size: int, least: int, most: int | None = None) -> int:
     """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but at most `most`.
 
-    It depends on nothing that an engine did before, since the last bits of a result depend on the shape.
+    The size depends on nothing that an engine did before, since the last bits of a result depend on the shape.
     """
     bucket = least
     while bucket < size:
@@ -71,7 +71,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds a holder to each of these pages, which have one already."""
+        """Adds a holder to each of these pages; every page must have a holder already."""
         for page in pages:
             assert self.holders[page] > 0, "a page that nobody holds has no contents to share"
             self.holders[page] += 1
@@ -100,7 +100,7 @@ class SlotSampling:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """A seed of any size and sign as the two 32-bit words (its lowest 64 bits, high word first)."""
+    """The lowest 64 bits of a seed of any size and sign, as two 32-bit words, high word first."""
     return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
 
@@ -109,13 +109,13 @@ def seed_words(seed: int) -> tuple[int, int]:
 class DecodeRound:
     """Samples to decode. Their last token is not in the cache yet: it is the first input."""
 
-    pages_BC: Int[AnyArray, "B C"]  # pages of each sample, as many as the longest has; out of range: none
-    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages; out of range: none
+    pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
+    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages, or out of range
     token_B: Int[AnyArray, " B"]  # last token of the sample
-    position_B: Int[AnyArray, " B"]  # its rotary position
+    position_B: Int[AnyArray, " B"]  # rotary position of that token
     length_B: Int[AnyArray, " B"]  # entries in the cache
     index_B: Int[AnyArray, " B"]  # tokens of the response so far
-    remaining_B: Int[AnyArray, " B"]  # tokens that it may still get; 0: padding
+    remaining_B: Int[AnyArray, " B"]  # tokens that the sample may still get; 0 in padding
     sampling: SlotSampling
 
 
@@ -169,7 +169,7 @@ class SlotTable:
         return -(-entries_B // PAGE_TOKENS)
 
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds the first `count_B` (at least 1) tokens to each slot; returns (hit a stop id, hit the limit) by slot."""
+        """Adds the first `count_B` (at least 1) tokens to each slot; returns (stopped, at the limit) by slot."""
         fresh_BR = np.arange(tokens_BR.shape[1]) < count_B[:, None]
         column_BR = self.produced_N[slots_B][:, None] + np.arange(tokens_BR.shape[1])
         row_BR = np.broadcast_to(slots_B[:, None], column_BR.shape)
@@ -180,7 +180,7 @@ class SlotTable:
         return stop_B, self.produced_N[slots_B] >= self.limit_N[slots_B]
 
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
-        """The sampling parameters of these slots, filled up to `size` rows with those of slot 0 (never read)."""
+        """The sampling parameters of these slots, filled up to `size` rows with slot 0's (never read)."""
         slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
         return SlotSampling(
             self.temperature_N[slots_B],
@@ -219,7 +219,7 @@ class SlotTable:
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:
-    """The ids, no wider than these slots need, so that other requests never decide the compiled shape."""
+    """The ids, in as few columns as these slots need, so that other requests never decide the compiled shape."""
     return ids_BI[:, : doubling(int((ids_BI >= 0).sum(axis=1).max()), LEAST_IDS)]
 
 

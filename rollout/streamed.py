@@ -5,8 +5,8 @@ all its layers on the device. Work goes layer by layer, and its caller may let o
 two layers (`rollout.streamed_judge`).
 
 Flexes changes the number of layers in host memory with the sequence length, and has no formula. The rule here follows
-from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that each travels while `L // S` layers compute.
-Longer rows hide the travel of more layers, and need memory for their activations.
+from the pipeline: of `L` layers, `S` are streamed, evenly spread, so that `L // S` layers compute while a streamed
+layer travels. Longer rows hide the travel of more layers, and need memory for their activations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]  # yields after each layer, when the device has computed it
 BUFFERS = 2  # layers on the device beside the resident ones: the layer that computes and the next one
 
-# One layer: (its weights, parts that travel meanwhile, hidden states, its number) -> (hidden states, those parts)
+# A layer: (weights, parts that travel meanwhile, hidden states, number) -> (hidden states, the parts on the device)
 Step: TypeAlias = Callable[[Params | Parts, Parts, jax.Array, int], tuple[jax.Array, Parts]]
 
 
@@ -80,9 +80,9 @@ class StreamedModel:
 
     `resident` layers stay on the device. None chooses their number for each batch (`resident_layers`), by `pace` and by
     the free memory that the device reports; a device that reports none (a CPU) counts as large enough. At most
-    `resident` + 2 layers are on the device at once. `batch_tokens` (rows x row length) are computed together, or a
-    single longer row. `compute_dtype` casts the weights; without it they must have one dtype. The host holds them once,
-    in pinned memory.
+    `resident` + 2 layers are on the device at once. `batch_tokens` (rows x row length) are computed together, but a
+    longer row alone. `compute_dtype` casts the weights; without it all layers must have one dtype. The host holds the
+    layers once, in pinned memory.
 
     One batch runs at a time; one thread after another may use the model. Raises EngineError.
     """
@@ -126,7 +126,7 @@ class StreamedModel:
 
     @staticmethod
     def load(path: str | os.PathLike[str], **settings: Any) -> StreamedModel:
-        """The model in a checkpoint folder; its weights never pass through the accelerator. `settings` as above.
+        """The model in a checkpoint folder, loaded through host memory. `settings` are the arguments of the class.
 
         While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
@@ -154,7 +154,7 @@ class StreamedModel:
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """For each prompt, the log-probability (nats) of each answer behind it, summed over the answer's tokens.
+        """For each prompt, the log-probability (nats) of each answer behind this prompt, summed over its tokens.
 
         All answers take one pass: each is a branch behind the prompt."""
         self.check("prompt", prompts)
@@ -164,7 +164,7 @@ class StreamedModel:
         targets_A = np.concatenate([np.asarray(answer, np.int32) for answer in answers])
         ends = np.cumsum([len(answer) for answer in answers])[:-1]
         scores: dict[int, tuple[float, ...]] = {}
-        for members, batch in self._batches(prompts, [answer[:-1] for answer in answers]):  # a last token predicts none
+        for members, batch in self._batches(prompts, [answer[:-1] for answer in answers]):  # no token follows the last
             before_BA, targets_BA = np.zeros((2, len(batch.inputs.tokens_BT), len(targets_A)), np.int32)
             for row, places in enumerate(batch.places):
                 targets_BA[row] = targets_A
@@ -184,7 +184,7 @@ class StreamedModel:
     ) -> Work[list[tuple[int, ...]]]:
         """The most probable tokens behind each prompt, one by one, up to and including a stop id.
 
-        Every token takes a pass, as long as the transfers of all streamed layers: for short verdicts only."""
+        Every token takes a pass, which lasts as long as the transfers of all streamed layers: keep verdicts short."""
         self.check("prompt", prompts)
         if max_new_tokens < 1:
             raise EngineError(f"max_new_tokens must be positive, got {max_new_tokens}")
@@ -225,8 +225,8 @@ class StreamedModel:
     def _batches(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> Iterator[tuple[list[int], PrefillBatch]]:
-        """(numbers of the prompts, a batch of these with all `responses` behind each, a row a prompt); similar lengths
-        go together, the shortest first."""
+        """Yields (numbers of some prompts, their batch, in which each has a row, with all `responses` behind it).
+        Similar lengths go together, the shortest first."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         behind = tuple(np.asarray(response, np.int32) for response in responses)
         prefixes = [Prefix(text_input(prompts[index]), behind) for index in order]
@@ -253,7 +253,7 @@ class StreamedModel:
     def _decode(
         self, token_B: np.ndarray, kept: list[KeyValues], length_B: np.ndarray, first: int, number: int
     ) -> Work[jax.Array]:
-        """The hidden states of token `number` of each response; its keys and values go into `kept`."""
+        """The hidden states of token `number` of each response; keys and values of these tokens go into `kept`."""
         positions_3B1 = np.broadcast_to(length_B[:, None] + np.int32(number), (3, len(length_B), 1))
         x, rotary = self._programs.embed(self._outer, token_B[:, None], positions_3B1)
 
@@ -279,7 +279,7 @@ class StreamedModel:
             x, fetched = step(layer, upcoming, x, number)
             del layer
             arriving += fetched
-            # Otherwise the host would run ahead, and take memory for layers long before they are needed.
+            # Without this wait, the host would run ahead, and take memory for layers long before they are needed.
             jax.block_until_ready((x, fetched))
             yield
         self._first = tuple(arriving)
@@ -368,7 +368,7 @@ def resident_layers(
             )
     gap = math.ceil(transfer_seconds / compute_seconds)
     wanted = layers - layers // gap if gap <= PARTS else layers
-    if wanted > layers - BUFFERS - 1:  # with the buffers, all layers or more
+    if wanted > layers - BUFFERS - 1:  # the buffers would hold all other layers
         wanted = layers
     return min(wanted, most)
 
@@ -380,10 +380,10 @@ def streamed_places(layers: int, resident: int) -> tuple[int, ...]:
 
 
 def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each layer, (a streamed layer, the numbers of its parts) that travel meanwhile (or none).
+    """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile).
 
-    A streamed layer travels from the start of the streamed layer before it; the first one travels behind the last
-    streamed layer of the pass before. Its parts are spread evenly over that time."""
+    A streamed layer travels from the start of the streamed layer before it; the first streamed layer of a pass travels
+    from the start of the last one in the pass before. The parts are spread evenly over that time."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

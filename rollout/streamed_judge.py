@@ -1,8 +1,8 @@
 """A layer-streamed judge that shares a device with an engine: its layers compute between the turns (`rollout.turns`).
 
 Flexes (RollPacker, section 4.3) runs judge and actor at once, in two processes under MPS, which divides a GPU's
-multiprocessors. Programs of one process run one after another on a device, so that the judge gets a share of the time
-here instead: one layer at a time. Neither form was tried on a GPU.
+multiprocessors. Programs of one process run one after another on a device: here, the judge gets a share of the time
+instead, one layer at a time. Neither form was tried on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .streamed import StreamedModel, Work
 Result = TypeVar("Result")
 
 
-# The owner of the device: `JaxEngine.between_turns`, which returns the result of the work.
+# `JaxEngine.between_turns`: has the engine, which owns the device, do the work, and returns the result.
 Turns: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -42,10 +42,10 @@ class _Asked:
 
 
 class StreamedJudge:
-    """Answers calls from one event loop by `model`. Waiting calls of equal arguments are computed together: a pass
-    takes as long for one prompt as for a few.
+    """Answers calls from one event loop by `model`. Waiting calls that differ only in their prompts are computed
+    together: a pass takes as long for one prompt as for a few.
 
-    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in its own thread.
+    `turns` runs each layer when the device is free (`JaxEngine.between_turns`); None: at once, in the judge's thread.
     The judge computes for at most `share` of the time: after a layer of `s` seconds it waits `s * (1 - share) / share`,
     while the engine has its turns. An engine that waits for the device gets it after one layer at the latest.
     """
@@ -89,7 +89,7 @@ class StreamedJudge:
     async def _ask(
         self, alike: Hashable, prompts: Sequence[Sequence[int]], start: Callable[[list[Sequence[int]]], Work[list]]
     ) -> list:
-        """The answers to `prompts`, by the work that `start` makes of all waiting prompts with this `alike`."""
+        """The answers to `prompts`, by the work that `start` makes of all waiting prompts with the same `alike`."""
         self.model.check("prompt", prompts)  # a bad prompt must not fail the batch of another call
         asked = _Asked(prompts)
         self._waiting.setdefault(alike, []).append(asked)
@@ -97,7 +97,7 @@ class StreamedJudge:
             async with self._busy:
                 if asked.answers is None:
                     await self._answer(list(self._waiting[alike]), start)
-                if asked.answers is None:  # the batch failed, perhaps by another call's fault: tries this one alone
+                if asked.answers is None:  # the batch failed, perhaps by another call's fault: tries alone
                     await self._answer([asked], start)
                 assert asked.answers is not None
                 return asked.answers
@@ -148,7 +148,7 @@ async def _to_its_end(step: Awaitable[Result]) -> Result:
 
 
 def _next_layer(work: Work[Result]) -> tuple[float, tuple[Result] | None]:
-    """(seconds of the layer, the result if it was the last one)."""
+    """Computes the next layer, or the result behind the last one; returns (seconds, the result in a tuple or None)."""
     start = time.perf_counter()
     try:
         next(work)

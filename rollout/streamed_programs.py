@@ -2,8 +2,8 @@
 
 The program that computes a layer also brings parts of a later layer's weights from the host. The compiler therefore
 sees both the transfer and the computation that hides it, and starts the transfer first
-(`tests/rollout/test_streamed_overlap.py` asserts it on the schedule for an H100). Parts are flat: XLA has two copies
-under way at a time, and with one array for each weight it waited for nearly all of them before it computed.
+(`tests/rollout/test_streamed_overlap.py` asserts this for an H100's schedule). Parts are flat: XLA has two copies under
+way at a time, and with one array for each weight it waited for nearly all copies before it computed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxtyping import Array, Float, Int
 
 import models
 from models.config import DecoderConfig
-from models.decoder import Decoder, DecoderLayer, Rotary
+from models.decoder import Decoder, DecoderLayer, Mix, Rotary
 from sharding.kernels.attention import attention, packed_attention
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import by_path
 
-PARTS = 4  # parts of a layer's weights; the computation of one layer hides the travel of so many parts or fewer
+PARTS = 4  # parts of a layer's weights; while one layer computes, from none to all parts of another layer travel
 Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
 KeyValues: TypeAlias = tuple[Array, Array]  # keys and values of one layer, [B, S, K, H]
 
@@ -43,7 +43,7 @@ class StreamedPrograms:
         model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
         self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
-        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # values; the last part is padded
+        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # values a part; the last is padded
         self._layer = nnx.graphdef(model.layers)
         del model.layers
         self._outer = nnx.graphdef(model)
@@ -55,7 +55,7 @@ class StreamedPrograms:
         self.likeliest = jax.jit(self._likeliest)
 
     def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
-        """The parts of one layer, from its weights by path."""
+        """Packs the weights of one layer, given by path, into parts."""
         flat = np.concatenate([weights[path].reshape(-1) for path in self.shapes]).astype(dtype)
         return np.split(np.pad(flat, (0, self.part_size * PARTS - len(flat))), PARTS)
 
@@ -94,7 +94,7 @@ class StreamedPrograms:
         *,
         room: int,
     ) -> tuple[Float[Array, "B T D"], Parts, KeyValues | None]:
-        """A layer over packed rows: (hidden states, `upcoming` on the device, keys and values).
+        """Computes a layer over packed rows; returns (hidden states, `upcoming` on the device, keys and values).
 
         Keys and values are returned with `room` columns behind the row, if `room` is positive."""
         attend_rows = packed_attention(segments_BT, branches_BT)
@@ -104,7 +104,7 @@ class StreamedPrograms:
             return attend_rows(q, k, v), (jnp.pad(k, widths), jnp.pad(v, widths)) if room else None
 
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, attend)
+        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
         return x, fetched, kept
 
     def _decode(
@@ -118,8 +118,8 @@ class StreamedPrograms:
         first: Int[Array, ""],
         number: Int[Array, ""],
     ) -> tuple[Float[Array, "B 1 D"], Parts, KeyValues]:
-        """A layer over token `number` of each row's response. Keys and values of responses are in the columns from
-        `first` on; those of a row's prompt are in its first `length_B` columns."""
+        """Computes a layer over token `number` of each row's response. Keys and values of responses are in the columns
+        from `first` on, keys and values of a row's prompt in its first `length_B` columns."""
         column_BS = jnp.broadcast_to(jnp.arange(kept[0].shape[1]), (x.shape[0], kept[0].shape[1]))
         reached_BS = (column_BS < length_B[:, None]) | ((column_BS >= first) & (column_BS <= first + number))
 
@@ -131,7 +131,7 @@ class StreamedPrograms:
             return attention(q, keys, values, reached_BS[:, None]), (keys, values)
 
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, attend)
+        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
         return x, fetched, kept
 
     def _logprobs(

@@ -46,7 +46,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Reads a file. Raises ProfileError if it is missing, no JSON, of another version, or lacks a field."""
+        """Reads a file. Raises ProfileError if it is missing, is no JSON, or has another version or too few fields."""
         try:
             read = json.loads(pathlib.Path(path).read_text())
         except OSError as error:
@@ -66,11 +66,11 @@ class Profile:
         return profile
 
     def best_degree(self, batch: int, length: int, devices: int) -> int:
-        """The degree at which engines on `devices` devices decode most tokens a second in all, `batch` samples of about
-        `length` tokens divided between them; the smaller degree if two are equally fast.
+        """The degree at which engines on `devices` devices decode most tokens a second in all, when they divide `batch`
+        samples of about `length` tokens between them; the smaller degree if two are equally fast.
 
         Rates between measured batches are interpolated on a logarithmic scale; the nearest measured length counts.
-        Raises ProfileError if no degree that fits was measured.
+        Raises ProfileError if no degree up to `devices` was measured.
         """
         rates = {}
         for degree in sorted({point.degree for point in self.points if point.degree <= devices}):

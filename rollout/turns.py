@@ -4,8 +4,8 @@ A *start* prefills prompts and gives their first token to samples that have new 
 sample up to `steps_per_sync` tokens. Samples share the computation of their prompt when they start, and when they are
 computed again because the weights changed or they were preempted.
 
-A prompt, or a prompt with its response so far, is computed `CHUNK_TOKENS` at a time if it is longer. Such a chunk is
-written to pages. Later chunks attend to them, as do samples that start later than others of their prompt. If a
+A prompt, or a prompt with its response so far, is computed in chunks of `CHUNK_TOKENS` if it is longer. A chunk is
+written to pages. Later chunks attend to these pages, as do samples that start later than others of their prompt. If a
 prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
 prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
 groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SMALL_MODEL = 10**7  # most weights of a small model: few rows cost it as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
-LEAST_VIEW = 32  # least cache entries read by a round, unless its samples can never have so many
+LEAST_VIEW = 32  # least cache entries read by a round, unless the limits of all its samples are lower
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
 LEAST_AREA = 256  # least rows x row length of a small model: less saves hardly any time, but means more shapes
 PREFILL_PATCHES = 4096  # most patches of one program, unless a frame pair has more
@@ -94,8 +94,8 @@ class PrefillBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StartStep:
-    """A prefill, or a batch that has `outputs` from an earlier turn; its rows are copied to pages. Then the samples in
-    `slots_B` are started from it; a chunk starts none."""
+    """A prefill, or a batch that has `outputs` from an earlier turn. Its rows are copied to pages; then the samples in
+    `slots_B` start from the batch. No sample starts from a chunk."""
 
     batch: PrefillBatch
     writes: PageWrites
@@ -189,7 +189,7 @@ def by_groups(vision: VisionInput | None) -> bool:
 
 
 def _features(scheduler: Scheduler, job: Job, part: ModelInput, end: int) -> FeatureWork | None:
-    """The features that `part`, the tokens before `end` of a request, needs before its prefill; None if it needs none,
+    """The features that `part`, which ends before token `end`, needs before its prefill; None if it needs no features,
     or the prefill computes them itself. The job keeps features as long as later tokens need any."""
     prompt, shown = job.request.prompt, job.request.prompt.shown[0]
     if not by_groups(prompt.vision) or not len(shown):
@@ -227,8 +227,8 @@ def pixels_ahead(scheduler: Scheduler) -> Iterator[ShadowTensor]:
 
 
 def _media_end(prompt: ModelInput) -> int:
-    """The tokens up to the page in which the last image or video ends; 0 without media, or if groups compute
-    features."""
+    """The number of tokens up to the end of the page in which the last image or video ends; 0 without media, or if
+    groups compute features."""
     tokens, _ = prompt.shown
     return pages_for(int(tokens[-1]) + 1) * PAGE_TOKENS if len(tokens) and not by_groups(prompt.vision) else 0
 
@@ -347,9 +347,9 @@ def plan(
 ) -> Iterator[tuple[list[int], PrefillBatch]]:
     """Packs prefixes, in order, into batches of about `batch_tokens` (rows x row length) and `batch_patches`.
 
-    Yields (indices of the prefixes in a batch, the batch). A row is a prompt, followed by its samples' tokens so far,
-    each sample as a branch (`models.inputs.PackedTokens`), as long as `limits` allow. A prefix is never divided between
-    batches, so that a large one has its own batch. For a small model, batches are filled up to `LEAST_AREA`.
+    Yields (indices of the prefixes in a batch, the batch). A row is a prompt and, as far as `limits` allow, its
+    samples' tokens so far, each sample as a branch (`models.inputs.PackedTokens`). A prefix is never divided between
+    batches: a large prefix has its own batch. For a small model, batches are padded to `LEAST_AREA`.
     """
     least_area = LEAST_AREA if limits.small_model else 1
     members: list[int] = []

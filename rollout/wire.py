@@ -1,7 +1,7 @@
 """Requests and replies as JSON of SGLang's native `/generate`, both ways: servers read the bodies that clients write.
 
 The samples of a request travel together as a batch. Sample `i` of the batch has its own prompt and prefix as
-`input_ids`, its own `rid`, and its seed and number in `custom_params`, which repeat its tokens on `rollout.serve`.
+`input_ids`, its own `rid`, and its seed and number in `custom_params`, by which `rollout.serve` repeats its tokens.
 
 Media travel as the patches, grids and rotary positions that the trainer computes on. Patches are in raster order, as in
 Hugging Face's processors; prompts have expanded placeholders. `rollout.serve` reads this format (`FORMAT`), and so does
@@ -29,7 +29,8 @@ from .engine import EngineError, FinishReason, GenerateRequest, SamplingParams
 from .requests import as_integer, as_number
 
 Json: TypeAlias = dict[str, Any]
-FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; servers that can't read it say that it is no image
+FORMAT = "data:application/x-fluxjax+json,"  # SGLang takes strings; without our extension it says that this is no image
+SERVE_VERSION = "fluxjax"  # `version` of `rollout.serve` in /server_info, where SGLang states its release
 ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: spreads consecutive seeds
 NEVER = -1e30  # the bias of forbidden tokens; JSON has no infinity
 DTYPES = ("float32", "int32")
@@ -42,7 +43,7 @@ FIELDS = {"image_data": "image_token_id", "video_data": "video_token_id"}
 
 
 def request_body(request: GenerateRequest, rids: Mapping[int, str], config: DecoderConfig, *, interval: int) -> Json:
-    """The body of `POST /generate` for the samples that are keys of `rids`; one event for each `interval` tokens.
+    """The body of `POST /generate` for the samples that are keys of `rids`, with an event each `interval` tokens.
 
     `request` must be `rollout.requests.checked`. Raises EngineError for media that the format can't express.
     """
@@ -78,7 +79,7 @@ def _sampling_json(request: GenerateRequest, sample: int, begun: int, interval: 
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": not sampling.stop_ids,  # SGLang would also ignore stop ids
+        "ignore_eos": not sampling.stop_ids,  # True makes SGLang ignore stop ids, too
         "logit_bias": {str(id): NEVER for id in sampling.forbidden_ids} or None,
         "stream_interval": interval,
         "skip_special_tokens": False,

@@ -121,8 +121,8 @@ def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tup
 class CostModel:
     """Times of `model` on one kind of hardware.
 
-    A training step is a forward pass, `recompute` further ones (1 with activation checkpointing, 0 without) and a
-    backward pass. The backward pass takes `backward_attention` times the forward time in attention (five matrix
+    A training step is a forward pass, `recompute` further forward passes (1 with activation checkpointing, 0 without)
+    and a backward pass. The backward pass takes `backward_attention` times the forward time in attention (five matrix
     products for two), `backward_linear` times in linear work, and sends the same bytes in its all-to-alls. `node`
     devices share the link `within`; wider groups use the link `across`, and are refused if it is None (never
     measured). `fits` are R^2 and relative errors of each fit, `source` names measurements and hardware.
@@ -134,7 +134,7 @@ class CostModel:
     within: Link
     across: Link | None
     node: int
-    linear_flops: float  # a second, as measured in large products
+    linear_flops: float  # FLOPs a second, as measured in large products
     vision_flops: float
     recompute: float = 1.0
     backward_attention: float = 2.5

@@ -31,7 +31,7 @@ from jaxtyping import Array
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 GPU_PLATFORMS = ("gpu", "cuda")
 REPLICA = "replica"  # the outer axis: the odd factor of the number of devices
-LEAST_CAPABILITY = 80  # Ampere, the first with bfloat16 and TF32 products
+LEAST_CAPABILITY = 80  # Ampere, the first generation with bfloat16 and TF32 products
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ _given: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target",
 
 
 def target() -> Target:
-    """The target of `compiling_for`, or else of the first local device. If only one of it and the mesh in use is a GPU:
-    a target of the mesh's platform without capability."""
+    """Returns the target of `compiling_for`, or else of the first local device. If either this target or the mesh in
+    use is a GPU, but not both, returns a target of the mesh's platform without capability."""
     found = _given.get() or Target.of(jax.local_devices()[0])
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -149,16 +149,23 @@ def runs_triton(*arrays: Array, multiple: int = 1, most: int | float = math.inf)
 
 
 @functools.cache
-def _importable() -> bool:
+def triton_trouble() -> str:
+    """The reason why our Triton kernels can't be imported here; empty if they can."""
     try:
         for module in ("jax_triton", "triton"):
             importlib.import_module(module)
         if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton").startswith("0.4."):
             raise ImportError("jax-triton 0.4 does not know JAX 0.12")  # tracing would fail
     except Exception as error:  # versions that do not fit each other fail in many ways
-        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", error)
-        return False
-    return True
+        return str(error) or type(error).__name__
+    return ""
+
+
+@functools.cache
+def _importable() -> bool:
+    if trouble := triton_trouble():
+        _log.warning("GPUs compute without our Triton kernels, slowly: %s (pip install 'fluxjax[cuda13]')", trouble)
+    return not trouble
 
 
 @functools.cache

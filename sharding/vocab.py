@@ -49,9 +49,9 @@ def token_logprobs(
     `allowed_V` restricts the softmax to the tokens that an engine may sample. Otherwise probability would leak to the
     other tokens: they are never sampled, so that no reward ever takes it back.
 
-    Both are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32 whatever
-    the dtype of the two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the kernels
-    compute (`chosen`), logits never exist in memory, and at most about `chunk * V` gradients of logits exist at once.
+    Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
+    whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
+    kernels compute (`chosen`), logits are never in memory, and at most about `chunk * V` gradients of logits at once.
     Raises ValueError for a negative chunk, or a temperature that is not positive.
     """
     if chunk < 0:
@@ -136,7 +136,7 @@ chosen = functools.partial(runs_triton, multiple=16)
 
 def tiling_of(dtype: Any, capability: int) -> Tiling:
     """The tiles of both kernels: tokens, ids, and numbers of the width that are multiplied at once. They are the
-    largest that ptxas fits into registers. Only those for bfloat16 on Hopper were timed (`benchmarks/head.py`)."""
+    largest tiles that ptxas fits into registers. Only bfloat16 on Hopper was timed (`benchmarks/head.py`)."""
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling((64, 64, 32), 4, 2)
     if 90 <= capability < 120:

@@ -2,7 +2,7 @@
 
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its stacked layers; in these calls FSDP gathers weights, and a single device need not.
+`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and a single device need not.
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
 A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
@@ -14,7 +14,7 @@ one fully manual `shard_map`: under automatic partitioning gradients came out re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -42,6 +42,7 @@ from .weights import (
     with_shardings,
 )
 
+T = TypeVar("T")
 Gather = Callable[[WeightSpec, jax.Array], jax.Array]
 Merge = Callable[[Weight, Weight, Weight], jax.Array]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -54,6 +55,11 @@ Batch = TypeVar("Batch")  # a pytree of arrays
 def _all_but_gathered(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
     """A rematerialisation policy: the backward pass keeps all values except the results of all-gathers."""
     return not primitive.name.startswith("all_gather")
+
+
+def _all_but_weights(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
+    """As `_all_but_gathered`, if a layer's weights are slices: the stacks exist anyway, and slices would be a copy."""
+    return not primitive.name.startswith(("all_gather", "slice", "squeeze"))
 
 
 HOST_MEMORY = "pinned_host"  # JAX's name; GPUs read and write this memory by themselves
@@ -69,6 +75,39 @@ REMAT: dict[str, Callable[..., Any] | None] = {  # the values of a layer, beside
         offload_dst=HOST_MEMORY,
     ),
 }
+
+
+def _entry(tree: PyTree, index: int | None) -> PyTree:
+    return tree if index is None else jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The layers of a model, of one kind or several: `order` has the kind of each layer.
+
+    The layers of a kind are one module, whose weights have a leading layer axis: layer `i` is the entry
+    `order[:i].count(order[i])` of `modules[order[i]]`. A kind has the name of the model's attribute.
+    """
+
+    modules: Mapping[str, nnx.Module]
+    order: tuple[str, ...]
+
+    @staticmethod
+    def of(layers: nnx.Module) -> Stack:
+        """The stack of one kind of layers."""
+        return Stack({"layers": layers}, ("layers",) * jax.tree.leaves(nnx.state(layers))[0].shape[0])
+
+    @property
+    def period(self) -> tuple[str, ...]:
+        """The shortest beginning of `order` whose repetitions are `order`: one layer, if there is one kind."""
+        layers = len(self.order)
+        repeats = (n for n in range(1, layers) if layers % n == 0 and self.order[:n] * (layers // n) == self.order)
+        return self.order[: next(repeats, layers)]
+
+    def in_order(self, layers: Mapping[str, Iterable[T]]) -> list[T]:
+        """The items of all layers in order, from the items of each kind."""
+        items = {kind: iter(of_kind) for kind, of_kind in layers.items()}
+        return [next(items[kind]) for kind in self.order]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +148,56 @@ class Walk:
         return nnx.merge(graphdef, nnx.from_flat_state(whole))
 
     def scan(
-        self, layers: Module, carry: Carry, step: Callable[[Module, Carry, X], tuple[Carry, Y]], xs: PyTree = None
+        self, stack: Stack, carry: Carry, step: Callable[[Any, Carry, X], tuple[Carry, Y]], xs: PyTree = None
     ) -> tuple[Carry, PyTree]:
         """Runs `carry, y = step(layer, carry, x)` over the stack; returns the last carry and the stacked `y`.
 
-        `layers` holds weights with a leading layer axis; `xs` is None or a pytree with the same leading axis.
+        `xs` is None or a pytree with a leading axis of all layers. The loop goes over the periods of a stack of several
+        kinds; each layer of a period gathers its weights and is computed again by itself.
         """
-        graphdef, stacked = nnx.split(layers)
+        period, layers = stack.period, len(stack.order)
+        written_out = layers <= self.unroll and self.remat == "none"
+        if len(period) == 1:
+            layer = self._layer(stack.modules[period[0]], step, written_out)
+            return jax.lax.scan(layer, carry, (nnx.state(stack.modules[period[0]]), xs), unroll=written_out)
+        repeats = layers // len(period)
 
-        def body(carry: Carry, inputs: tuple[nnx.State, X]) -> tuple[Carry, Y]:
-            state, x = inputs
+        def periods(tree: PyTree, count: int) -> PyTree:
+            """The arrays of `count` layers a period, by periods; nothing is copied."""
+            return tree if count == 1 else jax.tree.map(lambda x: x.reshape(repeats, count, *x.shape[1:]), tree)
+
+        def body(carry: Carry, inputs: tuple[dict[str, nnx.State], PyTree]) -> tuple[Carry, PyTree]:
+            states, xs = inputs
+            ys = []
+            for place, kind in enumerate(period):
+                entry = period[:place].count(kind) if period.count(kind) > 1 else None
+                layer = self._layer(stack.modules[kind], step, written_out or repeats == 1, (entry, place))
+                carry, y = layer(carry, (states[kind], xs))
+                ys.append(y)
+            return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+        states = {kind: periods(nnx.state(stack.modules[kind]), period.count(kind)) for kind in set(period)}
+        carry, ys = jax.lax.scan(body, carry, (states, periods(xs, len(period))), unroll=written_out)
+        return carry, jax.tree.map(lambda y: y.reshape(layers, *y.shape[2:]), ys)
+
+    def _layer(
+        self, module: nnx.Module, step: Callable, written_out: bool, entries: tuple[int | None, int] | None = None
+    ) -> Callable[[Carry, tuple[nnx.State, PyTree]], tuple[Carry, PyTree]]:
+        """The body of a loop over layers. In a period the body gets weights and `x` of several layers, and takes these
+        `entries`. `written_out` says that the body is not in a loop."""
+        graphdef = nnx.graphdef(module)
+
+        def body(carry: Carry, inputs: tuple[nnx.State, PyTree]) -> tuple[Carry, PyTree]:
+            state, x = inputs if entries is None else map(_entry, inputs, entries)
             if self.remat == "offload":
                 carry = jax.tree.map(lambda array: checkpoint_name(array, _LAYER_INPUT), carry)
             return step(self.use(nnx.merge(graphdef, state)), carry, x)
 
-        length = jax.tree.leaves(stacked)[0].shape[0]
-        written_out = length <= self.unroll and self.remat == "none"
-        if self.remat != "none" or self.gather is not None:
-            # XLA must not merge values that are computed again with the first ones; within a scan it can't.
-            body = jax.checkpoint(body, prevent_cse=written_out, policy=REMAT[self.remat])
-        return jax.lax.scan(body, carry, (stacked, xs), unroll=written_out)
+        if self.remat == "none" and self.gather is None and entries is None:
+            return body
+        policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
+        # XLA must not merge values that are computed again with the first ones; within a loop it can't.
+        return jax.checkpoint(body, prevent_cse=written_out, policy=policy)
 
     def loop(
         self,

@@ -1,4 +1,4 @@
-"""A weight is declared once; its abstract shape, initial value, sharding and gather derive from that.
+"""A weight is declared once; its abstract shape, initial value, sharding and gather derive from the declaration.
 
 Low-rank adapters (LoRA, arXiv:2106.09685) are weights, too: beside `q` (`[in..., out...]`, frozen) are `q_lora_a`
 (`[in..., R]`) and `q_lora_b` (`[R, out...]`), which are trained. No model reads the two: when a layer is used, a walk
@@ -43,7 +43,7 @@ class WeightSpec:
     inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: not a matrix
     outputs_first: bool = False  # the dimensions that are summed over come last, as in an engine
     frozen: bool = False  # not trained
-    lora: float = 0.0  # factor on the product of its adapters; 0: it has none
+    lora: float = 0.0  # factor on the product of its adapters; 0: no adapters
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -63,7 +63,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def weight(rngs: nnx.Rngs, spec: WeightSpec, stack: int | None = None) -> nnx.Param:
-    """Creates the declared weight; with `stack`, so many weights, sampled independently, along a leading axis."""
+    """Creates the declared weight; with `stack`, `stack` weights, sampled independently, along a leading axis."""
     if stack is None:
         value = spec.init(rngs.params(), spec.shape, spec.dtype)
     else:
@@ -83,9 +83,9 @@ class Cut:
 def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
     """The cut of this weight under FSDP, or None to replicate it. Mesh axes of size one are left out.
 
-    The first logical axis of `CUT` whose size the number of devices divides is cut. If there is none, the mesh axes are
-    tried without the outer ones: the weight is then cut over the largest suffix of the mesh axes that fits, and
-    replicated over the others (over all of a mesh of 3, say).
+    The first logical axis of `CUT` whose size the number of devices divides is cut. If no axis fits, outer mesh axes
+    are left out: the weight is then cut over the largest suffix of the mesh axes that fits, and replicated over the
+    other mesh axes (over all of a mesh of 3, say).
     """
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):
@@ -141,7 +141,7 @@ def place(value: np.ndarray, sharding: Sharding) -> jax.Array:
     """Puts a weight from the host onto its devices; each device gets only its share. All processes have `value`."""
     if sharding.is_fully_addressable:
         array = jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
-        _dispatch(np.float32(0))  # at a call, the runtime usually frees host values whose transfer is done
+        _dispatch(np.float32(0))  # a call usually makes the runtime free host values whose transfer is done
         return array
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 

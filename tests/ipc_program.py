@@ -57,12 +57,11 @@ def send(file):
 
     model = cases.build(cases.VL)
     server: Any = Receiver()
-    folders, route = SharedFolders(model.config, "bfloat16"), CudaIpc(served(model.config), 1 << 14)
+    route = CudaIpc(SharedFolders(model.config, "bfloat16"), served(model.config), 1 << 14)
     params, found = models.split(model)[1], {}
     for version in (1, 2):
         params = jax.tree.map(lambda x: x + 1, params)
-        published = folders.write(version, params)
-        route.publish(published, params)
+        published = route.publish(version, params)
         for name, tensor in tensors_of(published.folder):
             found |= {f"written {version} rank {rank} {name}": as_bytes(tensor) for rank in (0, 1)}
         if version == 1:
@@ -73,7 +72,7 @@ def send(file):
         asyncio.run(route.deliver(server, published, lambda: asyncio.sleep(0)))
         found |= {f"received {version} {name}": tensor for name, tensor in server.received.items()}
     server.process.communicate()
-    folders.close()
+    route.close()
     np.savez(file, device=jax.devices()[0].device_kind, **found)
 
 

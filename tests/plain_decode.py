@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 import models
-from models.decoder import Decoder, DecoderLayer
+from models.decoder import Decoder, DecoderLayer, Mix
 from models.inputs import ModelInput, pad
 from sharding.kernels.attention import Mask, attention
 from sharding.walk import Walk
@@ -91,10 +91,10 @@ def _program(
 
         def step(layer: DecoderLayer, x: Array, xs: Any) -> tuple[Array, Any]:
             number, cache = xs
-            x, cache = layer(x, rotary, functools.partial(attend, cache))
+            x, cache = layer(x, rotary, Mix(functools.partial(attend, cache)))
             return x if deep is None else deep.added(x, number), cache
 
-        x, caches = walk.scan(model.layers, x, step, (jnp.arange(model.config.text.num_layers), caches))
+        x, caches = walk.scan(model.stack, x, step, (jnp.arange(model.config.text.num_layers), caches))
         return model.final_norm(walk, x), caches
 
     def next_logits(hidden_D: Array) -> Array:

@@ -314,3 +314,14 @@ def test_slices_of_materializers_are_counted(tmp_path) -> None:
     assert line["benchmark"] == "shadow_loader" and line["bytes"]["largest_over_share"] == found["largest_over_share"]
     assert found["sum_over_whole"] == 1.0, "every row is fetched once"
     assert 1 <= found["largest_over_share"] < found["whole_samples_over_share"]
+
+
+@pytest.mark.slow
+def test_both_forms_of_the_delta_rule_are_measured():
+    line = result(
+        "deltanet", "--tokens", "70", "128", "--heads", "1", "2", "8", "8", "--blocks", "2", "1", "--repeats", "1"
+    )
+    assert list(line["tokens"]) == ["70", "128"] and line["speedup"] == line["tokens"]["128"]["speedup"]
+    assert list(line["tokens"]["70"]) == ["chunked", "chunked, blocks of 1", "by_token", "speedup"]
+    assert line["shared"]["response_tokens"] == 4 and line["shared_prompt_saving"] == line["shared"]["saving"]
+    assert "multiple" in refusal("deltanet", "--heads", "2", "3", "8", "8")

@@ -3,15 +3,22 @@ trained on, and a run that is stopped goes on with what it had begun."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
-from run_cases import POLICIES, Diary, flags, letters
+from run_cases import POLICIES, Diary, assert_same_bits, flags, letters, model_arrays
 from turns import by_turns
 
 from fluxjax.config.cli import load
 from fluxjax.coordinator.policies.tail_batching import TailBatching
+from fluxjax.data.prepare import Preparer
 from fluxjax.learner.learner import GAP
+from fluxjax.rewards.scorer import Scorer
 from fluxjax.run.trainer import FluxTrainer
+from rollout.jax_engine import JaxEngine
 
 pytestmark = pytest.mark.long
 
@@ -63,3 +70,43 @@ def test_stopped_and_resumed(policy: str, tmp_path) -> None:
         assert temperatures == pytest.approx(np.linspace(1.3, 0.8, STEPS))
     else:  # whether a response is of several versions is a matter of timing; that its tokens fit is not, see above
         assert 0 < max(lags) <= 4
+
+
+TIMED: dict[str, list[str]] = {
+    "synchronous": ["--config.policy=synchronous"],
+    # a long round, whose deferred prompts would begin before its new ones are drawn
+    "tail_batching": ["--config.policy=tail_batching"],
+    # samples that wait for the slots of those that are not needed
+    "surplus": ["--config.policy=tail_batching", "--config.policy.prompts=1.25", "--config.policy.responses=1.25"],
+}
+
+
+def late(method: Any, seconds: float) -> Any:
+    """Every second call of a method begins so much later."""
+    calls = itertools.count()
+
+    async def waits(*args: Any) -> Any:
+        await asyncio.sleep(seconds * (next(calls) % 2))
+        return await method(*args)
+
+    return waits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", by_turns(TIMED))
+def test_timing_changes_nothing(case: str, tmp_path, monkeypatch) -> None:
+    """On one embedded engine, runs have the same bits whenever prompts are drawn, aborts heard and responses scored."""
+    settings = [*TIMED[case], "--config.steps=2", "--config.evaluation.samples=4", "--config.checkpoint.every=0"]
+    diaries = []
+    for run in ("straight", "late"):
+        if run == "late":
+            for kind, method, seconds in ((Preparer, "draw", 0.1), (Scorer, "score", 0.02), (JaxEngine, "abort", 0.1)):
+                monkeypatch.setattr(kind, method, late(getattr(kind, method), seconds))
+        diaries.append(Diary())
+        config = load(["--config=configs/text.py:debug", f"--config.run_dir={tmp_path / run}", *settings])
+        with FluxTrainer(config) as trainer:
+            trainer.fit(callbacks=[diaries[-1]])
+    straight, other = (diary.groups for diary in diaries)
+    different = [step for step in straight if straight[step] != other[step]]
+    assert not different, f"other groups, tokens or log-probs in steps {different}"
+    assert_same_bits(model_arrays(tmp_path / "straight"), model_arrays(tmp_path / "late"))

@@ -21,7 +21,7 @@ _STOPPING = "stopping after this step; once more to stop at once"
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
     """Makes each Ctrl-C and SIGTERM call, from now on, the function popped from `stops`, or `end` with the signal's
-    number if `stops` is empty. For a command. `jax.distributed.initialize` takes SIGTERM for itself, so call
+    number if `stops` is empty. Only commands call it. `jax.distributed.initialize` takes SIGTERM for itself, so call
     `take_signals` again after it. A thread makes the calls: Python would wait for the main thread, which may compile
     for minutes or wait for other processes for ever.
     """

@@ -32,8 +32,8 @@ def imported(path: str, field: str, offers: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def as_if_missing(package: str) -> Iterator[None]:
-    """Hides a package within its body, so that libraries imported there run without it if they can. A package that is
-    imported already is not hidden."""
+    """Hides a package while the block runs: libraries that are imported then run without it if they can. A package
+    that is imported already is not hidden."""
     if package in sys.modules:
         yield
         return

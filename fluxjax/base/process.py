@@ -115,8 +115,8 @@ def share_between_devices() -> bool:
 
     Otherwise programs that run on one device (ODC's) are compiled once for each device, because JAX's key of a program
     holds the device's number, except on GPUs; and all but the first process of a run compile everything at each start,
-    because the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes that,
-    so its functions are replaced here.
+    because the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these
+    keys, so its functions are replaced here.
     """
     try:
         from jax._src import cache_key
@@ -150,7 +150,7 @@ def share_between_devices() -> bool:
 
 @functools.cache
 def _instructions() -> str:
-    """The model of this machine's CPU and its instruction sets; empty without /proc."""
+    """Returns the model of this machine's CPU and its instruction sets; empty without /proc."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

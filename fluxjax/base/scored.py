@@ -22,9 +22,9 @@ from jaxtyping import Float32, Int32
 from .medium import Media
 
 _HEAD = struct.Struct("<iiiid")
-_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by the bytes of a token
+_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<i4")}  # by a token's size in bytes
 _RUN = np.dtype("<i4")  # the type of both numbers of a run
-_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # to `ResponseNumbers`
+_COLUMNS = {"token_ids": "tokens", "logprobs": "logprobs", "versions": "versions"}  # their names in `ResponseNumbers`
 
 State = dict[str, Any]  # JSON-serialisable
 SavedState = Mapping[str, Any]  # the state as read from JSON
@@ -198,7 +198,7 @@ class ResponseHead(NamedTuple):
     sample: int
     temperature: float | None
     tokens: int
-    runs: int  # of versions
+    runs: int  # runs of versions
     width: int  # bytes of a token
     size: int
 

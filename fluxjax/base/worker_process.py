@@ -27,7 +27,7 @@ from .errors import said
 from .process_channel import Channel, WithArrays
 
 GRACE = 10.0  # seconds past a job's bound; then the system ends the job, because the run, which should have, has ended
-FIRST_VICTIM = "500"  # of 1000: the system kills this process before the run when memory runs out
+FIRST_VICTIM = "500"  # 1000 at most: when memory runs out, the system kills this process before the run
 
 
 def main(descriptor: int) -> None:

@@ -50,7 +50,7 @@ class Composer:
     bounds the devices of a sequence (None: no bound). `shapes`, which is part of a run's state, remembers the buffer
     sizes of earlier microbatches to keep compiled shapes few.
 
-    Raises ConfigError for `packing` that can hold nothing, for degrees that can't be on so many devices, and for a
+    Raises ConfigError for `packing` that can hold nothing, for degrees that `num_devices` does not allow, and for a
     calibration that can't be read.
     """
 
@@ -195,7 +195,7 @@ class Team:
     `laid_out` with the shares from process 0."""
 
     process, processes = 0, 1
-    links: Links | None = None  # to the other processes
+    links: Links | None = None  # links to the other processes
     rank_here = 0  # the number of processes with lower numbers that share this process's ports
     bytes_told = 0  # bytes sent by this process to all others together
     _expect: Callable[[Iterable[TrainBatch]], None] | None = None
@@ -248,8 +248,8 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from its shares, `shares[process]`, one of each minibatch of a
-        training step, or, without `update`, of a portion of one."""
+        """Sends every other process an order to learn from its shares, `shares[process]`: one for each minibatch of a
+        training step or, without `update`, of a portion of a step."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
@@ -293,7 +293,7 @@ MAX_SHAPES = 32  # the most shapes of microbatches that are compiled, for each n
 
 
 def shape_book(config: Config) -> ShapeBook:
-    """Returns an empty shape book. Under `odc`, most programs are those of single devices."""
+    """Returns an empty shape book. Under `odc`, most of its shapes belong to programs of single devices."""
     alone = max(MAX_SHAPES * 7 // 8, 1) if isinstance(config.sharding.strategy, ODC) else 0
     return ShapeBook(MAX_SHAPES, alone=alone, ahead=config.sharding.compile_ahead)
 

@@ -42,7 +42,7 @@ class Composition:
 
     In a run of several processes, these are the rows of one process: it may have all, some or none of a response's
     tokens. `elsewhere` has the microbatches that devices of other processes compute alone, with shapes instead of
-    arrays. `coming` has some of the same microbatches in new sizes, whose programs are to be compiled ahead.
+    arrays. `coming` has some of `microbatches` in new sizes; their programs are to be compiled ahead.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -73,8 +73,8 @@ class Composition:
         return np.bincount(responses, values, minlength=len(self.keys))
 
     def scattered(self, values: np.ndarray) -> list[np.ndarray]:
-        """Returns an array `[B, T]` for each microbatch, from one value a token, response after response; 0
-        elsewhere."""
+        """Returns an array `[B, T]` for each microbatch, from one value a token, response after response; all other
+        cells are 0."""
         shapes_BT = [batch.loss_weights_BT.shape for batch in self.batches]
         sizes = [math.prod(shape) for shape in shapes_BT]
         flat = np.zeros(sum(sizes), np.float32)
@@ -111,10 +111,10 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
     (patches of text models: 0), and, if sequences are packed by plans, metrics of these plans.
 
     Plans have the share of tokens in sequences on more than one device, and the padding of the rows. If devices keep
-    their own pace, the balance of work: the share of all devices' time in which they are predicted to wait, at the
-    step's end and in collective microbatches for the busiest device; the most and fewest microbatches of a device,
-    collective ones included; the number of collective microbatches. Else the balance of spread sequences: largest over
-    mean attention work and tokens of a device, and the padding of what all-to-alls send.
+    their own pace, plans have the share of all devices' time that is predicted to be spent waiting for the busiest
+    device, at the step's end and in collective microbatches; the most and fewest microbatches of a device, collective
+    microbatches included; the number of collective microbatches. Else they have largest over mean attention work and
+    tokens of a device, and the padding of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere

@@ -40,8 +40,8 @@ class Spans:
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (draw, sample) of each response
     data: list[bytes] = dataclasses.field(default_factory=list)  # the numbers of each response
     lengths: list[int] = dataclasses.field(default_factory=list)  # tokens of each response
-    weights: list[float] = dataclasses.field(default_factory=list)  # of each response
-    advantages: list[float] = dataclasses.field(default_factory=list)  # of each response
+    weights: list[float] = dataclasses.field(default_factory=list)  # loss weight of a token of each response
+    advantages: list[float] = dataclasses.field(default_factory=list)  # advantage of each response
 
     def place(self, row: Row, cell: int, groups: Groups, features: dict[int, int], share: bool) -> None:
         """Appends the spans of a row whose first cell is `cell`."""
@@ -184,7 +184,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-_PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # 0 elsewhere
+_PADDING = {"feature_index_BT": -1, "lags_BT": -1, "temperatures_BT": 1.0}  # other fields: 0
 
 
 def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range) -> dict[str, np.ndarray]:
@@ -238,7 +238,7 @@ def _arrays(spans: Spans, tokens_per_row: int, version: int, tempered: bool) -> 
     index = np.concatenate([prompt.feature_index_T for prompt in spans.inputs])
     arrays["feature_index_BT"][cells] = np.where(index >= 0, index + np.repeat(features, lengths), -1)
     arrays["segments_BT"][cells] = np.repeat(segments, lengths)
-    arrays["predecessor_BT"][starts] = column[starts]  # no token predicts a first token; stay within the segment
+    arrays["predecessor_BT"][starts] = column[starts]  # no token predicts a first token: it points to itself
 
     starts, segments, branches, last, position = np.array(spans.responses).T
     lengths = np.array(spans.lengths, np.int64)

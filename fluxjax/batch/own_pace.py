@@ -51,9 +51,9 @@ class OwnPace:
         self._replica = replica_size(num_devices)  # devices over which a microbatch's media are spread
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
-        """Returns the microbatches and their groups: first the microbatches of all devices together, for sequences that
-        no single device holds; then those of single devices, device after device, each device's heaviest microbatch
-        first.
+        """Returns the microbatches and their groups: first microbatches of all devices together, for sequences that no
+        single device holds; then microbatches of single devices, device after device, each device's heaviest
+        microbatch first.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A

@@ -222,7 +222,7 @@ class SpreadMedia:
         placed[order] = ends - self._sizes[order] - begun
         merged = self._sizes // self._vision.merge_unit
         within = np.arange(merged.sum()) - np.repeat(np.cumsum(merged) - merged, merged)
-        row = np.repeat(placed // self._vision.merge_unit, merged) + within  # of each feature, unit after unit
+        row = np.repeat(placed // self._vision.merge_unit, merged) + within  # row of each feature, unit after unit
         wanted = self._computed[device // self._replica, feature]
         source = np.repeat(owners, merged)[wanted]
         return route(source, row[wanted], device, self._num_devices, rows, sizes)

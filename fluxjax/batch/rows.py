@@ -20,9 +20,9 @@ from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
 from .share import Item, Outline, Piece, Row, TrainGroup, check, pieces_of
 
-# tokens: with shorter `packing.tokens_per_row`, further row lengths save too little to compile a program for them
+# tokens: if `packing.tokens_per_row` is shorter, further row lengths save less than compiling their programs costs
 LONG = 1024
-FEWER = 0.97  # of the padded tokens: a packing with fewer rows a microbatch must need less than this
+FEWER = 0.97  # a packing with fewer rows a microbatch must need less than this share of the padded tokens
 SHORTEST = 16  # no row is shorter than `packing.tokens_per_row` divided by this
 GRID = 3  # sizes of a buffer: its cap, a half and a quarter of it; for the number of short rows also three quarters
 
@@ -76,7 +76,7 @@ class RowPacking:
     def _fitted(self, pieces: Sequence[Piece]) -> list[Outline] | None:
         """Returns the microbatches in rows of fitted lengths; None if there is no such packing."""
         budget, shapes, shards = self._budget, self._shapes, self._budget.num_shards
-        best: tuple[int, Fit] | None = None  # with the cells of one shard
+        best: tuple[int, Fit] | None = None  # (cells of one shard, fit)
         tokens = np.array([piece.tokens for piece in pieces])
         for rows in reversed(budget.rows):
             known = shapes.columns(shards, 0, budget.tokens_per_row, rows)
@@ -138,7 +138,7 @@ def grid(cap: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def packed(items: Sequence[Item], pieces: Sequence[Piece], budget: Budget, share_prompts: bool) -> list[Outline]:
-    """Packs every response of every item once, by that one of two heuristics that needs fewer padded tokens and
+    """Packs every response of every item once, by two heuristics, and returns the packing with fewer padded tokens and
     patches.
 
     With `share_prompts` a prompt stands once before all responses of its piece. The first heuristic is
@@ -257,7 +257,7 @@ def _dealt(
     """Returns the rows of each shard of a microbatch, the patches of the fullest, and the rows that fit in no shard."""
     shards: list[list[Row]] = [[] for _ in range(num_shards)]
     held, counts = np.zeros(num_shards, np.int64), np.zeros(num_shards, np.int64)  # patches and rows of each shard
-    holders: dict[int, np.ndarray] = {}  # by item: whether each shard holds its media
+    holders: dict[int, np.ndarray] = {}  # by item: the shards that hold its media
     left: list[Row] = []
     for row in rows:
         media = {piece.item: piece.patches for piece in row if piece.patches}

@@ -3,7 +3,7 @@ the share of each process.
 
 The process that has all groups plans a step from sizes alone. The other processes get their share, and read no prompt,
 response or pixel of other shares. If sequences are spread over devices, the places of a device's tokens and features
-depend on sizes that its neighbours have, so that these sizes are sent, too.
+depend on the sizes of other devices' sequences, so these sizes are sent, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..config import ConfigError
 class Item(NamedTuple):
     """The sizes of a group: tokens of its prompt and of each of its responses (all positive), and patches."""
 
-    name: str  # of the prompt, for error messages
+    name: str  # name of the prompt, for error messages
     prompt: int
     responses: tuple[int, ...]
     patches: int = 0
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     responses: tuple[int, ...]
     tokens: int = 0  # including the copy of the prompt
     squares: float = 0.0  # twice the (query, key) pairs of attention: `tokens**2` for a prompt with one response
-    patches: int = 0  # of the item: a device (with a plan, a replica) holds them once for all pieces of the item
+    patches: int = 0  # the item's patches; a device (with a plan, a replica) holds them once for all its pieces
 
 
 Row = tuple[Piece, ...]
@@ -50,7 +50,7 @@ class TrainGroup(NamedTuple):
     """A group to lay out: its prompt, the columns of its non-empty responses, and the loss weight of a token of each
     response (float64)."""
 
-    name: str  # of the prompt, for error messages; empty in processes that do not plan
+    name: str  # name of the prompt, for error messages; empty in processes that do not plan
     inputs: PromptInput
     columns: Columns
     weights: np.ndarray
@@ -190,7 +190,7 @@ class Outline:
         return Filled(sum(piece.tokens for piece in pieces), cells, sum(media.values()), patch_cells)
 
     def of(self, shards: range) -> Outline:
-        """Returns the part that these devices lay out: rows of their own, and all of a plan that they take part in."""
+        """Returns the part that these devices lay out: their own rows, or the entire plan if they take part in it."""
         if self.plan is None:
             return Outline(self.shards[shards.start : shards.stop], self.sizes, self.coming)
         elsewhere = self.owner is not None and self.owner not in shards

@@ -53,8 +53,8 @@ class Spreading:
 
     def parts(self, groups: Sequence[TrainGroup]) -> list[Part]:
         """Returns as few microbatches as the devices' memory allows, each with one row a device. A step larger than all
-        before would need a new program; once new programs are rare, the step gets one more microbatch instead, but not
-        twice in a row.
+        earlier steps would need a new program; once new programs are rare, the step gets one more microbatch instead,
+        but not twice in a row.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
         prompt; otherwise each response is a sequence. Raises ConfigError if no plan exists.

@@ -20,7 +20,7 @@ VERL_LINEAR = 24576.0  # verl's work of a token, in the unit in which attention 
 
 def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | None) -> Estimate:
     """Returns a function that estimates the work of sequences, to compare them: in seconds with `sharding.calibration`,
-    else in FLOPs, or by verl's formula without `text`, the decoder's sizes.
+    else in FLOPs; if the decoder's sizes `text` are missing, by verl's formula.
 
     Its argument `squares` is twice the (query, key) pairs of attention; media count for each sequence that shows them.
     Raises ConfigError for a calibration that can't be read.
@@ -38,9 +38,9 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
     # The FLOPs are those of a forward pass; a backward pass takes about twice as many of each kind. Matrix products
     # cost two FLOPs a token and weight. A pair costs two for its score and two for its value, in each channel of all
     # heads of each layer, and `squares` count a pair twice. So in units of `squares` a token costs
-    # weights / (layers * heads * head_size),    weights = those of all matrices, including the output head,
-    # which is 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times of a 7B model has 64,500; verl's 24,576 also counts
-    # the pairs behind the mask.
+    # weights / (layers * heads * head_size)
+    # with the weights of all matrices, including the output head: 70,000 for Qwen2.5-VL-7B. ODC's fit to measured times
+    # of a 7B model has 64,500; verl's 24,576 also counts the pairs behind the mask.
     sizes = model_sizes(config, text, vision)
     token, square = sizes.linear_flops(), 2.0 * sizes.layers * sizes.heads * sizes.head_size
     patch = sizes.vision_flops() if vision is not None else 0.0
@@ -49,7 +49,8 @@ def estimate(config: Config, text: TextConfig | None, vision: VisionConfig | Non
 
 def forward_seconds(cost: CostModel, tokens: Numbers, squares: Numbers) -> np.ndarray:
     """Returns the seconds of a forward pass over each sequence, without its media."""
-    # Attention over a shared prompt is not quadratic in the length, so the model gets the length of equal work.
+    # Attention over a shared prompt is not quadratic in the length: the model gets the length of an unshared sequence
+    # with equal work.
     return np.asarray(cost.attention_seconds(np.sqrt(squares)) + cost.linear_seconds(np.array(tokens, float)))
 
 

@@ -129,7 +129,7 @@ class ModelConfig:
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
     # The sizes of the tiny model, by the names of `fluxjax.config.TINY`.
     tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
-    compute_dtype: DType = DType.FLOAT32  # of the computation; master weights stay float32
+    compute_dtype: DType = DType.FLOAT32  # type of the computation; master weights stay float32
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,7 +143,7 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(slots=True)
 class RolloutConfig:
-    engine: RolloutEngine = RolloutEngine.JAX  # what generates responses
+    engine: RolloutEngine = RolloutEngine.JAX  # kind of the engines that generate responses
     prompts_per_step: int = positive(32)  # prompts of a training step
     group_size: int = positive(8)  # responses to each prompt
     max_new_tokens: int = positive(16)  # the most tokens of a response
@@ -180,10 +180,10 @@ class RolloutConfig:
 @dataclasses.dataclass(slots=True)
 class OptimConfig:
     lr: float = positive(1e-3)  # the learning rate, after its warmup
-    schedule: Schedule = Schedule.CONSTANT  # of the learning rate, over the run
+    schedule: Schedule = Schedule.CONSTANT  # course of the learning rate over the run
     warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
     betas: tuple[float, float] = pair((0.9, 0.99), "[0, 1)", "[0, 1)")  # decay of Adam's first and second moment
-    eps: float = positive(1e-8)  # of Adam, added to the root of the second moment
+    eps: float = positive(1e-8)  # Adam's epsilon, added to the root of the second moment
     weight_decay: float = not_negative(0.0)  # for matrices and embeddings, not for norms and biases
     max_grad_norm: float = not_negative(1.0)  # gradients are clipped to this global norm; 0: no clipping
     moments_dtype: DType = DType.FLOAT32  # type of Adam's stored moments; they are computed in float32
@@ -203,7 +203,8 @@ class ShardingConfig:
 
 @dataclasses.dataclass(slots=True)
 class PackingConfig:
-    tokens_per_row: int = positive(256)  # of a row; fsdp, from 1024 on: at most, rows are shorter if that saves padding
+    # Tokens of a row. Under fsdp, from 1024 on, they are the most: rows are shorter if shorter rows save padding.
+    tokens_per_row: int = positive(256)
     # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
     rows_per_device: int = positive(16)
     patches_per_device: int = positive(4096)  # the most patches of a device in a microbatch
@@ -224,8 +225,8 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(slots=True)
 class ReportConfig:
-    # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, a scraper's
-    # credentials.
+    # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, which
+    # scrapers send as their credentials.
     prometheus: str = bounded("", is_port, "be a port, or host:port")
     dump_samples_every: int = not_negative(20)  # steps between two dumps of responses; 0: never
 
@@ -238,14 +239,14 @@ class ReportConfig:
 
 @dataclasses.dataclass(slots=True)
 class DistributedConfig:
-    """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set three
-    fields. `python -m fluxjax.launch` starts them on one machine."""
+    """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set the first
+    three fields. `python -m fluxjax.launch` starts the processes on one machine."""
 
     coordinator: str = ""  # host:port of process 0
     processes: int = not_negative(0)  # 0: as many as Slurm has tasks or Open MPI has ranks, else one
     process: int = not_negative(0)  # number of this process, from 0
     # Seconds that a process may take for a step or a checkpoint before all processes end; compiling does not count. At
-    # the start, processes wait as long for each other, and at most five minutes.
+    # the start, processes wait for each other for the same time, but at most five minutes.
     progress_timeout: float = positive(900.0)
 
 
@@ -256,9 +257,9 @@ class Config:
     unread: ClassVar[tuple[str, ...]] = ()
     # The name of the run.
     name: str = bounded("vlm", lambda value: value != "" and "/" not in value, "be a folder's name, without '/'")
-    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")  # of all random numbers and draws
+    seed: int = bounded(0, lambda value: 0 <= value < 2**31, "be in [0, 2**31)")  # seed of random numbers and draws
     steps: int = positive(300)  # training steps of RL
-    run_dir: str = ""  # empty: runs/<name>-<date>; an existing one is resumed
+    run_dir: str = ""  # empty: runs/<name>-<date>; an existing run is resumed
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rewards: RewardsConfig = dataclasses.field(default_factory=RewardsConfig)
@@ -269,8 +270,8 @@ class Config:
     policy: Policy = choice(SynchronousConfig, TailBatchingConfig, AprilConfig, AdaptiveAsyncConfig)  # noqa: RUF009
     # Devices of half of the engines compute gradients of complete groups while the others generate (Flexes, 4.4).
     stream_trainer: bool = False
-    # Training begins before a step's groups are complete, if the others are predicted to end, with this confidence,
-    # while gradients of complete groups are computed (Flux, insight 2). 0: training waits.
+    # Training begins before a step's groups are complete, if the incomplete groups are predicted to end, with this
+    # confidence, while gradients of complete groups are computed (Flux, insight 2). 0: training waits.
     speculative_sync: float = within(0.0, "[0, 1)")
     parallelism: ParallelismConfig = dataclasses.field(default_factory=ParallelismConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

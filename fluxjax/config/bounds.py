@@ -111,7 +111,7 @@ def check_fields(section: Section, prefix: str = "") -> None:
 
     Numbers must be finite; an int may stand for a float, an object for a text whose field allows objects. Sections
     within `section` are checked, too, and so are dictionaries of sections; a dictionary that is not empty by default
-    has no other keys.
+    may have its default keys only.
     """
     for field in dataclasses.fields(section):
         name, metadata = prefix + field.name, field.metadata

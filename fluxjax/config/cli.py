@@ -2,8 +2,8 @@
 
 A setting that would do nothing (a changed field that is not read because of another setting) is a mistake on the
 command line, and refused. A configuration file may prepare more than one choice, as `configs/vlm.py` does for several
-policies; `remarks` then names those of its settings that are not read. Only choices of behaviour are listed: that
-`warm_start.lr` does nothing in 0 steps explains itself.
+policies; `remarks` then names the file's settings that are not read. `NEEDS` lists only choices of behaviour: nobody
+must be told that `warm_start.lr` does nothing in 0 steps.
 
 This module imports nothing heavy, so that `--help` and a typo answer at once.
 """
@@ -85,7 +85,7 @@ NEEDS = (
     Need(f"{_CLIPS} algorithm.loss_aggregation algorithm.importance", _ALGORITHM, "another", _of_tokens),
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
-    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # a folder: embedded ones, too
+    Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax can read weights.folder
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
     Need("algorithm.importance.level", _KIND, "truncate or mask", _corrected),

@@ -46,7 +46,7 @@ class RewardsConfig:
     kinds: dict[str, RewardKindConfig] = dataclasses.field(
         default_factory=_kinds, metadata={"entries": RewardKindConfig}
     )
-    # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; then the run stops.
+    # Share of the last 1,000 responses that a reward of a source may fail on, from the 100th on; above, the run stops.
     max_failed: float = within(0.5, "(0, 1]")
     # Share of a source's answers (of up to 500) that its reward may be unable to grade; with more the run does not
     # begin.
@@ -74,8 +74,8 @@ def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSc
 class SourceConfig:
     """A source of training prompts: its file, its reward, and how often prompts are drawn from it."""
 
-    # A .jsonl manifest, .parquet or a folder of such, here or at a URL (s3://, https://, ...); empty: the embedded data
-    # set of the source's name.
+    # A .jsonl manifest, a .parquet file or a folder of .parquet files, by path or URL (s3://, https://, ...). Empty:
+    # the embedded data set of the source's name.
     path: str = ""
     eval_path: str = ""  # held-out records, in the same format
     weight: float = positive(1.0)  # how often prompts are drawn from this source, relative to others
@@ -112,9 +112,9 @@ class DataConfig:
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
     preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself
-    # Processes that decode: of a preprocessor (0: one a core), or of a run without preprocessors (0: threads of the
-    # run). A process that takes too long or too much memory for a file is killed. A script that trains with workers
-    # needs `if __name__ == "__main__":`, since each process imports it.
+    # Processes that decode for a preprocessor (0: one a core), or for a run without preprocessors (0: the run's threads
+    # decode). A process that takes too long or too much memory for a file is killed. A script that trains with workers
+    # needs `if __name__ == "__main__":`, since each process imports the script.
     workers: int = not_negative(0)
     cache_gib: float = positive(4.0)  # decoded media in memory, of a preprocessor or of a run without any
     # Decoded media that each process of a run with preprocessors keeps, to have them before they are needed: half of

@@ -69,8 +69,8 @@ def _line(name: str, value: object, words: str) -> str:
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Returns the comment of each field of a class, or member of an enumeration: that in the lines above its
-    declaration, then that behind it."""
+    """Returns the comment of each field of a class, or member of an enumeration: the lines above its declaration, then
+    the words behind it."""
     words: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if owner.__module__ == "builtins" or owner in (enum.Enum,):

@@ -28,7 +28,7 @@ class DynamicSampling(enum.Enum):
     """The field of `Reward` that tells the responses of a group apart in dynamic sampling."""
 
     OFF = "off"  # groups of equal rewards are trained on, too
-    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; or: true
+    CORRECT = "correct"  # whether the response is correct, whatever its reward, as in DAPO and verl; true means this
     VALUE = "value"  # the shaped reward
 
     def __bool__(self) -> bool:
@@ -69,7 +69,7 @@ class TailBatchingConfig(Chosen):
 
     prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds, for each that a step needs
     responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds, for each that a group needs
-    # Versions; a long round's groups are spread over the steps in which they are at most so old. 0: they make one step.
+    # Versions that a long round's groups may be behind: they are spread over as many steps. 0: they make one step.
     max_staleness: int = not_negative(1)
 
     @property
@@ -135,8 +135,8 @@ class ParallelismConfig:
 class ImportanceConfig:
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
-    kind: Importance = Importance.NONE  # what keeps ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's (which scores all tokens first)
+    kind: Importance = Importance.NONE  # way to keep ratios from growing: truncate or mask
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's: it scores all tokens first
     # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off
@@ -145,7 +145,7 @@ class ImportanceConfig:
 
     @property
     def whole(self) -> bool:
-        """Returns True if a token's weight depends on other tokens: then all are scored before the step."""
+        """Returns True if a token's weight depends on other tokens: then all tokens are scored before the step."""
         return self.level is ImportanceLevel.SEQUENCE or self.normalize
 
 
@@ -153,7 +153,7 @@ class ImportanceConfig:
 class ReplayConfig:
     """Flux, component 3: groups that were trained on are trained on again (`fluxjax.learner.replay`)."""
 
-    share: float = within(0.0, "[0, 1)", "fresh groups are what is kept")  # of a step's groups; 0: no replay
+    share: float = within(0.0, "[0, 1)", "fresh groups are what is kept")  # share of a step's groups; 0: no replay
     max_age: int = positive(4)  # versions that the oldest token of a group may be behind
 
 
@@ -192,13 +192,13 @@ _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus
 
 @dataclasses.dataclass(slots=True)
 class AlgorithmConfig:
-    # A built-in algorithm, whose own settings come along, or your own: module:attribute, of a class, an object, or a
-    # module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself: it
+    # A built-in algorithm, chosen with its own settings; or your algorithm as module:attribute: a class, an object, or
+    # a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself: it
     # is never copied, and a run's folder has only the name of its class.
     name: Any = dataclasses.field(default="grpo", metadata={"object": True})
     normalize_std: bool = True  # divide advantages by the group's standard deviation; False as in Dr.GRPO
-    clip_low: float = not_negative(0.2)  # ratios below 1 less this are clipped
-    clip_high: float = not_negative(0.2)  # ratios above 1 plus this are clipped; above clip_low: clip-higher (DAPO)
+    clip_low: float = not_negative(0.2)  # ratios below 1 - clip_low are clipped
+    clip_high: float = not_negative(0.2)  # ratios above 1 + clip_high are clipped; above clip_low: clip-higher (DAPO)
     dual_clip: float = bounded(  # ratio up to which the loss of a token with a negative advantage grows; 0: without end
         3.0, lambda value: value == 0 or value > 1, "be 0 or above 1: below, it would cut off every token"
     )
@@ -211,7 +211,7 @@ class AlgorithmConfig:
     kl_in_reward: bool = False  # a response's reward loses kl_coefficient * its KL; else the KL is in the loss
     reference: str = ""  # a local checkpoint folder of a model of the same sizes; empty: the model as RL begins
     reference_every: int = not_negative(0)  # steps after which the policy becomes the reference again; 0: never
-    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # what has equal weight in the loss
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN_MEAN  # the weight of each token in the loss
     importance: ImportanceConfig = dataclasses.field(default_factory=ImportanceConfig)
 
     @classmethod
@@ -220,7 +220,7 @@ class AlgorithmConfig:
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the algorithm's own settings, and resets those of the algorithm before; other fields stay."""
+        """Sets the algorithm's own settings, and resets the previous algorithm's settings; other fields stay."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:

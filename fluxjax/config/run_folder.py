@@ -30,8 +30,9 @@ def named(config: Config) -> pathlib.Path:
 
 
 def create(config: Config) -> tuple[pathlib.Path, contextlib.ExitStack]:
-    """Returns the run's folder, made if missing, and its lock. A new folder gets the configuration; one that holds a
-    run keeps its own until that run goes on. Raises `ConfigError` if the folder is in use, or cannot be written."""
+    """Returns the run's folder, made if missing, and its lock. A new folder gets the configuration; a folder with a run
+    keeps its configuration until the run goes on. Raises `ConfigError` if the folder is in use, or cannot be
+    written."""
     folder = named(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)

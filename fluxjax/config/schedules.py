@@ -5,9 +5,9 @@
     phases(1.2@0, 1.0@0.2, 0.7@0.7)                a value from each point on (Flux, insight 3: early, mid, late)
     pid(metric=entropy, target=0.6, low=0.5, high=1.2, kp=0.1, ki=0.01, kd=0.05)
                                                    moves so that a metric of the training step stays near a target
-    success(1.2, 0.8)                              for each prompt: the first value where no response of its last group
-                                                   was right, the second where all were (Flux: "per-prompt, per-stage")
-    math: 1.0; code: linear(1.2, 0.8); *: 0.9      one of these for each source; * for all others
+    success(1.2, 0.8)                              for each prompt: the first value if no response of its last group was
+                                                   right, the second if all were right (Flux: "per-prompt, per-stage")
+    math: 1.0; code: linear(1.2, 0.8); *: 0.9      a schedule for each source; * for all other sources
 
 Progress is in [0, 1], 0 at the first step and 1 at the last. No schedule reads a clock or draws random numbers.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 
-if TYPE_CHECKING:  # the groups' types load JAX, after the command line is checked
+if TYPE_CHECKING:  # the types of groups load JAX, and the command line must be checked earlier
     from ..base.types import Group, Prompt
     from . import Config
 
@@ -86,9 +86,9 @@ class Pid(RunSchedule):
     """Moves its value up while the error, `target - metric`, is positive (Flux, component 1); the unit of time is one
     update. Steps without the metric, or with a NaN, change nothing.
 
-    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if that would leave the
-    bounds, the sum of errors is cut back until the value just reaches a bound. So no sum keeps the value at a bound:
-    when the error changes its sign, the value follows at once.
+    Each update adds `kp * error + ki * sum of errors + kd * change of the error`. Anti-windup: if the value would leave
+    the bounds, the sum of errors is cut back until the value just reaches a bound. So no sum keeps the value at a
+    bound: when the error changes its sign, the value follows at once.
     """
 
     def __init__(
@@ -142,15 +142,15 @@ class Pid(RunSchedule):
         return {"value": self.now, "sum": self._sum, "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state. A value outside of the bounds, which may have changed, moves to the nearer one."""
+        """Restores the state. The bounds may have changed; a value outside of them moves to the nearer bound."""
         if state:
             self.now, self._sum, self._last = self._bounded(state["value"]), state["sum"], state["last"]
 
 
 class Success(RunSchedule):
-    """Goes from `none`, for a prompt that no response of its last group solved, to `all`, for one that all solved.
+    """Goes from `none`, if no response of a prompt's last group was right, to `all`, if all were right.
 
-    A new prompt has the mean share of its source so far; before its source's first group, the share is one half.
+    A new prompt has its source's mean share of right responses; before its source's first group, the share is 0.5.
     """
 
     def __init__(self, none: float, all: float) -> None:
@@ -180,7 +180,7 @@ class Success(RunSchedule):
 
 
 class PerSource(RunSchedule):
-    """A schedule for each source. `value` raises `ConfigError` for a prompt of a source that has none."""
+    """A schedule for each source. `value` raises `ConfigError` for a prompt of a source that has no schedule."""
 
     def __init__(self, schedules: Mapping[str, RunSchedule], field: str) -> None:
         self.schedules, self.field = dict(schedules), field

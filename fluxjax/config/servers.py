@@ -14,7 +14,7 @@ class RolloutEngine(enum.Enum):
     SGLANG = "sglang"  # SGLang servers
 
 
-# Flags that the run sets; flags that divide or change weights, which their checksums do not cover.
+# Flags that the run sets; flags that divide or change weights: checksums do not cover such weights.
 _OURS = ("--model", "--model-path", "--host", "--port", "--weight-version", "--dtype")
 _DIVIDED = ("--dp-size", "--dp", "--pp-size", "--pp", "--mm-enable-dp-encoder", "--enable-dp-attention")
 _UNKNOWN = (*_DIVIDED, "--quantization")
@@ -25,12 +25,13 @@ class ServersConfig:
     """Rollout servers, if rollout.engine is serve or sglang."""
 
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
-    addresses: tuple[str, ...] = ()  # of servers that others start: ("http://127.0.0.1:30000",); FLUXJAX_TOKEN for them
+    addresses: tuple[str, ...] = ()  # servers that others start: ("http://127.0.0.1:30000",); they get FLUXJAX_TOKEN
     # Flags of servers that the run starts: ("--tp-size", "{degree}", "--base-gpu-id", "{device}"). {server} is a
-    # server's number, {degree} the number of its devices, {device} its first, {devices} all, as in 2,3.
+    # server's number, {degree} the number of its devices, {device} the first device, {devices} all, as in 2,3.
     flags: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()  # their variables, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",)
-    python: str = ""  # the interpreter that has SGLang; empty: the run's own
+    # Environment variables of these servers, filled in as flags are: ("CUDA_VISIBLE_DEVICES={devices}",).
+    environment: tuple[str, ...] = ()
+    python: str = ""  # the interpreter that has SGLang; empty: the run's interpreter
     start_seconds: float = positive(600.0)  # seconds that a server may take to start, or to come back
     colocated: bool = False  # servers on the training devices, asleep while these train
 
@@ -85,7 +86,7 @@ def on_this_host(address: str) -> bool:
 class Route(enum.Enum):
     AUTO = "auto"  # shm on this host; to other hosts orbax if there is weights.folder, else bucket
     SHM = "shm"  # files in shared memory
-    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on one
+    IPC = "ipc"  # CUDA IPC, from GPU to GPU of one host; never run on GPUs
     BUCKET = "bucket"  # over HTTP
     ORBAX = "orbax"  # files, complete or deltas, on a file system that hosts share
 
@@ -94,7 +95,7 @@ class Route(enum.Enum):
 class WeightsConfig:
     """The route of new weights to rollout servers, if rollout.engine is serve or sglang."""
 
-    route: Route = Route.AUTO  # auto: shm on this host; to others orbax, or bucket without weights.folder
+    route: Route = Route.AUTO  # auto: shm on this host; to other hosts orbax, or bucket without weights.folder
     folder: str = ""  # orbax: a folder that this host and the servers' hosts see under this name
     agents: tuple[str, ...] = ()  # orbax: python -m rollout.weights.agent for each of servers.addresses, in their order
 

@@ -160,8 +160,8 @@ class ParallelismPlanner:
     def next(self, preemptions: int) -> int:
         """Returns the degree for the next step, after a step with `preemptions` preemptions in all engines together.
 
-        The degree doubles if preemptions exceed `rise` times those of the step before (after a step without any, one is
-        enough). The first step is only compared with. `calm` steps without preemptions halve the degree.
+        The degree doubles if preemptions exceed `rise` times the preemptions of the step before; the first step never
+        doubles it. `calm` steps without preemptions halve the degree.
         """
         if preemptions < 0:
             raise ValueError(f"a step can't have {preemptions} preemptions")

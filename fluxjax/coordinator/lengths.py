@@ -30,7 +30,7 @@ _SOLVE_EVERY = 32  # responses between two solutions; more after thousands of re
 # The number of later responses after which a response has lost most of its weight: the model follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # tokens, before any observation
-_VARIANCE = 0.6  # of ln(length), between prompts and again within a prompt, before any observation
+_VARIANCE = 0.6  # variance of ln(length), between prompts and again within a prompt, before any observation
 _STRENGTH = 16  # the number of observations that the prior variance counts as
 _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt still differ by rounding
 
@@ -86,7 +86,7 @@ class Level:
         # (x, y, weight) that `gram` and `moment` do not include yet
         self._pending: list[tuple[np.ndarray, float, float]] = []
         self.fresh = 0  # responses since the last solution
-        self.responses = 0.0  # the number of responses, with older ones discounted
+        self.responses = 0.0  # the number of responses; older responses count less
         self.weights = np.zeros(FEATURES)
         self.weights[0] = _TYPICAL
         self._start = self.weights.copy()
@@ -94,7 +94,7 @@ class Level:
         self.version = 0  # grows by one at every solution
         self.within = self.between = _VARIANCE
         self.shift = 0.0  # recent change of ln(length), beside the regression
-        self.sums = [0.0] * 4  # within groups: sum of squares, responses; of residuals: sum of squares, groups
+        self.sums = [0.0] * 4  # squares within groups, their count, squared residuals, their count
         if parent is not None:
             self._settle()
 
@@ -123,7 +123,7 @@ class Level:
         within *= total / (within + between)
         self.within = max((_STRENGTH * within + squares) / (_STRENGTH + pairs), _SMALLEST)
         self.between = max(total - self.within, 0.02 * total, _SMALLEST)
-        # Responses of one prompt share its effect: together they count like fewer independent ones.
+        # Responses of one prompt share its effect: together they count like fewer independent responses.
         size = (pairs + groups) / max(groups, 1.0)
         self._solve(parent.weights if parent else self._start, self.within + size * self.between)
         kept = (1 - 1 / _MEMORY) ** self.fresh  # the factor on all observations so far
@@ -244,8 +244,8 @@ class _SeenResponses:
     past: float = 0.0  # their mean deviation from the regression of that time
 
     def at(self, draw: int) -> _SeenResponses:
-        """Returns the observations as of this draw of the prompt: for a later draw, all become a summary of the
-        past."""
+        """Returns the observations as of this draw of the prompt: for a later draw, all observations become a summary
+        of the past."""
         if draw == self.draw:
             return self
         if not self.count:
@@ -260,7 +260,7 @@ class LengthPredictor:
     """The predictor that the module's docstring describes. `limit`: the most tokens of a response (0: no limit).
 
     Observations since the last prediction are entered in the order of draws, not of arrival. So predictions do not
-    depend on time, unless some are made while responses run.
+    depend on time, unless some predictions are made while responses run.
     """
 
     def __init__(self, limit: int = 0) -> None:

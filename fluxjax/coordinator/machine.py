@@ -27,7 +27,7 @@ from .run_settings import Settings
 T = TypeVar("T")
 I = TypeVar("I", bound=messages.Instruction)  # noqa: E741
 
-_LINES = 12  # of the log, shown in an error
+_LINES = 12  # lines of the log that an error shows
 
 
 @runtime_checkable
@@ -69,8 +69,8 @@ class Coordinator:
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.pace = Pace()
         self.step = 0  # optimizer steps done
-        self.version = -1  # of the weights that the trainer holds; -1 before the start
-        self.metrics: Mapping[str, float] = {}  # of the last step
+        self.version = -1  # the version of the trainer's weights; -1 before the start
+        self.metrics: Mapping[str, float] = {}  # the last step's metrics
         # The instructions that no event has answered yet, at most one of each type of `ANSWERED`.
         self.awaiting: dict[type[messages.Instruction], messages.Instruction] = {}
         self.exhausted = False  # the data has no more prompts
@@ -123,8 +123,8 @@ class Coordinator:
         return self._last_evaluation[0]
 
     def evaluation_due(self) -> messages.Evaluate | None:
-        """Returns the evaluation due before the next step: a full one at step 0 and at the end, others every n
-        steps."""
+        """Returns the evaluation due before the next step: a full evaluation at step 0 and at the end, a smaller one
+        every n steps."""
         every = self.settings.evaluate_every
         full = self.step == 0 or bool(self.ending)
         if not full and not (every and self.step % every == 0):
@@ -373,7 +373,7 @@ class Coordinator:
 
     @_say.of(messages.SaveCheckpoint)
     def _save_checkpoint(self, order: messages.SaveCheckpoint) -> None:
-        # Set now, not after saving: the checkpoint itself must record that this step has one.
+        # Set now, not after saving: the checkpoint itself must record that this step has a checkpoint.
         self._saved = order.step
 
     @_say.of(messages.Finish)

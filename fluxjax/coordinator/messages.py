@@ -154,7 +154,7 @@ class Request:
     engine: int = 0  # the engine's index
     # responses to continue, one for each sample (None: from the start), or empty
     begun: tuple[Response | None, ...] = ()
-    temperature: float | None = None  # of sampling; None: the run's
+    temperature: float | None = None  # temperature of sampling; None: the run's
 
     @property
     def rid(self) -> str:

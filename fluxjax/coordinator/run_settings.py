@@ -18,9 +18,9 @@ class Settings:
     steps: int  # optimizer steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
-    engines: int = 1  # at the start
+    engines: int = 1  # engines at the start
     degree: int = 1  # devices of each engine, at the start
-    max_new_tokens: int = 0  # of a response; 0: unknown
+    max_new_tokens: int = 0  # the most tokens of a response; 0: unknown
     kv_tokens: int = 0  # tokens that an engine's cache holds at the start; 0: unknown
     kv_reserved: int = 0  # the least number of cache tokens for a running response
     evaluate_every: int = 0  # steps; 0: only at the start and the end

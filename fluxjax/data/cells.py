@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from .locations import filesystem, is_url, reaching, version_of
 from .media_cache import Recent
 
-KEPT_BYTES = 256 << 20  # of row groups in memory, beside the row group in use
+KEPT_BYTES = 256 << 20  # bytes of row groups in memory, beside the row group in use
 KEPT_FILES = 16  # open files
 SLOTS = pa.list_(pa.string())  # a row's items: a path, EMBEDDED if the column holds the bytes, or null for neither
 EMBEDDED = ""
@@ -68,7 +68,7 @@ class Cells:
         self._groups = Recent[pa.ChunkedArray](KEPT_BYTES, lambda values: values.nbytes, keep_last=True)
 
     def read(self, path: str, stamp: str, cell: str) -> bytes:
-        """The bytes of a cell of this version of a file. Raises CellError or OSError."""
+        """Returns the bytes of a cell of this version of a file. Raises CellError or OSError."""
         try:
             column, row_text, index_text = cell.rsplit("/", 2)
             row, index = int(row_text), int(index_text)
@@ -97,7 +97,7 @@ class Cells:
             try:
                 file = _ParquetFile(path)
             finally:
-                _check(path, stamp)  # after opening: the open file can be no older
+                _check(path, stamp)  # after opening: a file that was replaced before is noticed
             self._files.put((path, stamp), file)
         return file
 
@@ -174,7 +174,7 @@ def _leaves(file: pq.ParquetFile, group: int, column: str) -> dict[str, int]:
 
 
 def _present(file: pq.ParquetFile, group: int, leaves: dict[str, int], name: str) -> int | None:
-    """The number of values that are not null in the stored column of this name; None if the file has no count."""
+    """Returns the number of non-null values in the stored column of this name; None if the file has no count."""
     for leaf, index in leaves.items():
         if leaf == name or leaf.endswith(f".{name}"):
             stored = file.metadata.row_group(group).column(index)

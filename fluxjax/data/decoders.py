@@ -43,7 +43,7 @@ Keep: TypeAlias = Callable[[Medium, int, np.ndarray], None]
 class DecodeJob:
     """A medium to decode: all of it, or, if `medium` is given, its slices `first .. last - 1`."""
 
-    name: str  # in messages
+    name: str  # the medium's name in messages
     kind: str  # "image" or "video"
     source: Source
     medium: Medium | None = None
@@ -138,7 +138,7 @@ class DecoderPool:
         process can be started."""
         try:
             return self._attempt(job, keep, urgent)
-        except WorkerEnded as error:  # perhaps not because of the file
+        except WorkerEnded as error:  # the file may not be the cause
             log.warning("%s: decoding it ended the process (%s); it is tried once more", job.name, error.how)
         try:
             return self._attempt(job, keep, urgent)
@@ -171,8 +171,8 @@ class DecoderPool:
 
 
 def decoding_function(settings_fields: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function by which a process decodes jobs. The function returns a medium and its slices, or the
-    reason that it cannot be decoded."""
+    """Returns the function by which a process decodes jobs. The function returns a medium and its slices, or the reason
+    why the medium cannot be decoded."""
     settings = MediaSettings.from_json(dict(settings_fields))
 
     def decoding(message: Mapping[str, Any]) -> Any:

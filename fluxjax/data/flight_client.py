@@ -22,8 +22,8 @@ from .tickets import MediaRef, Ticket
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MOST_ANSWER),
-    # A process's connections would share their wait before they try an address again: a restarted preprocessor would
-    # not be tried for minutes.
+    # Otherwise the connections of a process share their wait before they try an address again, and a restarted
+    # preprocessor is not tried for minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -50,8 +50,8 @@ class FlightPlace:
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:
         self.address, self._settings = address, settings
-        self.threads = 1  # of the preprocessor, as it says when it is greeted
-        self.working = 0  # media and ranges that it is asked for now; whoever asks counts them
+        self.threads = 1  # threads of the preprocessor, from its answer to `greet`
+        self.working = 0  # media and ranges that are being requested; the caller counts them
         self.heard = 0.0  # time of its last sign of life: an answer, a batch of an answer, an error
         self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
         try:

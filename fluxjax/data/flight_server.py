@@ -87,7 +87,7 @@ class FlightServer(flight.FlightServerBase):
         self._lock = threading.Lock()  # held while the store is made
         self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "flight-work")
-        self._work: set[concurrent.futures.Future[Any]] = set()  # that waits for a thread, or has one
+        self._work: set[concurrent.futures.Future[Any]] = set()  # work that waits for a thread or runs
         self.address = f"[{host}]" if ":" in host else host
         guard = {"token": _Token(token)} if token else None
         try:
@@ -152,7 +152,7 @@ class FlightServer(flight.FlightServerBase):
 
     def _look(self, question: Mapping[str, Any], context: flight.ServerCallContext) -> Mapping[str, Any]:
         ref, store = read_ref(question.get("ref")), self._of(question).store
-        # A client that has gone may have asked again: what it waits for stands behind this.
+        # A client that is gone may have asked again: its new question waits behind this question.
         outcome = self._submitted(lambda: None if context.is_cancelled() else store.look([ref])[0]).result()
         if isinstance(outcome, MediaError):
             raise outcome

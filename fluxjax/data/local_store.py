@@ -42,11 +42,11 @@ class StoreStats:
     decoded_frames: int = 0
     decoded_patches: int = 0
     bad_media: int = 0
-    memory_bytes: int = 0  # of decoded media, in memory
+    memory_bytes: int = 0  # bytes of decoded media in memory
     queue_depth: int = 0  # media that wait to be decoded
     busy_workers: int = 0
     killed_workers: int = 0
-    decode_seconds: float = 0.0  # of all workers together
+    decode_seconds: float = 0.0  # seconds of all workers together
 
 
 class LocalStore:
@@ -70,11 +70,11 @@ class LocalStore:
             bounds = {"seconds": DECODE_SECONDS, "memory_gib": DECODE_MEMORY_GIB}
             self._decoders = DecoderPool(settings, workers, **bounds)
             self._fetching = concurrent.futures.ThreadPoolExecutor(workers, "fetch")
-        self._contents: Recent[bytes] = Recent(KNOWN)  # by path, stamp and cell
+        self._contents: Recent[bytes] = Recent(KNOWN)  # digests by path, stamp and cell
         self._verdicts: Recent[Medium | MediaError] = Recent(KNOWN)  # by content and kind: the medium, or its fault
-        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # of media and slices being decoded
+        self._locks = weakref.WeakValueDictionary[Hashable, threading.Lock]()  # locks of media and slices being decoded
         self._stats = StoreStats()
-        self._lock = threading.Lock()  # of the statistics and of `_locks`
+        self._lock = threading.Lock()  # guards `_stats` and `_locks`
 
     @property
     def concurrency(self) -> int:

@@ -48,14 +48,14 @@ class Materializer:
     ) -> None:
         self._fetch, self._ahead, self._note = fetch, ahead, note
         self._lock = threading.Lock()
-        self._tasks: dict[int, _Task] = {}  # of each expected shadow, by its identity
-        self._coming: collections.deque[list[_Task]] = collections.deque()  # by batch, not yet begun
+        self._tasks: dict[int, _Task] = {}  # the task of each expected shadow, by its `id`
+        self._coming: collections.deque[list[_Task]] = collections.deque()  # tasks not yet begun, by batch
         self._unread = 0  # begun batches that are unread
         self.totals = Materialized()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="materialize")
 
     def expect(self, batches: Iterable[object]) -> None:
-        """Says that these batches will be read, in this order. A batch that is already expected stays in its order."""
+        """Says that these batches will be read, in this order. An expected batch keeps its position."""
         with self._lock:
             for batch in batches:
                 fresh = [_Task(shadow) for shadow in shadows_of(batch) if id(shadow) not in self._tasks]

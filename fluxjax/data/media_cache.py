@@ -12,7 +12,7 @@ import numpy as np
 
 from models.processing.media_file import Medium
 
-SLICE_BYTES = 16 << 20  # of uint8 patches
+SLICE_BYTES = 16 << 20  # bytes of uint8 patches
 Value = TypeVar("Value")
 
 
@@ -21,7 +21,7 @@ class Slices:
     """The slices of a medium: each has `pairs` consecutive frame pairs, the last slice the rest."""
 
     medium: Medium
-    pairs: int  # of a slice
+    pairs: int  # frame pairs of a slice
 
     @classmethod
     def of(cls, medium: Medium, patch_bytes: int, slice_bytes: int) -> Slices:
@@ -42,7 +42,7 @@ class Slices:
         return first * self.pairs, min(last * self.pairs, self.medium.grid[0])
 
     def cut(self, patches: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields each slice's patches; `patches` are those of neighbouring slices."""
+        """Yields each slice's patches; `patches` belong to neighbouring slices."""
         for start in range(0, len(patches), self.patches):
             yield patches[start : start + self.patches]
 

@@ -19,7 +19,7 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # fetched ahead in one question: its patches arrive together
+QUESTION_BYTES = 8 << 20  # bytes fetched ahead by one question: their patches arrive together
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,9 +42,9 @@ class NearPixels:
     def __init__(self, store: ByteStore, limit: int) -> None:
         self._store, self._limit = store, limit
         self._changed = threading.Condition()
-        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # by ticket; not yet fetched
+        self._expected: collections.OrderedDict[str, Rows] = collections.OrderedDict()  # rows to fetch, by ticket
         self._kept: collections.OrderedDict[Rows, _KeptPatches] = collections.OrderedDict()  # newest use last
-        self._parts: dict[str, list[_KeptPatches]] = {}  # the same by ticket
+        self._parts: dict[str, list[_KeptPatches]] = {}  # the values of `_kept`, by ticket
         self.used = self._promised = 0  # bytes of all patches of `_kept`, and of promised patches
         self._closed = False
         threading.Thread(target=self._fetch_ahead, name="near-pixels", daemon=True).start()
@@ -94,7 +94,7 @@ class NearPixels:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
         """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None
-        if some rows are neither."""
+        if some rows are neither cached nor being fetched."""
         self._expected.pop(rows.ticket, None)
         pieces: list[np.ndarray] = []
         start = rows.start

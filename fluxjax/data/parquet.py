@@ -24,7 +24,7 @@ from .media_cache import Recent
 from .sources import Fields, answer_text, resolve, tell_unused, to_prompt
 
 log = logging.getLogger("fluxjax.data")
-CACHE_BYTES = 64 << 20  # of texts in memory, beside the texts of the row group in use
+CACHE_BYTES = 64 << 20  # bytes of texts in memory, beside the texts of the row group in use
 _FIRST_ROWS = 16  # rows of unused columns, read to see whether they hold media
 LARGE_ROW_GROUP = 128 << 20  # bytes; a shuffled read of larger row groups is slow, so the user is warned
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
@@ -60,7 +60,7 @@ class ParquetSource:
         self._media = [column for _, column in self.fields.media]
         self._groups: list[tuple[int, int]] = []  # (file, row group)
         self._starts: list[int] = [0]  # first row of each row group, and the end
-        self._first_row: list[int] = []  # of each file
+        self._first_row: list[int] = []  # first row of each file
         for shard, file in enumerate(self._files):
             self._check(shard)
             self._first_row.append(self._starts[-1])
@@ -180,14 +180,14 @@ def _name(path: str) -> str:
 
 
 def split_of(path: str) -> str:
-    """Returns the split that a path names; its last part goes before its folders. Empty if it names none."""
+    """Returns the split that a path names; the file's name goes before its folders. Empty if no part names a split."""
     words = (_WORD.search(part) for part in reversed(path.lower().split("/")))
     return next((_SPLITS[word[1]] for word in words if word), "")
 
 
 def chosen_files(path: str, held_out: bool = False) -> list[str]:
     """Returns the parquet files of a folder, or of a pattern of names, in the order of their names. If a folder has
-    several splits, it chooses the training split, or with `held_out` the other split.
+    several splits, only files of the training split are returned, or with `held_out` of the other split.
 
     Raises `DataError` if the choice is not clear, and OSError.
     """

@@ -61,7 +61,7 @@ class PromptLimits:
     devices, each frame pair by one of them."""
 
     tokens: int
-    patches: int  # of a device
+    patches: int  # most patches on a device
     devices: int = 1
 
     @classmethod
@@ -142,8 +142,8 @@ def tokenised(processor: TextAndMedia, prompt: Prompt, chat_template: bool) -> S
 def _refused_undecoded(
     outline: Callable[..., PromptOutline], prompt: Prompt, limits: PromptLimits
 ) -> SkippedPrompt | None:
-    """Returns the reason to skip a prompt if its media's headers show that it is too large; else None. A header that
-    says so is checked: `outline(count=True)` counts frames."""
+    """Returns the reason to skip a prompt if its media's headers show that it is too large; else None. A header may be
+    wrong, so `outline(count=True)` then counts the frames."""
     with contextlib.suppress(MediaError):  # decoding describes the fault better
         for count in (False, True):
             sizes = outline(count=count)
@@ -268,7 +268,7 @@ class Preparer:
         process decodes media, and prompts hold their pixels."""
         self.processor = processor
         self.loader = loader
-        self.skipped: collections.Counter[str] = collections.Counter()  # by reason, of handed-out draws
+        self.skipped: collections.Counter[str] = collections.Counter()  # by reason: number of skipped draws
         self._prepare = functools.partial(
             prepare_prompt,
             processor,
@@ -280,10 +280,10 @@ class Preparer:
         self._threads = min(8, max(2, os.cpu_count() or 1)) if proxy is None else proxy.store.concurrency
         self._step = ahead or config.rollout.prompts_per_step
         self._ahead = ahead or (1 + bool(config.data.near_gib)) * self._step
-        self._next_index = 0  # the draw after the last one that was handed out
+        self._next_index = 0  # the draw after the last draw that was handed out
         self._reading: ReadAhead[Result] | None = None  # begins with the first draw
-        self._lock = threading.Lock()  # of `_reading`: a cancelled draw may still be reading
-        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # before `ProxyMedia.pass_by`
+        self._lock = threading.Lock()  # guards `_reading`: a cancelled draw may still be reading
+        self._handed: collections.deque[PreparedPrompt] = collections.deque()  # prompts before their `pass_by`
         self._logged: collections.Counter[tuple[str, str]] = collections.Counter()  # by source and reason
         self._skips_in_a_row = 0
         self._patience = min(_HOPELESS, 2 * sum(map(len, loader.sources.values())))
@@ -347,7 +347,7 @@ class Preparer:
             raise DataError(f"draw {draw} is another prompt here than in process 0: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the last completed draw, as JSON values: `next_index` is that of Grain's iterator."""
+        """Returns the state after the last completed draw, as JSON values, with the field names of Grain's iterator."""
         order = {"seed": self.loader.seed, "mixtures": self.loader.mixtures, "contents": self.loader.contents}
         return {"next_index": self._next_index, **order, "skipped": dict(self.skipped)}
 

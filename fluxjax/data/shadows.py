@@ -49,10 +49,10 @@ class MediaIndex:
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
-        self._lock = threading.Lock()  # of changes
+        self._lock = threading.Lock()  # held for changes
 
     def ref(self, media: Media) -> MediaRef:
-        """Returns the reference of a medium: the index's, without reading the medium's file, or else that of `ref_of`.
+        """Returns the reference of a medium from the index, without reading the medium's file, or else from `ref_of`.
         Raises MediaError as `ref_of` does."""
         if media.stamp or media.data is not None:
             return ref_of(media)
@@ -61,19 +61,19 @@ class MediaIndex:
         return ref_of(media) if known is None else MediaRef(kind, path, known.stamp, media.cell)
 
     def facts(self, ref: MediaRef) -> Facts | None:
-        """Returns the medium's size, or None if the index has none."""
+        """Returns the medium's size, or None if the index has no size of it."""
         return self._known(ref).facts
 
     def verdict(self, ref: MediaRef, settings: str) -> Verdict | None:
         """Returns the result of decoding by the settings of this digest: the medium, or why it can't be used. None if
-        the index has none."""
+        the index has no such result."""
         known = self._known(ref)
         said = known.verdict if known.settings == settings else None
         return MediaError(ref.name, said.reason) if isinstance(said, MediaError) else said
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
-        """Returns the medium, and whether decoding or counting its frames has confirmed it (else only its header says
-        so); None if the index does not have it. Raises MediaError for a medium that can't be used."""
+        """Returns the medium, and whether decoding it or counting its frames has confirmed its size (else the size is
+        its header's); None if the index does not have it. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said

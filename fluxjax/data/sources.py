@@ -44,7 +44,8 @@ _MEDIA_NAME = re.compile(rf"(?is)data:(image|video)/.*|.*\.({_ENDINGS})(\?\S*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The name of each field in one file; empty if the file has none. An empty setting is found by `ALIASES`."""
+    """The name of each field in one file; empty if the file has no such field. If a name is empty in the settings, the
+    names in `ALIASES` are tried."""
 
     prompt: str = ""
     answer: str = ""

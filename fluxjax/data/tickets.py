@@ -1,4 +1,4 @@
-"""References of media, the bytes that they refer to, and tickets, which travel in the place of pixels.
+"""References of media, the bytes behind the references, and tickets that travel in the place of pixels.
 
 A ticket names patches that never change: a medium in one version of its file, preprocessed by given settings. So any
 store can serve any ticket, whichever store decoded the medium before, and all stores serve the same pixels. If a file
@@ -50,8 +50,8 @@ class MediaRef:
 
 
 def ref_of(media: Media) -> MediaRef:
-    """Returns the reference of a medium, in its own version, or else in its file's present version. Raises MediaError
-    for a missing file, and for a medium that is in no file."""
+    """Returns the reference of a medium, with the version that the medium names, or else with its file's present
+    version. Raises MediaError for a missing file, and for a medium that is in no file."""
     if media.data is not None:
         raise MediaError(media.name, "is in no file")
     path = local(media.path)
@@ -89,7 +89,7 @@ def read_ref(ref: MediaRef) -> Source:
         data = read(ref.path)
     except OSError as error:
         raise _unreadable(ref.name, error) from error
-    check_ref(ref)  # after reading: the bytes read can be no older
+    check_ref(ref)  # after reading: a file that was replaced before is noticed
     return data
 
 
@@ -211,5 +211,5 @@ class ByteStore(Protocol):
     def settings(self) -> MediaSettings: ...
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows; callers must not change them. From any thread."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows, which callers must not change. Thread-safe."""
         ...

@@ -1,6 +1,6 @@
 """Drawn prompts in all processes: process 0 announces them while engines answer them, and each process prepares them.
 
-Without that, a process would tokenise and lay out a step's prompts at the beginning of the step, while all others wait.
+Else a process would tokenise and lay out a step's prompts at the beginning of the step, while all other processes wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Drawn = tuple[list[PreparedPrompt], list[tuple[Prompt, str]]]
 
 
 class ToldPrompts:
-    """The prompts of `source`, in process 0, which announces to the other processes those whose pixels a media store
-    holds."""
+    """The prompts of `source`, in process 0. If a media store holds the pixels of a drawn prompt, process 0 announces
+    the prompt to the other processes."""
 
     def __init__(self, source: Preparer, gang: Team, place_of: PlaceOf) -> None:
         self._source, self._gang, self._place_of = source, gang, place_of

@@ -82,7 +82,7 @@ class StepWatch:
         self._agreed = time.perf_counter()
 
     def status(self, process: int, step: int, idle: float | None) -> HostStatus:
-        """Returns the measurements of the step that is done, and begins those of the next."""
+        """Returns the measurements of the step that is done, and begins to measure the next step."""
         now = time.perf_counter()
         waited, stages, self._waited, self._stages = self._waited, self._stages, 0.0, []
         devices = jax.local_devices()
@@ -106,18 +106,18 @@ class Gang(Team):
 
     def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from sending rows until all processes agree,
-        and while weights are gathered; if it is stuck in other collective work, so are the other processes, which are
-        timed in all of it."""
+        and while weights are gathered. If it is stuck in other collective work, the other processes are stuck, too, and
+        their time limits end the run."""
         self.links = self._links = links
         self._progress = Progress(links, progress_timeout)
         self.process, self.processes, self.rank_here = links.process, links.processes, links.rank_here
-        self.watch = StepWatch()  # of this process
-        self._number = 0  # of the last step whose update was ordered
+        self.watch = StepWatch()  # measures this process's steps
+        self._number = 0  # the number of the last step whose update was ordered
         self._at = 0  # the step whose rows this process has
         self._heard: collections.deque[Order] = collections.deque()  # orders that came while a value was awaited
         self._stepped = 0  # the last step that this process has made
         self._stepped_at = 0.0  # when it made that step, on `time.perf_counter`
-        self._statuses: dict[int, HostStatus] = {}  # the newest, by process
+        self._statuses: dict[int, HostStatus] = {}  # the newest status of each process
 
     def tell(self, order: Order) -> None:
         data = encode(order)
@@ -239,7 +239,7 @@ class Gang(Team):
 
 
 def shifted(status: HostStatus, seconds: float) -> HostStatus:
-    """Returns the status with its times `seconds` later, as on a clock that is ahead by so much."""
+    """Returns the status with its times `seconds` later, as on a clock that is `seconds` ahead."""
     stages = tuple(HostStage(stage.name, stage.start + seconds, stage.end + seconds) for stage in status.stages)
     return dataclasses.replace(status, stages=stages)
 
@@ -281,8 +281,7 @@ def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def release(root: pathlib.Path = ROOT) -> str:
-    """Returns a digest of everything that determines the compiled programs: the versions of JAX, and every line of the
-    packages that build them."""
+    """Returns a digest of the versions of JAX, and of every line of the packages that build programs."""
     sources = sorted(path for room in ("fluxjax", "models", "sharding") for path in (root / room).rglob("*.py"))
     digest = hashlib.sha256(f"{jax.__version__} {importlib.metadata.version('jaxlib')}".encode())
     for path in sources:

@@ -40,7 +40,7 @@ class OrderError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True)
 class Order:
-    """The base of orders and answers. Each is a frozen dataclass; its `name` is that of its class."""
+    """The base of orders and answers. Each is a frozen dataclass; its `name` is its class's name in lower case."""
 
     name: ClassVar[str]
 
@@ -96,7 +96,7 @@ class Save(Order):
 
 
 class Restore(Order):
-    """Take part in restoring the checkpoint of `step`, and go on from there."""
+    """Take part in restoring the checkpoint of `step`, and go on from that step."""
 
     step: int
 
@@ -275,7 +275,7 @@ def _told_sizes(group: TrainGroup) -> tuple[int, Sequence[Sequence[int]], Sequen
     """Returns the arguments of `_sizes`: the tokens of the prompt; the runs of `ModelInput.shown` as their first
     tokens, first features and lengths; the patches of each frame pair; the tokens of each response."""
     where, which = group.inputs.shown
-    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # of runs
+    begins = np.flatnonzero((np.diff(where, prepend=-2) != 1) | (np.diff(which, prepend=-2) != 1))  # runs begin
     counts = np.diff(np.append(begins, len(where)))
     runs = [values.tolist() for values in (where[begins], which[begins], counts)]
     return len(group.inputs), runs, np.diff(group.inputs.frame_edges).tolist(), group.item.responses

@@ -12,20 +12,20 @@ from sharding.links import LinkError, Links
 
 from ..base.timeline import compilations
 
-HEAD_START = 5.0  # seconds by which the limit of process 0 is longer, because it waits for the others
+HEAD_START = 5.0  # seconds by which the limit of process 0 is longer, because it waits for the other processes
 _LOOK = 0.5  # seconds between two looks at the clock
-_LONG = 3.0  # seconds after which a compilation is announced; short ones would be too many messages
+_LONG = 3.0  # seconds after which a compilation is announced; shorter compilations would be too many messages
 _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 
 class Progress:
-    """Ends all processes if this one is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
-    seconds more). Seconds in which any process compiles do not count: a process that compiles tells the others."""
+    """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
+    seconds more). Seconds in which any process compiles do not count: processes tell each other when they compile."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)
         self._compilations = compilations()
-        self._work: tuple[float, Callable[[], str]] | None = None  # since when, and its description
+        self._work: tuple[float, Callable[[], str]] | None = None  # its start, its description
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
 

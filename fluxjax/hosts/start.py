@@ -18,7 +18,7 @@ from ..config import ConfigError, DistributedConfig
 from .gang import Gang
 
 FIRST_PORT, PORTS = 61440, 4096  # the ports of JAX's own coordinator, above those that systems assign
-START_SECONDS = 300.0  # all processes must have connected by then
+START_SECONDS = 300.0  # seconds in which all processes must have connected
 SILENCE = 15.0  # seconds of silence after which a process is taken for lost
 GRACE = 5.0  # seconds in which a process ends itself when another has failed; the supervisor waits for twice as long
 
@@ -93,9 +93,9 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     if ranks < 2:
         return None
     uri, job = environment.get("OMPI_MCA_orte_hnp_uri", ""), environment.get("PMIX_NAMESPACE", "")
-    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # to version 4: its job, its addresses
+    if match := re.match(r"(\d+)\.\d+;tcp(?:://([^,:]+)|6://\[([^,\]]+))", uri):  # version 4 and older: job, addresses
         number, host = int(match[1]) >> 16, match[2] or f"[{match[3]}]"
-    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: a host's name, a process id
+    elif match := re.fullmatch(r"prterun-(.+)-(\d+)@\d+", job):  # from version 5 on: host, process id
         number, host = int(match[2]), match[1]
     else:
         raise ConfigError(
@@ -105,7 +105,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _port(number: int) -> int:
-    """Returns a port for the job of this number, such that two jobs of a host rarely get the same one."""
+    """Returns a port for the job of this number, such that two jobs of a host rarely get the same port."""
     return FIRST_PORT + number % PORTS
 
 

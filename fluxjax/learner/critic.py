@@ -69,7 +69,7 @@ class Critic(Learner):
         ) -> tuple[Array, dict[str, Array]]:
             return value_loss(values_BT, batch)
 
-        self._value_loss = token_loss  # one object: a new one would have the programs compiled again
+        self._value_loss = token_loss  # one object: a new object would have programs compiled again
         super().__init__(
             critic_config, value_model(policy), token_loss, mesh=mesh, links=links, materializer=materializer
         )

@@ -104,11 +104,11 @@ class Gradients:
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def on_mesh(self, params: Params) -> Params:
-        """Returns parameters of another mesh, laid out on this one."""
+        """Returns parameters of another mesh, laid out on this mesh."""
         return self.strategy.shard(params)
 
     def bring(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome of `accumulate` on another mesh, laid out on this one."""
+        """Returns the outcome of `accumulate` on another mesh, laid out on this mesh."""
         grads, tally = outcome
         return self.strategy.shard_trained(grads), jax.device_put(tally, NamedSharding(self.mesh, P()))
 
@@ -243,7 +243,7 @@ class Gradients:
         return self.strategy.place(self._read(batch))
 
     def _expect(self, microbatches: Sequence[Microbatch]) -> None:
-        """Has the pixels of these microbatches fetched while earlier ones are computed."""
+        """Has the pixels of these microbatches fetched while earlier microbatches are computed."""
         if self._materializer is not None:
             self._materializer.expect(microbatch.batch for microbatch in microbatches)
 

@@ -52,11 +52,11 @@ class Learner:
     """
 
     gradients_kind: type[Gradients] = Gradients
-    gradients: Gradients  # of this phase, on the learner's mesh
+    gradients: Gradients  # programs of this phase, on the learner's mesh
     params: Params
     opt_state: Any
     version: int
-    idle: float | None = None  # seconds that its devices waited for other devices in the last step; None: not measured
+    idle: float | None = None  # seconds that a device waited for other devices in the last step; None: not measured
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Learner:
         fetches pixels that a media store holds.
 
         The weights of `model` are laid out over `mesh` (default: as `config.sharding.devices` says), without a copy if
-        they lie so already; the learner does not hold on to the model. Engines never generate the token ids
+        their layout fits; the learner does not hold on to the model. Engines never generate the token ids
         `never_sampled`, and the policy's distribution leaves them out. Raises `sharding.mesh.MeshError` if there are
         fewer devices than `config.sharding.devices`, and ConfigError if `sharding.strategy.hybrid` is on and the mesh
         can't be cut into hosts of `sharding.devices_per_host`."""
@@ -133,8 +133,8 @@ class Learner:
             self.opt_state = self._fresh_opt_state()
 
     def laid_out(self, model: Decoder) -> Params:
-        """Returns the weights of a model of the same sizes, laid out over the mesh, without a copy if they lie so
-        already. If there are adapters, they are new and add nothing to the weights."""
+        """Returns the weights of a model of the same sizes, laid out over the mesh, without a copy if their layout
+        fits. If there are adapters, they are new and add nothing to the weights."""
         strategy = self.gradients.strategy
         if self._abstract:
             return with_shardings(strategy.abstract, strategy.shardings)
@@ -178,12 +178,12 @@ class Learner:
         return programs | {"update": self._apply.lower(self.trained(self.params), grads, self.opt_state, tally)}
 
     def step(self, microbatches: Sequence[Microbatch], *, last: bool = True) -> dict[str, float]:
-        """Makes one optimizer step over the sum of the microbatches' losses. Blocks until it is done. `last` says that
-        it is the last one of its training step, which then counts as a version.
+        """Makes one optimizer step over the sum of the microbatches' losses. Blocks until it is done. After the `last`
+        optimizer step, the training step counts as a version.
 
         Metrics: `loss`; `lr`; `grad_norm` before clipping; `trained_tokens`; the means of the algorithm's metrics over
-        trained tokens; for tokens that an engine generated, `importance_metrics`; for those generated with the present
-        weights, the mean and maximum absolute difference between the engine's log-probs and the trainer's before the
+        trained tokens; for tokens that an engine generated, `importance_metrics`; for tokens that the present weights
+        generated, the mean and maximum absolute difference between the engine's log-probs and the trainer's before the
         update. Gradients that are not finite change nothing and set `skipped_nonfinite` to 1. `seconds/idle`, if work
         is predicted: how long a device waited for the last device, on average; 0 if no microbatch has an owner.
 
@@ -374,7 +374,7 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights` with a mask, without a masked state: earlier checkpoints have none."""
+    """`optax.add_decayed_weights` with a mask, without a masked state: earlier checkpoints have no such state."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
@@ -383,7 +383,7 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` with moments in `moments_dtype`, written in the place of the old ones.
+    """`optax.scale_by_adam` with moments in `moments_dtype`, written in the place of the old moments.
 
     Updates are computed from the rounded moments. All moments are finished first, or else XLA would compute them twice,
     for the update and for the state, and hold old and new moments of all weights at once.

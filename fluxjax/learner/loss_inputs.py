@@ -104,8 +104,8 @@ def with_policy_ratios(composition: Composition, logprobs_BT: PerToken, decouple
     """Returns the composition with each response's mean of log(policy / clipping centre), for all of its tokens.
 
     `logprobs_BT` are those of the policy with which the next optimizer step begins. The clipping centre is the
-    behaviour policy or, if `decoupled`, the proximal policy, which is this policy if the batches have no other.
-    Collective.
+    behaviour policy or, if `decoupled`, the proximal policy; without proximal log-probs in the batches, the proximal
+    policy is this policy. Collective.
     """
     batches = composition.batches
     around_BT = [batch.behaviour_logprobs_BT for batch in batches]
@@ -217,7 +217,7 @@ def _decided(
 def _of_whole_responses(parts: Sequence[Arrays], decide: OfTokens) -> list[dict[str, np.ndarray]]:
     """Joins the parts of each response from all processes, calls `decide`, and splits its result into the same parts. A
     process with a higher number has later tokens of a response."""
-    number: dict[Key, int] = {}  # of each response
+    number: dict[Key, int] = {}  # numbers of the responses
     keys = np.concatenate([part["keys"] for part in parts]).reshape(-1, 2).tolist()
     which = np.array([number.setdefault((draw, sample), len(number)) for draw, sample in keys], np.int64)
     counts = np.concatenate([part["counts"] for part in parts])

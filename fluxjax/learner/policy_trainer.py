@@ -275,7 +275,7 @@ class PolicyTrainer:
         If advantages depend on log-probs or on the critic, the groups of the parts get new advantages."""
         settings, algorithm, scored = self._config.algorithm, self._algorithm, list(compositions)
         needed = self._needs_scores
-        for composition in filter(lambda composition: composition.coming, compositions):  # in nearly no step
+        for composition in filter(lambda composition: composition.coming, compositions):  # in few steps
             coming = [shaped(batch, self._config, algorithm) for batch in composition.coming]
             place.gradients.compile_ahead(place.params, coming, scores=needed or place.reference is not None)
             if self._critic is not None:
@@ -284,7 +284,7 @@ class PolicyTrainer:
         if reference is not None:
             scored = [with_logprobs(c, "reference_logprobs_BT", logprobs_of(c, gradients, reference)) for c in scored]
         proximal = [logprobs_of(composition, gradients, place.params) for composition in scored] if needed else []
-        kl: list[np.ndarray] = []  # in nats, of each token, if rewards lose it
+        kl: list[np.ndarray] = []  # nats of each token, if rewards lose the KL term
         if settings.kl_in_reward:
             kl = [token_kl(c, now, settings.kl_estimator) for c, now in zip(scored, proximal, strict=True)]
         if self._critic is not None:
@@ -409,7 +409,7 @@ def minibatches(groups: Sequence[Group], count: int) -> list[list[Group]]:
 
 
 def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
-    """Returns whether there is a token to train on; with `skip_idle`, one with an advantage."""
+    """Returns whether there is a token to train on; with `skip_idle`, a token with an advantage."""
     samples = (sample for group in groups for sample in group.samples if sample.response.num_tokens)
     return any(not skip_idle or sample.advantage != 0.0 for sample in samples)
 

@@ -26,7 +26,7 @@ GROUPS = 256  # the most groups that are remembered; the oldest are forgotten fi
 
 @dataclasses.dataclass
 class _KeptGroup:
-    group: Group  # with the advantages of its own step
+    group: Group  # has the advantages of its own step
     prepared: PreparedPrompt
     born: int  # the oldest version among its tokens
     times: int = 0  # times that it was replayed
@@ -72,7 +72,7 @@ class ReplayBuffer:
         `replay/share`: the share of the step's groups that are replayed; `replay/age` and `replay/age_max`: versions
         that the replayed tokens are behind; `replay/kept`: groups in the buffer after the step. If groups are replayed,
         `staleness/lag_mean` and `staleness/lag_max` are measured again over the fresh groups alone: how far generation
-        lies behind. Fresh groups whose advantages are all 0 are left out, unless all are.
+        lies behind. Fresh groups whose advantages are all 0 are left out, unless no other group is fresh.
         """
         metrics = {"replay/share": len(replayed) / (len(fresh) + len(replayed)), "replay/kept": float(len(self))}
         if not replayed:

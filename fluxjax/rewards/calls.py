@@ -1,4 +1,4 @@
-"""Calls of slow rewards: in slots, in batches, within seconds; in threads, event loops and processes."""
+"""Calls slow rewards, within bounds, one by one or in batches: in threads, event loops and processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .named import Failing, FoundReward, RewardFailure, as_batch, as_reward, fin
 
 BATCH = 64  # most responses in a call of a batched reward
 BATCH_WAIT = 0.05  # seconds that a response waits for others of its batch
-_PING_SECONDS = 0.5  # within which a loop answers if it is not blocked
+_PING_SECONDS = 0.5  # seconds within which a loop answers if it is not blocked
 MEMORY_GIB = 4.0  # memory of a process of a user's reward, beside its imports
 
 
@@ -59,7 +59,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self._count, self._free = count, list(range(count))
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._waiting = self._most = 0  # `_most`: the most since `usage`
+        self._waiting = self._most = 0  # `_most`: the most waiting calls since `usage`
         self._busy = 0.0  # seconds that slots were held since `usage`, up to `_tallied`
         self._since = self._tallied = time.monotonic()
 
@@ -112,7 +112,7 @@ class Caller(abc.ABC):
         if not self._batched:
             (answer,) = await self._in_a_slot([completion])
         else:
-            if self._open is None or self._open.answers.done():  # cancelled, with its loop
+            if self._open is None or self._open.answers.done():  # the batch was cancelled with its loop
                 self._open = _Batch(self._send)
             batch, place = self._open, len(self._open.completions)
             batch.completions.append(completion)

@@ -87,7 +87,7 @@ class CodeReward(BuiltIn):
     # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
     limits: SandboxLimits = dataclasses.field(default_factory=SandboxLimits, metadata=_OBJECT)
     time_limits: TimeLimits = dataclasses.field(default_factory=TimeLimits, metadata=_OBJECT)
-    seconds: float = positive(45.0)  # for all inputs of a program together; less than the kind `code` has
+    seconds: float = positive(45.0)  # seconds for all inputs of a program together; below the bound of kind `code`
     partial: bool = False  # the value of a program is the share of its inputs that have the right output
 
     def __post_init__(self) -> None:
@@ -302,7 +302,7 @@ def find_code(text: str, entry_point: str = "") -> str:
     blocks = [block for block in found if block[0] in ("", *_LANGUAGES)]
 
     def rank(block: tuple[str, str]) -> tuple[bool, ...]:
-        """Ranks a block that defines `entry_point` first, then one marked as Python, then one with a statement."""
+        """Ranks blocks that define `entry_point` first, then blocks marked as Python, then blocks with a statement."""
         language, body = block
         return bool(entry_point and defines.search(body)), language in _LANGUAGES, bool(_STATEMENT.search(body))
 

@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(r"[.!?]?(?:\n|$)|[.!?]\s(?=[A-Z])")
 
 
 def explicit_answer(text: str) -> str | None:
-    """Returns the answer that the text marks, `None` if it marks none. Marks are, the first kind first, `<answer>`
+    """Returns the answer that the text marks, `None` without a mark. Marks are, in order of precedence, `<answer>`
     tags, `\\boxed{}` (also inside the tags), and "answer is" or "answer:"; the last mark of a kind counts."""
     text = text[-TAIL:]
     inside = tagged(text)
@@ -108,8 +108,8 @@ def near(wanted: Fraction, found: Fraction, places: Sequence[Fraction], toleranc
 
 
 def matches(question: Mapping[str, str]) -> bool:
-    """Says whether all of `text` matches `pattern`; a full stop is any character, a newline too. Some patterns take for
-    ever, so a process that can be killed calls this function and `last_group`."""
+    """Says whether all of `text` matches `pattern`; a full stop also matches a newline. Some patterns take for ever, so
+    a process that can be killed calls this function and `last_group`."""
     return re.fullmatch(question["pattern"], question["text"], re.DOTALL) is not None
 
 

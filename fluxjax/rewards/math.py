@@ -42,12 +42,12 @@ class MathAnswer(BuiltIn):
     # Two numbers, if either has a decimal point, are equal if they differ by at most this share of the larger number,
     # and by less than one unit of the last written place.
     tolerance: float = not_negative(1e-6)
-    lenient: bool = False  # as math-verify is: 12 % is also 12, the set {1, 2} also the pair (1, 2)
+    lenient: bool = False  # compares as math-verify does: 12 % is also 12, the set {1, 2} also the pair (1, 2)
     only_marked: bool = False
-    most_characters: int = positive(1000)  # of an answer; a longer answer is wrong
+    most_characters: int = positive(1000)  # a longer answer is wrong
     workers: int = positive(4)  # processes, of about 60 MiB each
-    seconds: float = positive(2.0)  # of a comparison
-    memory_gib: float = positive(1.0)  # of a comparison
+    seconds: float = positive(2.0)  # seconds of a comparison
+    memory_gib: float = positive(1.0)  # memory of a comparison
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +127,7 @@ def decided(reference: Notation, given: Notation, tolerance: float, lenient: boo
 
 # --- the parts of an answer's LaTeX ---------------------------------------------------------------
 
-_NAMES = (  # of units, without a plural's s; slashes separate the names of one unit
+_NAMES = (  # names of units, without a plural's s; slashes separate the names of one unit
     "m/meter/metre cm/centimeter/centimetre mm/millimeter/millimetre km/kilometer/kilometre in/inch/inche ft/foot/feet "
     "yd/yard mi/mile mg/milligram g/gram kg/kilogram lb/pound oz/ounce ton/tonne s/sec/second min/minute h/hr/hour day "
     "week month yr/year ml/milliliter/millilitre l/liter/litre gal/gallon degree/deg c/celsius f/fahrenheit rad/radian "
@@ -190,7 +190,7 @@ _UNIT = re.compile(
     r" ?(?:\\text\{[^{}]*\}|\^\\circ ?|(?<=[0-9)}\]])[A-Za-z]{2,}|(?<=[0-9)}\]] )[A-Za-z]{2,})"
     r"(?:[ /A-Za-z]|\\cdot ?|\\text\{[^{}]*\}|\^ ?\{?-?[0-9]\}?)*$"
 )
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # its degrees are no unit of its value
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")  # a function's degrees are no unit of its value
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 
@@ -199,8 +199,8 @@ class Notation(NamedTuple):
 
     formula: str
     plain: str  # the formula without the commands around words
-    unit: str  # or the modulus; empty: none
-    words: set[str]  # of the formula
+    unit: str  # unit or modulus; empty: neither
+    words: set[str]  # words of the formula
     signs: list[str]  # dropped by math-verify: negations, derivatives, the bases of numbers
 
     @property

@@ -30,7 +30,7 @@ _LATEX = [
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     )
 ]
-_tolerance = 0.0  # of the present comparison
+_tolerance = 0.0  # tolerance of the present comparison
 _library_equal = grader.sympy_numeric_eq
 
 

@@ -57,7 +57,7 @@ class FoundReward:
     """The reward that a name stands for, or the reward's class; then `build` makes an object."""
 
     name: str
-    field: str  # of the configuration, in messages
+    field: str  # field of the configuration, for messages
     value: Any
     arguments: Mapping[str, Any]
 

@@ -28,18 +28,18 @@ log = logging.getLogger("fluxjax.rewards")
 
 _KEPT = 65_536  # prompts whose progress is remembered: far more than are in flight
 _LOOKED_AT = 500  # answers of a source that are read before a run begins
-_CLOSING_SECONDS = 5.0  # for the `close` of a reward
-_HERE = ("math", "format", "code", "judge")  # kinds of built-in rewards that stay here; they have their own workers
+_CLOSING_SECONDS = 5.0  # most seconds for a reward's `close`
+_HERE = ("math", "format", "code", "judge")  # kinds called in this process: they have their own workers
 _LOGGED = 5  # failures of one reward that are logged one by one
 _WINDOW = 1000  # last responses over which the share of failures is computed
-_REASONS = 32  # reasons that are counted each; others are counted together
+_REASONS = 32  # reasons that are counted one by one; further reasons are counted together
 _LENGTH = 200  # characters of a reason
 
 
 @dataclasses.dataclass(eq=False)
 class GuardedReward:
     """One reward of one source. A failure is scored 0 with a reason, counted, and logged a few times. `note(source,
-    text)` is called for each failure, `give_up(line)` whenever there are too many."""
+    text)` is called for each failure, `give_up(line)` whenever too many calls failed."""
 
     source: str
     name: str
@@ -101,7 +101,7 @@ class GuardedReward:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """The rewards of a source by name, and their weights, which may change during the run. A single reward has none.
+    """The rewards of a source by name, and their weights; weights may change. A single reward has no weight.
 
     The first reward says whether a response is correct. A reward that failed adds nothing to the sum.
     """
@@ -174,7 +174,7 @@ class Scorer:
         self._users_loop: UsersLoop | None = None
         self._rewards: list[GuardedReward] = []
         self._slots: dict[str, Slots] = {}  # by kind
-        self._counting: list[Callable[[], Mapping[str, float]]] = []  # return the rewards' own counts
+        self._counting: list[Callable[[], Mapping[str, float]]] = []  # functions that return rewards' counts
         # The seconds that each response waited for rewards other than rules, since the last `metrics`.
         self._seconds: list[float] = []
         self._open = 0  # responses that wait for such rewards
@@ -183,7 +183,7 @@ class Scorer:
         if unknown := given.keys() - sources.keys():
             raise ConfigError(f"rewards: there is no source {', '.join(sorted(unknown))}, only {', '.join(sources)}")
         self._training = {name: self._summed(name, source, given.get(name)) for name, source in sources.items()}
-        self._held_out: dict[str, WeightedSum] = {}  # of sources with an `eval_reward`
+        self._held_out: dict[str, WeightedSum] = {}  # by source, if it has an `eval_reward`
         for name, source in sources.items():
             if source.eval_reward:
                 reward = self._guarded(name, source.eval_reward, f"data.sources.{name}.eval_reward")

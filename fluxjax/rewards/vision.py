@@ -1,6 +1,6 @@
 """Rewards for questions about pictures: choices, numbers, transcriptions, boxes, lists.
 
-Each compares the text with the prompt's answer in a few milliseconds, however long and odd the text is. All but
+Each reward compares the text with the prompt's answer in a few milliseconds, however long and odd the text is. All but
 `EditDistance` and `BoxOverlap` use the answer that the text marks (`extraction.explicit_answer`).
 """
 
@@ -203,8 +203,8 @@ def _letters(text: str, known: set[str]) -> set[str]:
 
 
 def _named(plain: str, options: Mapping[str, str]) -> set[str]:
-    """Returns the letters of options whose text stands in `plain` as complete words, unless within a longer option's
-    text that stands there, too."""
+    """Returns the letters of options whose text stands in `plain` as complete words, but not within the text of a
+    longer option in `plain`."""
     held = {
         letter: option
         for letter, option in options.items()
@@ -263,7 +263,7 @@ def _matched(overlaps_NM: Float64[np.ndarray, "N M"]) -> Float64[np.ndarray, " K
     """Returns the overlaps of the min(N, M) pairs with the greatest sum."""
     if 1 in overlaps_NM.shape:
         return overlaps_NM.max(keepdims=True).reshape(1)
-    # Imported here, because it takes most of a second, and every process that scores imports this file.
+    # scipy takes most of a second to import, and every process that scores imports this file.
     from scipy.optimize import linear_sum_assignment
 
     return overlaps_NM[linear_sum_assignment(overlaps_NM, maximize=True)]

@@ -14,14 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import (
-    DecoderConfig,
-    ModelConfigError,
-    PatchLayout,
-    RopeConfig,
-    TextConfig,
-    VisionConfig,
-)
+from models.config import DecoderConfig, ModelConfigError, PatchLayout, RopeConfig, TextConfig, VisionConfig
 from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
 from models.processing import Processor

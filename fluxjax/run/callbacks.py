@@ -43,9 +43,10 @@ class Run(Protocol):
     run_dir: pathlib.Path
     processor: Processor
     learner: Learner
-    engine: Engine
     timeline: Timeline
 
+    @property
+    def engine(self) -> Engine: ...
     @property
     def coordinator(self) -> Coordinator: ...
     @property

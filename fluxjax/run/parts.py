@@ -197,13 +197,14 @@ def make_pool(
     embedded = config.rollout.engine is RolloutEngine.JAX
     if read_only or (embedded and gang.alone):
         return EnginePool(config, model, fetch=fetch)
-    from ..runtime.fleet_pool import FleetPool, SharedPool
+    from ..runtime.fleet_pool import FleetPool, for_all_engines
 
     if not embedded:
         return FleetPool(config, model, checkpoint(), logs, fetch=fetch)
     servers = serve_engines(parts, gang, token)
     addresses = [*itertools.chain.from_iterable(gang.exchange(servers.addresses))]
-    return SharedPool(config, model, servers, addresses, logs, token, fetch=fetch, shadows=fetch is not None)
+    config = for_all_engines(config, addresses)
+    return FleetPool(config, model, logs, logs, token, fetch=fetch, shadows=fetch is not None, local_servers=servers)
 
 
 def serve_engines(parts: Parts, gang: Team, token: str) -> EngineServers:

@@ -129,7 +129,6 @@ class FluxTrainer:
                 checkpoint = lambda: server_checkpoint(config, run_dir, self.model, self.processor)  # noqa: E731
                 self.pool = make_pool(parts, gang, token, checkpoint, run_dir / "servers", read_only)
                 self.engines = self.pool.engines  # one list, which `set_parallelism` changes in place
-                self.engine: Engine = self.engines[0]  # the engine that evaluates
                 self.sampling = sampling_params(config, self.processor)
 
                 # --- rewards --------------------------------------------------------------------
@@ -165,6 +164,11 @@ class FluxTrainer:
     @property
     def summary(self) -> Summary:
         return self.state.summary
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that evaluates."""
+        return self.engines[0]
 
     @property
     def model(self) -> Decoder:

@@ -23,8 +23,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -35,7 +35,7 @@ from models.registry import ARCHITECTURES
 from models.shadow import Fetch
 from rollout.engine_weights import served
 from rollout.fleet import Fleet, FleetEngine
-from rollout.fleet_server import FleetOptions, Seat, ServerStatus
+from rollout.fleet_server import FleetOptions, ServerStatus
 from rollout.listening import TOKEN, address_of, bound_socket, http_server
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
@@ -44,6 +44,7 @@ from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory,
 from rollout.weights.version_folders import VersionFolders
 from sharding.mesh import Device, Target
 
+from ..base.event_loop import on_all
 from ..base.timeline import Span
 from ..config import Config, ConfigError, RolloutEngine, Route
 from ..config.servers import on_this_host
@@ -74,110 +75,93 @@ class FleetPool:
         *,
         fetch: Fetch | None = None,
         shadows: bool = False,
+        local_servers: EngineServers | None = None,
     ) -> None:
         """`token` gives access to the servers (empty: that in the environment). For prompts whose pixels a media store
-        holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns."""
-        self._fetch, self._shadows = fetch, shadows
-        self._token = token or os.environ.get(TOKEN, "")
-        servers = config.servers
+        holds, servers get tickets if `shadows` is set, else the pixels that `fetch` returns. `close` also closes
+        `local_servers`, which are among the servers."""
+        token, servers = token or os.environ.get(TOKEN, ""), config.servers
         if config.rollout.engine is RolloutEngine.SGLANG and not servers.addresses:
             _check_sglang(servers.python, model.config, checkpoint)
-        self._config, self._model, self._checkpoint, self._logs = config, model.config, checkpoint, logs
-        named = config.weights.agents or ("",) * len(servers.addresses)
-        addresses = [address.rstrip("/") for address in servers.addresses]
-        self._agents = dict(zip(addresses, named, strict=True)) if addresses else {}
+        self._config, self._checkpoint, self._logs, self._local_servers = config, checkpoint, logs, local_servers
+        agents = config.weights.agents or ("",) * len(servers.addresses)
+        self._agents = {at.rstrip("/"): agent for at, agent in zip(servers.addresses, agents, strict=True)}
         count = servers.servers * config.parallelism.degree
         self._devices = _devices(config, model, count)
-        self._folders = SharedFolders(model.config, config.model.compute_dtype.value)
-        self._fleets = {degree: self._fleet(degree, count // degree) for degree in degrees(config, count)}
-        self._degree, self.fleet = config.parallelism.degree, self._fleets[config.parallelism.degree]
-        self._launched = {self._degree}  # degrees whose servers were started
-        self.engines = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in range(len(self.fleet.seats))]
-        self._file = ServerFile(
-            logs / "addresses", self.fleet, self._agents, functools.partial(_check_reachable, config)
+        rollout, tickets = config.rollout, shadows or fetch is not None
+        together = rollout.engine is RolloutEngine.SERVE  # what SGLang samples does not depend on the seed alone
+        self.fleet = Fleet(
+            model.config,
+            EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, shadows=tickets),
+            _route(config, model.config, self._agents, token),
+            FleetOptions(start_seconds=servers.start_seconds, token=token, together=together),
+            None if shadows else fetch,
         )
+        self._seats = {degree: self._add_seats(degree, count // degree) for degree in degrees(config, count)}
+        self.engines = [*self._seats[config.parallelism.degree]]
+        self._unlaunched = [seats for _, seats in sorted(self._seats.items()) if seats != self.engines]
+        check = functools.partial(_check_reachable, config)
+        self._file = ServerFile(logs / "addresses", self.fleet, self._agents, check)
         # A server that joins before `start` would start the others too early.
         self._watch = ServerWatch(self.servers, lambda: self._file.look() if self.fleet.started else ())
 
-    def _fleet(self, degree: int, count: int) -> Fleet:
-        """Returns the fleet of `count` servers that have `degree` devices each."""
-        config, rollout, servers, model = self._config, self._config.rollout, self._config.servers, self._model
+    def _add_seats(self, degree: int, count: int) -> Sequence[FleetEngine]:
+        """Adds the seats of `count` servers that have `degree` devices each. If there are servers of several degrees,
+        they start when their seats are to wake."""
+        config, servers = self._config, self._config.servers
         alone = not config.parallelism.enabled
-        prefix = "server-" if alone else f"server-{degree}-"
+        prefix, name = ("server-", "server") if alone else (f"server-{degree}-", f"{degree}-device server")
         processes = [
             LocalServer(_command(config, self._checkpoint, number, degree), self._logs / f"{prefix}{number}.log")
             for number in range(0 if servers.addresses else count)
         ]
-        return Fleet(
-            model,
-            EngineLimits.of(model, rollout.slots, rollout.max_sequence_tokens),
-            self._folders,
-            processes=processes,
-            addresses=servers.addresses,
-            seats=config.rollout.engines if degree == config.parallelism.degree else count,
-            name="server" if alone else f"{degree}-device server",
-            route=_route(config, served(model), self._agents, self._token),
-            options=FleetOptions(
-                start_seconds=servers.start_seconds,
-                token=self._token,
-                together=rollout.engine is RolloutEngine.SERVE,  # what SGLang samples does not depend on the seed alone
-            ),
-            fetch=self._fetch,
-            shadows=self._shadows,
-        )
-
-    def _shared(self, seat: int) -> tuple[Device, ...]:
-        """Returns the devices of this process that the servers of an engine, number `seat` of the fleet, are on."""
-        return self._devices[seat * self._degree : (seat + 1) * self._degree]
+        engines = config.rollout.engines if degree == config.parallelism.degree else count
+        seats = self.fleet.add_seats([*processes, *servers.addresses], engines, name)
+        for seat in seats:
+            seat.devices = self._devices[seat.number * degree : (seat.number + 1) * degree]
+            seat.asleep = not alone
+        return seats
 
     async def set_parallelism(self, degree: int) -> Sequence[FleetEngine]:
         """Wakes the servers of `degree` devices each, with the oldest weights that any server was given, and puts all
         others to sleep. The first call starts and puts to sleep the servers of all other degrees, before the awake
         servers take the memory."""
-        for unlaunched in sorted(self._fleets.keys() - self._launched):
-            fleet = self._fleets[unlaunched]
-            await asyncio.wrap_future(fleet.call(fleet.ready()))
-            await self._on_seats(fleet, fleet.sleep)
-            self._launched.add(unlaunched)
-        if degree != self._degree:
-            weights, before, self.fleet = self.fleet.oldest(), self.fleet, self._fleets[degree]
-            await self._on_seats(before, before.sleep)
-            await asyncio.wrap_future(before.call(before.take(None)))
-            await asyncio.wrap_future(self.fleet.call(self.fleet.take(weights)))
-            await self._on_seats(self.fleet, self.fleet.wake)
-            self._degree = degree
-            seats = len(self.fleet.seats)
-            for seat, engine in enumerate(self.engines[:seats]):  # the first engine is always the same
-                engine.move(self.fleet, seat, self._shared(seat))
-            new = range(len(self.engines), seats)
-            self.engines[seats:] = [FleetEngine(self.fleet, seat, self._shared(seat)) for seat in new]
+        while self._unlaunched:
+            seats = self._unlaunched.pop(0)
+            await on_all(seats, lambda seat: seat.wake())
+            await asyncio.wrap_future(self.fleet.call(self.fleet.ready))
+            await on_all(seats, lambda seat: seat.sleep())
+        if self.engines != (after := self._seats[degree]):
+            weights = min(self.fleet.wanted(), key=lambda published: published.version, default=None)
+            await on_all(self.engines, lambda engine: engine.sleep())
+            for seat in self.fleet.seats:
+                seat.wanted = weights if seat in after else None
+            self.engines[:] = after
+            await on_all(self.engines, lambda engine: engine.wake())
         return self.engines
-
-    @staticmethod
-    async def _on_seats(fleet: Fleet, order: Callable[[Seat], Coroutine[Any, Any, None]]) -> None:
-        await asyncio.gather(*(asyncio.wrap_future(fleet.call(order(seat))) for seat in fleet.seats))
 
     def start(self, tell: Callable[[str], None]) -> None:
         """Starts the servers, unless they share memory with other servers or with training. `tell` is called, from
         another thread, with a line for each server that comes up, is lost, comes back or leaves."""
         self._file.write()
-        if len(self._fleets) == 1 and not self._config.servers.colocated:
+        if len(self._seats) == 1 and not self._config.servers.colocated:
             self.fleet.start()
         self._watch.start(tell)
 
     def close(self) -> None:
         self._watch.stop()
-        for fleet in self._fleets.values():
-            fleet.close()
+        self.fleet.close()
+        if self._local_servers is not None:
+            self._local_servers.close()
 
     def servers(self) -> Sequence[ServerStatus]:
-        """Returns the status of each server now; may be called from any thread."""
-        return [status for fleet in self._fleets.values() for status in fleet.servers()]
+        """Returns the status of each server that has an address, as those of others have, or was started; may be called
+        from any thread."""
+        return [server for server in self.fleet.servers() if server.address]
 
     def lanes(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Returns the spans of a run with the lanes of its servers."""
-        busy = {name: times for fleet in self._fleets.values() for name, times in fleet.busy().items()}
-        return server_lanes(spans, busy, self._watch.down(time.perf_counter()))
+        return server_lanes(spans, self.fleet.busy(), self._watch.down(time.perf_counter()))
 
 
 class EngineServers:
@@ -236,34 +220,14 @@ class EngineServers:
             await engine.close()
 
 
-class SharedPool(FleetPool):
-    """The engines of all processes, as process 0 uses them over HTTP at these addresses; `close` also closes
-    `local_servers`, those of process 0. `shadows` says that every engine was made with a `fetch`. Raises ConfigError
-    for a weight route that does not reach the servers."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: Decoder,
-        local_servers: EngineServers,
-        addresses: Sequence[str],
-        logs: pathlib.Path,
-        token: str,
-        *,
-        fetch: Fetch | None = None,
-        shadows: bool = False,
-    ) -> None:
-        fleet = copy.deepcopy(config)
-        fleet.rollout.engine = RolloutEngine.SERVE
-        fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
-        fleet.rollout.engines = len(addresses)
-        fleet.weights.validate(fleet.rollout.engine, fleet.servers)
-        super().__init__(fleet, model, logs, logs, token, fetch=fetch, shadows=shadows)
-        self._own = local_servers
-
-    def close(self) -> None:
-        super().close()
-        self._own.close()
+def for_all_engines(config: Config, addresses: Sequence[str]) -> Config:
+    """Returns the configuration of process 0's fleet: the engines of all processes, which listen at these addresses.
+    Raises `ConfigError` for a weight route that does not reach them."""
+    fleet = copy.deepcopy(config)
+    fleet.rollout.engine, fleet.rollout.engines = RolloutEngine.SERVE, len(addresses)
+    fleet.servers = dataclasses.replace(config.servers, addresses=tuple(addresses))
+    fleet.weights.validate(fleet.rollout.engine, fleet.servers)
+    return fleet
 
 
 def _check_sglang(python: str, model: DecoderConfig, checkpoint: pathlib.Path) -> None:
@@ -334,22 +298,27 @@ def _check_reachable(config: Config, address: str) -> None:
 
 
 def _route(config: Config, model: DecoderConfig, agents: Mapping[str, str], token: str) -> SyncRoute:
-    weights, servers = config.weights, config.servers
-    route, size = weights.chosen(servers), BUCKET_BYTES
-    if route is Route.SHM:
-        return SharedMemory()
-    if route is Route.BUCKET:
-        return Buckets(size, pickled=config.rollout.engine is RolloutEngine.SGLANG)
-    if route is Route.IPC:
-        if importlib.util.find_spec("torch") is None:
-            raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch beside JAX: pip install torch")
-        return CudaIpc(model, size)
-    try:
-        folders = VersionFolders(pathlib.Path(weights.folder).absolute())
-    except OSError as error:
-        raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
-    here = config.rollout.engine is RolloutEngine.SGLANG and not weights.agents
-    return OrbaxFolders(folders, PULLED, agents, token=token, here=here)
+    """Returns the route that the configuration names, for weights of this model. Raises `ConfigError` for a folder that
+    can't be made, and if the trainer lacks PyTorch, which `ipc` needs."""
+    weights, sglang = config.weights, config.rollout.engine is RolloutEngine.SGLANG
+    memory = SharedFolders(model, config.model.compute_dtype.value)
+    match weights.chosen(config.servers):
+        case Route.SHM:
+            return SharedMemory(memory)
+        case Route.BUCKET:
+            return Buckets(memory, BUCKET_BYTES, pickled=sglang)
+        case Route.IPC:
+            if importlib.util.find_spec("torch") is None:
+                raise ConfigError("weights.route is ipc, for which the trainer needs PyTorch: pip install torch")
+            return CudaIpc(memory, served(model), BUCKET_BYTES)
+        case Route.ORBAX:
+            try:
+                folders = VersionFolders(pathlib.Path(weights.folder).absolute())
+            except OSError as error:
+                raise ConfigError(f"weights.folder: {weights.folder}: {error.strerror}") from error
+            return OrbaxFolders(memory, folders, PULLED, agents, token=token, here=sglang and not weights.agents)
+        case route:
+            raise ConfigError(f"weights.route is {route.value}, which no class of rollout.weights.routes carries out")
 
 
 def _flags(config: Config) -> Sequence[str]:

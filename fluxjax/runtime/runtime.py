@@ -192,6 +192,7 @@ class Runtime:
             n=order.n,
             seed=(self.seed * 0x9E3779B1 + order.prompt.draw) % 2**31,  # differs for all draws of a run; fits an int32
             prefix_ids=tuple(() if before is None else before.token_ids for before in order.begun),
+            need=order.need,
         )
 
     async def _collect(self, engine: Engine, request: GenerateRequest, order: messages.Request) -> None:

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of actions, each with its time; of actions at equal times, the first added is done first."""
+"""Virtual time: a queue of actions, each with its time; actions at equal times are done in the order of adding."""
 
 import heapq
 import math

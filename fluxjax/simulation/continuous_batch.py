@@ -31,7 +31,7 @@ class Sequence:
         self.rid, self.sample, self.prompt, self.total = rid, sample, prompt, total
         self.joined = 0  # the step at which it was let in
         self.mark = -1  # the step that makes its last token; -1: the sample does not run
-        self.segments = begun  # of the tokens generated before it was let in
+        self.segments = begun  # segments of the tokens that it had when it was let in
         self.generated = sum(tokens for _, tokens in begun)
         self.waits = True
 
@@ -44,7 +44,7 @@ class Batch:
         self.kv = 0  # tokens in the cache
         self.steps = 0  # decode steps so far
         self.version = version
-        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.running: dict[Sequence, None] = {}  # samples in the order of their admission
         self.waiting = 0
         self.preemptions = self.decoded = 0
         self._queue: deque[Sequence] = deque()  # samples that wait, and some removed samples
@@ -146,7 +146,7 @@ class Batch:
         if sequence.waits:
             return sequence.generated, sequence.segments
         segments = list(sequence.segments)
-        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # as the sample was let in
+        served = bisect.bisect(self._versions, (sequence.joined, math.inf)) - 1  # the version at that step
         for (first, version), (end, _) in pairwise([*self._versions[served:], (self.steps, -1)]):
             if tokens := end - max(first, sequence.joined):
                 if segments and segments[-1][0] == version:

@@ -1,5 +1,5 @@
-"""Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls. Then faults by
-such numbers: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
+"""Random numbers as functions of names (seed, kind, draw, attempt, sample), whatever the order of calls; and faults
+that such numbers cause: crashes, slow engines, lost, doubled and late replies, slow syncs, rewards that hang.
 
 A plan only answers questions. Its answers are functions of seed and names, so runs of different policies meet the same
 faults for the same engines, responses and versions.
@@ -45,19 +45,19 @@ def generator(*names: int) -> np.random.Generator:
 
 @dataclasses.dataclass(slots=True)
 class FaultRates:
-    """Rates of faults: never by default. Intervals and durations (s) are means of exponential distributions."""
+    """Rates of faults; by default none happen. Intervals and durations (s) are means of exponential distributions."""
 
     crash_every: float = not_negative(0.0)  # seconds between two crashes of an engine; 0: never
     down: float = not_negative(60.0)  # seconds until a crashed engine is up again
     slow_every: float = not_negative(0.0)  # seconds between two slow spells of an engine; 0: never
     slow_for: float = not_negative(120.0)  # seconds that a slow spell lasts
-    slow_factor: float = positive(4.0)  # an engine's work takes so many times as long in a slow spell
+    slow_factor: float = positive(4.0)  # factor on the time of an engine's work in a slow spell
     lost: float = within(0.0, "[0, 1]")  # probability that a response never arrives
     doubled: float = within(0.0, "[0, 1]")  # probability that a response arrives twice
     late: float = within(0.0, "[0, 1]")  # probability that a response arrives late
-    delay: float = not_negative(30.0)  # seconds, of late replies, and between the two copies of a doubled reply
+    delay: float = not_negative(30.0)  # seconds until a late reply, and until the second copy of a doubled reply
     slow_sync: float = within(0.0, "[0, 1]")  # probability that an engine takes long to load new weights
-    sync_delay: float = not_negative(30.0)  # seconds that such an engine takes longer
+    sync_delay: float = not_negative(30.0)  # additional seconds of a slow sync
     reward_hangs: float = within(0.0, "[0, 1]")  # probability that a reward never arrives: only a time-out ends it
 
     def validate(self, prefix: str = "") -> None:

@@ -26,9 +26,9 @@ SANDBOX_LIMIT = 30.0  # most seconds of a code sandbox
 
 # --- assumed, because no figure gives them --------------------------------------------------------------
 
-MEMORY_FRACTION = 0.6  # of a GPU's memory for rollout (the usual setting of veRL), weights included
+MEMORY_FRACTION = 0.6  # share of a GPU's memory for rollout (the usual setting of veRL), weights included
 WORKSPACE = 2e9  # bytes of rollout's memory for activations
-BANDWIDTH_UTILISATION = 0.8  # of the memory's bandwidth, in decode steps
+BANDWIDTH_UTILISATION = 0.8  # used share of the memory's bandwidth, in decode steps
 ALL_REDUCE = 12e-6  # seconds that an all-reduce of a decode step costs beside its bytes
 SYNC = 1.0  # seconds that a weight sync costs beside its bytes
 BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a step, in forward passes
@@ -36,8 +36,8 @@ BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a 
 # --- fitted to Flexes: the nine shares of Table 1 and the 124.2 s of Table 3, least squares ---------------
 
 STEP = 4.6e-3  # seconds of a decode step beside its bytes
-TRAIN_UTILISATION = 0.34  # of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
-SPLIT = 0.29  # factor on it with pipeline or context parallelism (14B: Table 1; 32B is assumed to be alike)
+TRAIN_UTILISATION = 0.34  # used share of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
+SPLIT = 0.29  # factor on this share with pipeline or context parallelism (14B: Table 1; 32B is assumed to be alike)
 MATH = 10.7e-3  # seconds of a rule, one after the other (Table 1: 5 %)
 JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the response (Table 1: 7 %)
 

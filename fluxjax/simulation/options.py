@@ -40,13 +40,13 @@ class SimulationConfig:
     train_gpus: int = not_negative(0)  # GPUs for training alone; 0: engines and trainer share all GPUs, in turn
     degree: int = positive(2)  # GPUs of an engine
     max_running: int = positive(256)  # samples that an engine decodes at once
-    speed: float = positive(1.0)  # of every GPU, compute and memory alike, in H800s
-    memory_fraction: float = within(0.6, "[0, 1]")  # of a GPU's memory for rollout, weights included
+    speed: float = positive(1.0)  # speed of every GPU, compute and memory alike, in H800s
+    memory_fraction: float = within(0.6, "[0, 1]")  # share of a GPU's memory for rollout, weights included
     median: float = positive(550.0)  # tokens of a response
     spread: float = not_negative(1.05)  # standard deviation of the logarithm of a response's length
-    shared: float = within(0.5, "[0, 1]")  # share of that logarithm's variance that is the prompt's
+    shared: float = within(0.5, "[0, 1]")  # share of that logarithm's variance that depends on the prompt
     tasks: tuple[str, ...] = TASKS  # a subset of math, code, judge; equally many prompts of each
-    prompts: int = positive(10_240)  # in the data set
+    prompts: int = positive(10_240)  # prompts in the data set
     epochs: int = not_negative(0)  # times that the data set is drawn; 0: no bound
     rewards: Rewards = Rewards.ASYNCHRONOUS  # synchronous: as verl; scheduled: as Flexes
     rules: int = positive(1)  # math rewards that are computed at once

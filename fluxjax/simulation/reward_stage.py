@@ -5,7 +5,7 @@ or its reward scheduler (section 4.3). With the scheduler:
 
 - A sandbox is stopped after min(max(2 s, 1.5 times the anchor), 30 s). The anchor is the longest run of a right
   response so far, to the same prompt, or, if it has no right response yet, to any prompt.
-- Judges share GPUs, one on each. The cost of sharing is left out: by the paper neither an engine nor a judge fills a
+- Each GPU of an engine has a judge. The cost of sharing is left out: by the paper neither engine nor judge fills a
   GPU, and streaming the judge's layers from host memory costs little.
 """
 

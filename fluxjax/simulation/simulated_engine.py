@@ -28,7 +28,7 @@ OnFinish = Callable[[SampleProgress], object]
 class Jump:
     """`steps` decode steps from time `anchor` (s) on.
 
-    Each step takes a little longer than the last, because the cache grows by equal amounts: step i = 0, 1, ... takes
+    Each step takes a little longer than the one before, as the cache grows by equal amounts: step i = 0, 1, ... takes
     `first + i * growth` seconds, so n steps take n first + growth n (n - 1) / 2.
     """
 

@@ -53,8 +53,8 @@ class Rollout:
         self.launched = self.aborted = self.crashes = 0
         self.longest = 0  # tokens of the longest response that arrived since this was set to 0
         self._open: dict[str, Generation] = {}  # by rid: generations with a sample on the engine
-        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; when requests were last opened
-        self._past = [0.0] * 4  # of earlier engines: GPU seconds of work, peak tokens, tokens, preemptions
+        self._seconds, self._busy_since = 0.0, -1.0  # seconds with an open request; when they last began
+        self._past = [0.0] * 4  # earlier engines' GPU seconds of work, peak tokens, tokens, preemptions
         self._build(self.settings.degree, version=0)
 
     def _build(self, degree: int, version: int) -> None:
@@ -222,14 +222,14 @@ class Rollout:
         return int(self._totals()[3])
 
     def utilisation(self) -> tuple[float, float]:
-        """Returns (the share of the GPUs' time in which their engine worked, the decoded tokens as a share of the most
-        possible ones) since the beginning."""
+        """Returns (the share of the GPUs' time in which their engine worked, the decoded tokens as a share of the
+        tokens that engines at their peak would have decoded) since the beginning."""
         busy, peak, tokens, _ = self._totals()
         span = self.clock.now
         return (busy / (span * self.settings.rollout_gpus), tokens / peak) if span > 0 else (0.0, 0.0)
 
     def crash(self, index: int) -> None:
-        """Loses all samples on an engine; it has the weights that it was loading when it is up again."""
+        """Loses all samples on an engine. When it is up again, it has the weights that it was loading."""
         self.crashes += 1
         lost = self.engines[index].crash()
         for rid in lost:

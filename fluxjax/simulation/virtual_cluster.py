@@ -2,7 +2,7 @@
 
 All work is an action of the clock: decoding, rewards, training, weight sync, late replies. The coordinator gets events
 one after the other, and its instructions are begun in their order. Training has its own GPUs (`train_gpus`), or takes
-the engines' GPUs; the engines then pause meanwhile.
+the engines' GPUs while the engines pause.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from .reward_stage import Scoring
 from .simulated_rollout import SHOWN, Rollout, meet_incidents
 from .workload import Workload
 
-PATIENCE = 1e5  # seconds without an event after which none will follow: only faults keep the clock going
+PATIENCE = 1e5  # seconds without an event after which no event will follow: only faults keep the clock going
 STEPS_SHOWN = 6  # in the Gantt picture
 Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes the time and the message
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One step of a run. Seconds are virtual. A step lasts from the end of the last optimizer step to the end of its
-    own."""
+    """One step of a run. Seconds are virtual. A step lasts from the end of the previous step's training to the end of
+    its own."""
 
     step: int
     round: str  # short or long; empty for policies without such rounds
@@ -41,7 +41,7 @@ class StepRecord:
     rollout: float  # seconds of the step with a request on an engine
     train: float
     longest: int  # tokens of the longest response that ended
-    trained_tokens: int  # of responses
+    trained_tokens: int  # tokens of responses
     lag_mean: float  # versions, over the trained tokens
     lag_max: int
 
@@ -73,7 +73,7 @@ class Cluster:
         self._drawn = 0
         self._round = ""
         self._rollout_seconds, self._preemptions = 0.0, 0  # totals at the end of the last step
-        self._train_seconds, self._trained_tokens = 0.0, 0  # of the step under way
+        self._train_seconds, self._trained_tokens = 0.0, 0  # sums of the step under way
         self._lags: Counter[int] = Counter()
         self._inbox: deque[messages.Event] = deque()
         self._busy = False
@@ -254,7 +254,7 @@ class Cluster:
 
     def utilisation(self) -> dict[str, float]:
         """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer on the GPU works.
-        `throughput`: the same, but an engine counts by its decoded tokens, divided by the most possible ones."""
+        `throughput`: the same, but an engine counts by its decoded tokens, as a share of those that its peak allows."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)

@@ -2,9 +2,9 @@
 
 The length of a response is lognormal; half of the variance of its logarithm is the prompt's, half the sample's. Flexes
 reports median and spread (section 2.2): 75 % of the responses are below twice the median, the longest of a step's 1,024
-is 26 to 32 times as long. With halves, the longest response that tail batching accepts in a short round is a ninth of
-the longest without it (section 3: "up to 8.9 times"). A prompt's source and the length of its text tell a part of the
-prompt's half, so that lengths can be predicted, but not well.
+is 26 to 32 times the median. With halves, the longest response that tail batching accepts in a short round is a ninth
+of the longest without it (section 3: "up to 8.9 times"). A prompt's source and the length of its text tell a part of
+the prompt's half, so that lengths can be predicted, but not well.
 
 All values are functions of seed, draw, attempt and sample; the versions of the weights have no influence.
 """
@@ -23,8 +23,8 @@ from .hardware import LONGEST_PROMPT, SANDBOX_LIMIT, TASKS
 from .options import SimulationConfig
 
 _SOURCE, _TEXT = 0.1, 0.35  # shares of the variance of a prompt's effect: from its source, from its text's length
-_OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # of mean 0 and variance 1
-_CHARACTERS = 4  # of a token's text
+_OFFSETS: dict[str, float] = dict(zip(TASKS, (0.0, 1.22, -1.22), strict=True))  # mean 0, variance 1
+_CHARACTERS = 4  # characters of a token's text
 _HANGS = 1.645  # 5 % of normal numbers are larger: sandboxes that hit the limit (Flexes, figure 7a)
 _PROMPTS, _ORDER, _SAMPLES = range(3)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-ENGINE, CACHE = "engine weights", "KV cache"  # of a device's engines; arrays of training are cut over all devices
+ENGINE, CACHE = "engine weights", "KV cache"  # kinds that FSDP does not cut: each engine has its own
 
 
 def in_gib(size: float) -> str:
@@ -21,7 +21,7 @@ class Account:
     are the bytes of each program, by name."""
 
     resident: Mapping[str, float]
-    gradients: float  # of a step, summed over its microbatches
+    gradients: float  # gradients of a step, summed over its microbatches
     batch: float
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
@@ -39,7 +39,7 @@ class Account:
         def during(program: str, more: Mapping[str, float]) -> dict[str, float]:
             return held({**more, "temporaries": self.temporaries[program] + self.results[program]})
 
-        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next is placed early
+        gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next batch comes early
         phases = {
             "accumulate": during("accumulate", gradients | batches),
             "update": during("update", gradients),
@@ -131,8 +131,8 @@ Change: TypeAlias = Callable[[Account], tuple[str, Account] | None]
 
 
 def remedies(account: Account, usable: float, changes: Sequence[Change]) -> list[Remedy]:
-    """Returns each change that alone makes the run fit. If none does, returns one remedy of several changes, up to the
-    first with which the run fits; it may not fit even with all."""
+    """Returns each change that alone makes the run fit. If no change does, returns one remedy of several changes, up to
+    the first with which the run fits; the run may not fit even with all changes."""
     alone = [found for change in changes if (found := change(account)) is not None]
     if fitting := [Remedy((setting,), changed.bytes) for setting, changed in alone if changed.bytes <= usable]:
         return fitting

@@ -33,7 +33,7 @@ from .run_programs import (
 )
 
 LEAST_SLOTS = 8
-REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the quickest to the smallest
+REMATS = (Remat.NONE, Remat.DOTS, Remat.LAYER, Remat.OFFLOAD)  # from the fastest to the least memory
 PROGRAMS = ("accumulate", "update", "logprobs", "prefill", "decode")
 
 
@@ -51,7 +51,7 @@ class DeviceRoom:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The findings of a pre-flight. Sizes in bytes, on the fullest device."""
+    """The findings of a pre-flight. Sizes are bytes on the fullest device."""
 
     parameters: int
     devices: int

@@ -24,7 +24,7 @@ from ..batch.rows import Budget
 from ..batch.share import Outline, Piece, Share, TrainGroup
 from ..config import FSDP, Config, ConfigError
 
-STEPS = 3  # of made-up lengths
+STEPS = 3  # steps of made-up lengths
 TEXT_TOKENS = 16  # least number of a prompt's tokens beside its image
 
 

@@ -42,12 +42,12 @@ Progress = Callable[[str], None]  # takes the name of the program that is compil
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program, as one device sees it. Sizes in bytes."""
+    """A compiled program, as one device sees it. Sizes are bytes."""
 
     temporaries: float
     results: float  # bytes of results that do not replace an argument
     traffic: Mapping[str, CollectiveTraffic]  # by kind of collective
-    seconds: float  # of compiling
+    seconds: float  # seconds of compiling
     offloaded: float  # temporaries in the host's memory
     # whether it launches the Triton kernels of attention; else attention is portable
     triton: bool = dataclasses.field(metadata={"static": True})
@@ -123,7 +123,7 @@ class RunShapes:
         batch = learner.gradients.strategy.place(batch)
         servers = config.servers.servers * config.parallelism.degree
         embedded = config.rollout.engine is RolloutEngine.JAX
-        # Servers of the smallest degree need the most memory on a device; they, too, start before the first step.
+        # Servers of the smallest degree need the most memory on a device, and start before the first step.
         arrays = engine_arrays(config, abstract, devices, 0 if embedded else degrees(config, servers)[0])
         critic = Critic(config, abstract, mesh=mesh) if algorithm.critic else None
         shapes = RunShapes(config, model, devices, learner, batch, arrays, critic)
@@ -205,8 +205,8 @@ def compiled_at_depth(
     progress: Progress,
     never_sampled: tuple[int, ...] | None = None,
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """Returns (the programs of the model with `few` layers, its programs with all layers). The second are extrapolated
-    along the straight line through `few` and twice as many layers, unless `few` are all layers."""
+    """Returns (the programs of the model with `few` layers, its programs with all layers). Sizes of all layers are
+    extrapolated along the straight line through `few` and twice as many layers, unless `few` are all layers."""
     depth = model.text.num_layers
     shallow = model if few == depth else with_layers(model, few)
     first = RunShapes.of(config, shallow, devices, never_sampled).compiled(names, progress)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # others by their first digits
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}  # else: the first number / 8
 
 FASTER = 8  # an H100 writes to its memory about eight times as fast as NVLink brings data (3.35 TB/s, 450 GB/s)
 
@@ -37,7 +37,7 @@ class CollectiveTraffic:
     """The collectives of one kind in a run of a program; a loop's collectives count for each iteration."""
 
     count: float = 0.0
-    bytes: float = 0.0  # of the larger side: a gather's result, a scatter's operand
+    bytes: float = 0.0  # bytes of the larger side: a gather's result, a scatter's operand
     exposed: float = 0.0  # collectives that no long work hides
     exposed_bytes: float = 0.0
 

@@ -1,4 +1,4 @@
-"""Strips of real handwritten digits to transcribe: PNG files of 1 to 12 digits, short ones common, long ones rare.
+"""Strips of real handwritten digits to transcribe: PNG files of 1 to 12 digits; longer strips are rarer.
 
 The digits are scikit-learn's 1,797 scans of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits, test part). No
 training strip uses a scan of the held-out strips.
@@ -22,13 +22,13 @@ class DigitsRecipe:
     seed: int = 0
     train: int = 6000  # strips
     held_out: int = 400
-    train_scans: int = 1400  # of 1,797 scans; the other scans are held out
+    train_scans: int = 1400  # scans for training; the others of the 1,797 scans are held out
     warm_start: int = 400  # strips with answers for the warm start, the same number of every length
     warm_start_scans: int = 1  # scans of each digit that the warm start uses
     cell: int = 16  # pixels of the side of a digit's square
     max_digits: int = 12
     length_exponent: float = 1.5  # P(n digits) ~ n ** -length_exponent
-    # The three variations apply to training digits; held-out digits stay as scanned.
+    # These four variations apply to digits to train on; held-out digits stay as scanned.
     rotation: float = 10.0  # degrees either way
     scaling: float = 0.08  # share either way
     shift: float = 1.0  # pixels either way
@@ -69,7 +69,7 @@ class DigitsRecipe:
 
 
 def draw_length(rng: np.random.Generator, recipe: DigitsRecipe) -> int:
-    """Draws a length from 1 to `max_digits`, by a power law."""
+    """Samples a length from 1 to `max_digits`, by a power law."""
     lengths = np.arange(1, recipe.max_digits + 1)
     weights = lengths**-recipe.length_exponent
     return int(rng.choice(lengths, p=weights / weights.sum()))

@@ -6,8 +6,8 @@
 
 Each data set has a folder whose name contains a hash of its recipe: another recipe has another folder, and an existing
 folder is never rebuilt. It is built completely or not at all: files are written to a temporary folder that is renamed
-at the end. A killed build leaves only that folder, which the next one removes; two builds at once wait for each other
-by a file lock.
+at the end. A killed build leaves only the temporary folder; the next build removes it. Two builds at once wait for each
+other by a file lock.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def write_manifest(path: pathlib.Path, records: Iterable[Record]) -> None:
 def write_manifests(
     folder: pathlib.Path, title: str, make: Callable[[str, int], Record], sizes: Mapping[str, int]
 ) -> list[Record]:
-    """Writes `NAME.jsonl` for each name of `sizes`, with so many records from `make(NAME, index)`; returns all records.
+    """Writes `NAME.jsonl` with `size` records `make(NAME, index)` for each name and size; returns all records.
 
     Threads make the records; the first error ends the work. stderr shows the progress: a bar on a terminal, else a line
     each quarter.

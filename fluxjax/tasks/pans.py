@@ -25,7 +25,7 @@ class PansRecipe:
     version: int = 2  # grows when the code below changes the data
     seed: int = 0
     train: int = 4000  # clips
-    warm_start: int = 60  # training clips, the first ones, for the warm start
+    warm_start: int = 60  # the first training clips: the warm start uses them
     held_out: int = 400
     held_out_photos: tuple[str, ...] = ("china", "flower", "coffee.png", "chelsea.png", "rocket.jpg")
     # Drawings, patterns and frames of an animation have no texture in which motion shows.

@@ -6,10 +6,10 @@ consist of packets of one size. The other formats declare no length (transport a
 often a wrong one (AVI): there, a file that was cut between two packets looks complete.
 
 A decoder that begins in the middle of a stream must give the same frames as a decoder that began at its start. A
-container's own mark of a key frame doesn't promise that. The mark may stand where a step-by-step
-refresh of the picture begins (H.264's recovery points), parameters for decoding may stand only once, further ahead, and
-the mark may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification
-(6.2), the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
+container's own mark of a key frame doesn't promise the same frames. The mark may stand where a step-by-step refresh of
+the picture begins (H.264's recovery points), parameters for decoding may stand only once, further ahead, and the mark
+may be wrong. Sources: ITU-T H.264 and H.265 (7.3.1, 7.4.2.2), RFC 6386 (9.1), the VP9 bitstream specification (6.2),
+the AV1 specification (5.3 to 5.9), ISO/IEC 13818-2 and 14496-2 (6.2).
 """
 
 import itertools
@@ -35,15 +35,15 @@ FORMATS = (
     *("h264", "hevc", "m4v", "mpegvideo"),  # bare streams
 )
 PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
-NO_PROTOCOLS = ""  # a whitelist without any protocol: FFmpeg opens no file that another one names
-# Titles are not read and may be in any encoding. PyAV 19 and later accept any encoding; older ones need this option.
+NO_PROTOCOLS = ""  # a whitelist without any protocol: FFmpeg opens no file that another file names
+# Titles are not read and may be in any encoding. PyAV accepts any encoding from version 19 on, before with this option.
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to multiples of a block
 
 SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length correctly
 TOLERANCE = 0.01  # share of the declared length that may be missing
-REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage a frame so far from the end
+REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage any of as many last frames
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
 START = b"\0\0\1"  # start of a unit of a bytestream
@@ -115,7 +115,7 @@ class Ending:
         self._says_length = not SAYING_LENGTH.isdisjoint(container.format.name.split(","))
         self._transport = container.format.name == "mpegts"
         self._declared = (container.duration or 0) / 1e6  # seconds
-        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # of a tick
+        self._seconds = {stream.index: float(stream.time_base or 0) for stream in container.streams}  # a tick's seconds
         self._reached = 0.0  # seconds at which the last packet of any stream ends, sound and subtitles included
         self._incomplete: dict[int, bool] = {}  # by stream: whether its last packet is incomplete
 
@@ -279,7 +279,7 @@ def _av1(data: bytes) -> bool:
                     break
         if place >= len(data):
             return False
-        if kind == 1:  # a sequence header; a still picture's is shorter, and so is its frame's
+        if kind == 1:  # a sequence header; a still picture has shorter headers
             sequence = data[place] >> 3 & 1 == 0
         elif kind in (3, 6):  # a frame, or its header alone
             return sequence and data[place] >> 4 == 0b0001  # a new frame, not an earlier one; a key frame; shown

@@ -2,7 +2,7 @@
 
 Unfinished downloads and bad disks leave files with zeros in the place of their picture; such files are refused. The
 zeros decode as pixels of some colour, and decoders report no error. Formats with checksums need no help; in formats
-that store pixels uncompressed, zeros are black. JPEG, WebP and AVIF remain.
+that store pixels uncompressed, zeros are black. So only JPEG, WebP and AVIF are searched for zeros.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from .media_file import Facts, MediaError, OpenFile, Source, opened, source_name
 from .settings import DecodeLimits, PixelSettings
 
 MAX_ASPECT = 200  # the published processors refuse larger ratios
-# Pillow's names of the formats in which pictures are published. Formats are left out that run another program (EPS runs
-# Ghostscript), that only some systems' Pillow can read, or that hold files of a size they don't declare (ICO).
+# Pillow's names of the formats in which pictures are published. They lack formats that run another program (EPS runs
+# Ghostscript), that only some systems' Pillow can read, or whose files don't declare their size (ICO).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 BAND_PIXELS = 1 << 20  # pixels converted at once
 ORIENTATION = ExifTags.Base.Orientation
 LYING = range(5, 9)  # EXIF orientations that exchange width and height
 PNG_SIGNATURE, PNG_CHECKSUM = 8, 4  # bytes
 PNG_NOTES = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}  # chunks that may hold an EXIF orientation
-# An encoder with fixed Huffman tables never writes 64 zeros in a row. One with fitted tables may, for an even area.
-# Such zeros are therefore a reason to look closer. Files without them, nearly all photographs, are decoded once only.
+# An encoder with fixed Huffman tables never writes 64 zeros in a row. Fitted tables may give them for an even area. So
+# such zeros are a reason to look closer. Files without such zeros, nearly all photographs, are decoded once only.
 HOLE = bytes(64)
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # JPEG's markers
-# Zeros at its end may be 1 / SHARE of a coded picture: libwebp's are a twentieth for pictures of one colour.
+# A coded picture may end in zeros, up to 1 / SHARE of it: a twentieth in libwebp's pictures of one colour.
 SHARE = 8
 
 
@@ -69,12 +69,12 @@ def load_image(source: Source, limits: DecodeLimits = DecodeLimits()) -> Image.I
         file.load()
         refuse_holes(content, file.format or "", source_name(source), limits)
         ImageOps.exif_transpose(file, in_place=True)
-        # Pillow reads 16-bit grey values as 32-bit ones for this format alone
+        # Pillow reads 16-bit grey values as 32-bit values for this format alone
         return _to_rgb(file.convert("I;16") if (file.format, file.mode) == ("PPM", "I") else file)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB. It is converted band by band: the steps between take four times the memory of an image."""
+    """The image in RGB. It is converted band by band: converting takes four times the memory of the band."""
     if image.mode in ("I", "F"):
         raise ValueError(f"{image.mode}-mode pixels (32 bits) have no defined white")
     if image.mode == "RGB" and image.info.get("transparency") is None:
@@ -152,9 +152,9 @@ def refuse_holes(content: OpenFile, format: str, name: str, limits: DecodeLimits
 
 def _jpeg_has_hole(jpeg: bytes, limits: DecodeLimits) -> bool:
     """Says whether the last scan of a JPEG file ends in zeros, or FFmpeg's strict decoder finds bytes that can't end a
-    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read it.
+    scan. libjpeg only counts such bytes as a warning, and Pillow has no way to read the warning.
 
-    Some holes are missed, small ones more often, and all whose zeros decode to the right number of blocks.
+    Some holes are missed: small holes more often, and all holes whose zeros decode to the right number of blocks.
     """
     if HOLE not in jpeg:
         return False

@@ -68,7 +68,7 @@ class MediaSettings:
 
     def facts(self, kind: str, source: Source, *, count: bool = False) -> Facts:
         """The facts of a medium, by its header; `count` reads all packets of a video, without decoding them. Raises
-        MediaError for a file that can't be used, as far as that shows in what is read."""
+        MediaError if the header or the packets show that the file can't be used."""
         return image_facts(source, self.limits) if kind == "image" else video_facts(source, self.limits, count=count)
 
     def medium_of(self, kind: str, name: str, facts: Facts) -> Medium:
@@ -100,8 +100,8 @@ class MediaSettings:
 
     def glance(self, kind: str, source: Source, *, count: bool = False) -> tuple[Medium, bool]:
         """Returns (the medium by its header, whether that is certain). It is uncertain if the number of frames comes
-        from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError for a file
-        that can't be used, as far as that shows in what is read."""
+        from a video's header; `count` reads all packets instead, without decoding them. Raises MediaError if the header
+        or the packets show that the file can't be used."""
         facts = self.facts(kind, source, count=count)
         found = self.medium_by(kind, source_name(source), facts)
         return found or (self.medium_of(kind, source_name(source), self.facts(kind, source, count=True)), True)

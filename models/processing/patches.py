@@ -128,7 +128,7 @@ def normalise(patches: np.ndarray, pixels: PixelSettings, *, fused: bool) -> np.
         scale = np.float32(1.0 / pixels.rescale_factor)
         mean, std = mean * scale, std * scale
     elif pixels.rescale_factor == 1 / 255:
-        values /= np.float32(255)  # for all 256 values equal to the rounded product in float64, and five times faster
+        values /= np.float32(255)  # equals the rounded product in float64 for all 256 values, and is five times faster
     else:
         values = (patches.astype(np.float64) * pixels.rescale_factor).astype(np.float32)
     values -= mean

@@ -15,7 +15,7 @@ HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos know no other
+BICUBIC = 3  # a member of `PIL.Image.Resampling`; videos have no other resampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .settings import FrameSettings, PixelSettings
 
 END = "<|endoftext|>"
 TIMES = "<0123456789. seconds>"  # characters of the times of frame pairs
-# In the order of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
+# The order is that of Qwen's own vocabularies. `<|endoftext|>` has id 0: it pads, and ends an answer.
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def read_settings(folder: pathlib.Path) -> JsonObject:
-    """tokenizer_config.json; if that lacks `added_tokens_decoder`, with the older files that have its settings."""
+    """Returns tokenizer_config.json; if it lacks `added_tokens_decoder`, with the settings of older files."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")

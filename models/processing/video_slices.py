@@ -1,7 +1,7 @@
 """Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
-Frames are identified by their times. All packets are read first, without decoding; their sorted times are those of the
-frames, if a complete decoding has shown so (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
+Frames are identified by their times. All packets are read first, without decoding; if a complete decoding has shown so
+(`Medium.seekable`), their sorted times are the frames' times. Then the packets from an entry point on (`EntryPoints`)
 go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
 frame must have the next time of the list: the frames are then those of a decoding from the start. If anything
 differs, nothing is returned, and the caller decodes the complete file.
@@ -33,7 +33,7 @@ from .videos import VideoReader, duration_of, increasing, seconds_per_grid, too_
 @dataclasses.dataclass(frozen=True)
 class Slice:
     frames: np.ndarray  # u8 [frames, height, width, 3], resized; the last pair may lack frames
-    decoded: int  # number of frames decoded to get these
+    decoded: int  # number of frames decoded to get `frames`
 
 
 class _Note(NamedTuple):
@@ -57,7 +57,7 @@ class _Note(NamedTuple):
 class _Plan:
     """The packets and frames to decode."""
 
-    notes: list[_Note]  # of all packets, in file order
+    notes: list[_Note]  # notes of all packets, in file order
     first: int  # number of the first packet that is decoded
     expected: list[int]  # the times of the frames from that packet on
     wanted: list[int]  # indices in `expected` of the requested frames
@@ -142,7 +142,7 @@ class VideoSlicer(VideoReader):
             decoded += 1
             check_size(frame.width, frame.height, self.name, self.limits)
             if place == 0 and frame.pts is not None and frame.pts < plan.expected[0]:
-                continue  # a frame before the entry point's may refer to frames that were not decoded
+                continue  # a frame that precedes the entry point may refer to frames that were not decoded
             if frame.is_corrupt or [frame.pts] != plan.expected[place : place + 1]:
                 raise _Unexpected
             if place in wanted:
@@ -162,7 +162,8 @@ class VideoSlicer(VideoReader):
 
 
 def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iterator[Packet]:
-    """The packets from the plan's first one on, found by its time. Raises _Unexpected or FFmpegError if not found."""
+    """Yields the packets from the plan's first packet on, found by its time. Raises _Unexpected or FFmpegError if it is
+    not found."""
     note, codec = plan.notes[plan.first], stream.codec.canonical_name
     if plan.first == 0 or note.begin is None:
         raise _Unexpected
@@ -176,7 +177,8 @@ def _sought(container: InputContainer, stream: VideoStream, plan: _Plan) -> Iter
 
 
 def _checked(packets: Iterable[Packet], stream: VideoStream, plan: _Plan, number: int) -> Iterator[Packet]:
-    """The packets from the plan's first one on; `packets` begins with number `number`. Each must be as noted."""
+    """Yields the packets from the plan's first packet on; `packets` begins with number `number`. Raises _Unexpected
+    for a packet that does not fit its note."""
     codec = stream.codec.canonical_name
     for packet in packets:
         if packet.size:

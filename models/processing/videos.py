@@ -191,7 +191,7 @@ class VideoReader:
     def _every_frame(
         self, container: InputContainer, stream: VideoStream, ending: Ending, told: list[int | None]
     ) -> Iterator[av.VideoFrame]:
-        """Decoded frames in order. `ending` sees every packet; the times of shown packets are appended to `told`."""
+        """Yields decoded frames in order. `ending` sees every packet; `told` gets the times of shown packets."""
         count, codec = 0, stream.codec.canonical_name
         for packet in container.demux():
             ending.saw(packet)
@@ -330,8 +330,8 @@ def _first_frame(
 def _count(
     container: InputContainer, stream: VideoStream, begin: int | None, name: str, limits: DecodeLimits
 ) -> tuple[int, float | None]:
-    """(number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not count:
-    a recording that begins amid a group of pictures lacks the frames that they refer to."""
+    """Returns (number of frames, their duration in seconds), by the packets of the stream. Frames before `begin` do not
+    count: a recording that begins amid a group of pictures lacks the frames that they refer to."""
     shown: list[tuple[int | None, int]] = []  # time and duration in ticks
     for packet in container.demux(stream):
         if is_shown(packet, stream.codec.canonical_name):

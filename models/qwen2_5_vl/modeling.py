@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import segment_attention
 from sharding.spread.ulysses import Attention
-from sharding.walk import Walk
+from sharding.walk import Stack, Walk
 from sharding.weights import WeightSpec, weight
 
 from ..config import DecoderConfig, VisionConfig
@@ -131,7 +131,7 @@ class VisionTower(nnx.Module):
             return block(x, rotary, lambda q, k, v: jax.lax.cond(full, in_frame, in_window, q, k, v)), None
 
         full = np.isin(np.arange(self.config.depth), self.config.full_attention_layers)
-        x, _ = walk.scan(self.blocks, x, step, full)
+        x, _ = walk.scan(Stack.of(self.blocks), x, step, full)
         return walk.use(self.merger)(x)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import segment_attention
-from sharding.walk import Walk
+from sharding.walk import Stack, Walk
 from sharding.weights import WeightSpec, weight
 
 from ..config import DeepVisionConfig
@@ -90,7 +90,7 @@ class DeepVisionTower(nnx.Module):
 
         deep = []
         for number, layers in enumerate(self.config.stretches):
-            x, _ = walk.scan(getattr(self, f"blocks_{number}"), x, step)
+            x, _ = walk.scan(Stack.of(getattr(self, f"blocks_{number}")), x, step)
             if layers[-1] in self.config.deepstack_layers:
                 deep.append(walk.use(getattr(self, f"deep_merger_{number}"))(x))
         return jnp.concatenate([walk.use(self.merger)(x), *deep], axis=-1)

@@ -1,10 +1,11 @@
 """A version of the weights as servers of this host read it: a checkpoint folder in shared memory, with the checksums
 that servers must answer after an update.
 
-`rollout.serve` has the tensors of the checkpoint. SGLang joins some (queries, keys and values; gate and up), pads the
-vocabulary, divides tensors over its ranks, and hashes the parts of each rank: by SHA-256 on CPUs, by a hash of its own
-on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one rank and with two, and with its GPU hash in
-Triton's interpreter. SGLang pads sizes that do not divide into 32s; they are refused here.
+`rollout.serve` has the checkpoint's tensors. SGLang joins some tensors (queries, keys, values; gate, up; the input
+projections of linear attention), pads the vocabulary, divides tensors over its ranks, and hashes the parts of each
+rank: by SHA-256 on CPUs, by a hash of its own on GPUs. The checksums here agree with SGLang 0.5.23 on CPUs, with one
+rank and with two, and with its GPU hash in Triton's interpreter. Sizes that do not divide over the ranks, some of which
+SGLang pads, are refused here.
 """
 
 from __future__ import annotations
@@ -41,17 +42,22 @@ from ..engine_weights import by_name, check_shapes, served
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "fluxjax-weights-"
-VOCABULARY_MULTIPLE = 64  # SGLang pads rows of embedding and head to multiples of it, with zeros
-_VOCABULARY = re.compile(r"(embed_tokens|lm_head)\.weight$")
+VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros to embeddings and head, up to a multiple of this number
+_VOCABULARY = re.compile(r"(embed_tokens|lm_head|pos_embed)\.weight$")
 _JOINED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_[ab]\."), ".in_proj_ba."),
 )
-_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}  # of the parts in a joined tensor
+# Places of the parts in a joined tensor; parts with other names are sorted by their names.
+_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1, "in_proj_b": 0, "in_proj_a": 1}
 _MOVED = (("model.language_model.", "model."), ("model.visual.", "visual."), (".attn.qkv.", ".attn.qkv_proj."))
 _KEYS_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.")
-_BY_ROWS = re.compile(r"\.(q|gate|up)_proj\.|merger\.mlp\.0\.")  # tensors cut by rows: a rank has some outputs
-_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj|attn\.proj|mlp\.2)\.weight$")  # a rank has some inputs
+# Tensors cut by rows (a rank has some outputs), or by columns (a rank has some inputs)
+_BY_ROWS = re.compile(r"\.((q|gate|up)_proj|in_proj_[abz]|linear_fc1|A_log|dt_bias)(\.|$)|merger\.mlp\.0\.")
+_BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj|attn\.proj|mlp\.2|linear_fc2)\.weight$")
+_LINEAR_ATTENTION = re.compile(r"^(.*\.linear_attn\.)(in_proj_qkv|conv1d)\.")  # rows: queries, keys, values
 _WEIGHTS = (".weight", ".bias")  # ends of the names that are weights; servers hash buffers, too
 Hash = Callable[[Sequence[np.ndarray]], str]
 
@@ -74,7 +80,7 @@ class Published:
 
 
 class SharedFolders:
-    """Writes versions into shared memory (a temporary folder if a host has none), each once. From any thread.
+    """Writes each version once into shared memory (a temporary folder if a host has none). Any thread may use it.
 
     Weights are cast to `dtype`, in which servers compute. `close` removes all versions.
     """
@@ -128,7 +134,7 @@ class SharedFolders:
         return Published(version, folder, Checksums(folder / SINGLE, self._config.text.num_kv_heads), size)
 
     def keep(self, wanted: Sequence[Published]) -> None:
-        """Removes all versions but `wanted` and the newest other one: a starting server may be reading it."""
+        """Removes all versions but `wanted` and the newest other version, which a starting server may be reading."""
         with self._lock:
             unwanted = [published for published, _ in self._written if published not in wanted]
             for published in unwanted[:-1]:
@@ -140,7 +146,7 @@ class SharedFolders:
 
 
 def scratch_folder() -> pathlib.Path:
-    """The folder in which a host puts weights for its servers: in memory, if there is a file system for it."""
+    """The folder in which a host puts weights for its servers: in shared memory, if the host has that."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else pathlib.Path(tempfile.gettempdir())
 
 
@@ -148,7 +154,7 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
     """Removes the folders of killed runs, each as large as the model. Names are `prefix`, then a process id."""
     for folder in where.glob(f"{prefix}*"):
         owner, _, rest = folder.name.removeprefix(prefix).partition("-")
-        if "-" in rest:  # the prefix ends with a host's name, and this is another host, whose name begins like it
+        if "-" in rest:  # the prefix ends with a host's name; this folder's host has a longer name
             continue
         if owner.isdecimal() and not pathlib.Path("/proc", owner).exists() and pathlib.Path("/proc").is_dir():
             shutil.rmtree(folder, ignore_errors=True)
@@ -158,35 +164,46 @@ def sweep(where: pathlib.Path, prefix: str) -> None:
 
 
 class Checksums:
-    """The checksums of the tensors of a safetensors file. Computed when first asked for, from any thread."""
+    """The checksums of the tensors of a safetensors file, computed when they are first needed, in any thread."""
 
     def __init__(self, file: pathlib.Path, kv_heads: int) -> None:
         self._file, self._kv_heads = file, kv_heads
         with safe_open(file, framework="numpy") as tensors:
             self._names = sorted(tensors.keys())
+        self._hybrid = any(".linear_attn." in name for name in self._names)  # Qwen3.5
         self._expected = functools.cache(self._compute)
 
     def check(self, ranks: Sequence[Mapping[str, str]], server: str) -> None:
         """Compares the checksums with those of each rank of a server, under the checkpoint's names or SGLang's. Raises
         WeightsMismatch, which names server and tensor."""
-        as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
         for rank, held in enumerate(ranks):
-            options = [self._expected(as_served, len(ranks), rank, sha256)]
-            if as_served and not any(held.get(name) == value for name, value in options[0].items()):
-                options.append(self._expected(True, len(ranks), rank, gpu_hash))
+            wanted = self._wanted(ranks, rank)
             where = f"{server}, rank {rank}" if len(ranks) > 1 else server
-            wanted = min(options, key=lambda wanted: _differ(wanted, held))
-            if len(wanted) > 1 and _differ(wanted, held) == len(wanted):
+            if len(wanted) > 1 and len(_differing(wanted, held)) == len(wanted):
                 raise WeightsMismatch(
                     f"{where}: after the update of its weights, none of its tensors has the checksum of what was sent: "
                     "the update did nothing, or the server computes in another dtype than model.compute_dtype (--dtype)"
                 )
             _compare(wanted, held, where)
 
+    def differing(self, ranks: Sequence[Mapping[str, str]]) -> tuple[list[str], int]:
+        """Returns (the tensors that some rank lacks or has with another checksum, the number of all tensors)."""
+        wanted = [self._wanted(ranks, rank) for rank in range(len(ranks))]
+        names = [_differing(sums, held) for sums, held in zip(wanted, ranks, strict=True)]
+        return [*dict.fromkeys(name for found in names for name in found)], len(wanted[0])
+
+    def _wanted(self, ranks: Sequence[Mapping[str, str]], rank: int) -> Mapping[str, str]:
+        """The checksums that a rank should have: by the names and the hash of the server."""
+        as_served = len(ranks) > 1 or not set(self._names) <= ranks[0].keys()
+        options = [self._expected(as_served, len(ranks), rank, sha256)]
+        if as_served and not any(ranks[rank].get(name) == value for name, value in options[0].items()):
+            options.append(self._expected(True, len(ranks), rank, gpu_hash))
+        return min(options, key=lambda wanted: len(_differing(wanted, ranks[rank])))
+
     def _compute(self, as_served: bool, size: int, rank: int, hashed: Hash) -> dict[str, str]:
         parts: dict[str, list[str]] = {}
         for name in sorted(self._names, key=_part):
-            parts.setdefault(sglang_name(name) if as_served else name, []).append(name)
+            parts.setdefault(self._served_name(name) if as_served else name, []).append(name)
 
         def checksum(names: Sequence[str]) -> str:
             with safe_open(self._file, framework="numpy") as tensors:
@@ -198,14 +215,25 @@ class Checksums:
         with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="checksums") as threads:
             return dict(zip(parts, threads.map(checksum, parts.values()), strict=True))
 
+    def _served_name(self, name: str) -> str:
+        return sglang_name(name).replace(".self_attn.", "." if self._hybrid else ".self_attn.")
+
     def _shard(self, name: str, tensor: np.ndarray, size: int, rank: int) -> np.ndarray:
         """The part of a tensor that a rank of SGLang holds."""
+        if name.endswith(".A_log"):
+            tensor = tensor.astype(np.float32)  # whatever the dtype of the others
         if _VOCABULARY.search(name):
             missing = -len(tensor) % VOCABULARY_MULTIPLE
             tensor = np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
             return _cut(name, tensor, size, 0)[rank]
         if ".attn.qkv." in name:
             return np.concatenate([_cut(name, part, size, 0)[rank] for part in np.split(tensor, 3)])
+        if found := _LINEAR_ATTENTION.match(name):
+            with safe_open(self._file, framework="numpy") as tensors:
+                values = tensors.get_slice(f"{found[1]}in_proj_z.weight").get_shape()[0]
+            keys = (len(tensor) - values) // 2
+            parts = np.split(tensor, [keys, 2 * keys])
+            return np.concatenate([_cut(name, part, size, 0)[rank] for part in parts])
         if _KEYS_VALUES.search(name):  # a head may be on several ranks
             shards = min(size, self._kv_heads)
             return _cut(name, tensor, shards, 0)[rank * shards // size]
@@ -230,8 +258,8 @@ def _compare(wanted: Mapping[str, str], held: Mapping[str, str], server: str) ->
             raise WeightsMismatch(f"{server}: holds a tensor {name}, which was not sent")
 
 
-def _differ(wanted: Mapping[str, str], held: Mapping[str, str]) -> int:
-    return sum(held.get(name) != checksum for name, checksum in wanted.items())
+def _differing(wanted: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
+    return [name for name, checksum in wanted.items() if held.get(name) != checksum]
 
 
 def as_bytes(tensor: np.ndarray) -> np.ndarray:
@@ -261,11 +289,11 @@ def sglang_name(name: str) -> str:
 
 
 def gpu_hash(parts: Sequence[np.ndarray]) -> str:
-    """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU that `parts`, one behind
-    the other, form: sixteen hexadecimal digits.
+    """SGLang's hash (`sglang.kernels.ops.memory.gpu_tensor_hash`, 0.5.23) of a tensor on a GPU, given as `parts` one
+    behind the other: sixteen hexadecimal digits.
 
-    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. The
-    test compares with SGLang's own kernel in Triton's interpreter."""
+    32-bit words are mixed with their index and added up by tiles of 8,192; the tiles' 64-bit hashes are added up. A
+    test compares this with SGLang's own kernel in Triton's interpreter."""
     data = b"".join(as_bytes(part).data for part in parts)
     words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
     total = 0

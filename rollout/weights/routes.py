@@ -1,4 +1,4 @@
-"""The routes of new weights, from a version in shared memory (`published`) to servers that serve it.
+"""The routes of new weights, from a version in shared memory (`published`) to servers.
 
 After each route, `Checksums` prove which weights the server has.
 """
@@ -21,7 +21,7 @@ from models.hf import SINGLE, StoredTensor
 
 from ..engine_weights import portions
 from ..sglang import UPDATE, Refused, ServerClient, ServerError
-from .published import Published, as_bytes
+from .published import Published, SharedFolders, as_bytes
 from .torch_buckets import Bytes, SharedBucket, bucket_of, device_tensors, write_bucket
 from .version_folders import VersionFolders, contents, pull, pulled
 
@@ -29,24 +29,28 @@ Pause: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class SyncRoute:
-    """The route of new weights to all servers of a fleet. Methods raise the errors of `ServerClient`, and OSError if a
-    folder of the trainer is full."""
+    """The route of new weights to all servers of a fleet. It begins in `memory`, which `close` removes. Methods raise
+    the errors of `ServerClient`, and OSError if a folder of the trainer is full."""
 
-    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
-        """Prepares a version, once, before any server gets it; `params` are its arrays, if the caller has them.
-        Blocks; from any thread."""
+    def __init__(self, memory: SharedFolders) -> None:
+        self._memory = memory
+
+    def publish(self, version: int, params: Mapping[str, Any]) -> Published:
+        """Writes a version (`SharedFolders.write`), once, before any server gets it. Blocks; from any thread."""
+        return self._memory.write(version, params)
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         """Brings the version near the server, which generates meanwhile, then pauses the server and has it serve the
         version. After the pause, the server may hold a part of the version for a time."""
         raise NotImplementedError
 
-    def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
-        """Removes files that `wanted` does not need. Returns the versions whose folders must stay."""
-        return wanted
+    def keep(self, wanted: Sequence[Published]) -> None:
+        """Removes files that `wanted` does not need. Blocks; from any thread."""
+        self._memory.keep(wanted)
 
     def close(self) -> None:
-        """Removes all that `publish` prepared."""
+        """Removes all that `publish` wrote."""
+        self._memory.close()
 
 
 class SharedMemory(SyncRoute):
@@ -61,7 +65,8 @@ class Buckets(SyncRoute):
     """`bucket`: weights travel over HTTP in buckets of about `size` bytes, `pickled` for SGLang, or as safetensors. The
     route needs no common file system, but sends 4/3 of all bytes to every rank: it is for small models."""
 
-    def __init__(self, size: int, *, pickled: bool = True) -> None:
+    def __init__(self, memory: SharedFolders, size: int, *, pickled: bool = True) -> None:
+        super().__init__(memory)
         self._size, self._form = size, "flattened_bucket" if pickled else "safetensors"
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
@@ -70,12 +75,12 @@ class Buckets(SyncRoute):
         await pause()
         try:
             await client.begin_weight_update()
-        except Refused:  # an update that broke off is open; the next one overwrites it
-            with contextlib.suppress(Refused):  # the server may refuse to end an update that came in part
+        except Refused:  # an update that broke off is still open; this one overwrites it
+            with contextlib.suppress(Refused):  # the server may refuse to end an incomplete update
                 await client.end_weight_update()
             await client.begin_weight_update()
         for number, part in enumerate(parts, start=1):
-            # The last bucket has the version: until then, the server holds a part of it.
+            # The last bucket has the version's number: until then, the server holds a part of the version.
             version = published.version if number == len(parts) else None
             await client.update_from_tensors(await asyncio.to_thread(pack, part), version, self._form)
         await client.end_weight_update()
@@ -97,19 +102,20 @@ class CudaIpc(Buckets):
     see that GPU, open the memory by CUDA IPC (`torch_buckets`). Tensors that the trainer no longer
     holds are read from the version's folder.
 
-    On a CPU, the memory is PyTorch's shared memory. The route has never run with GPUs, for want of one."""
+    On a CPU, the memory is PyTorch's shared memory. The route has never run on a GPU."""
 
-    def __init__(self, config: DecoderConfig, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, memory: SharedFolders, config: DecoderConfig, size: int) -> None:
+        super().__init__(memory, size)
         self._config = config
         self._newest: tuple[Published | None, Mapping[str, Bytes]] = None, {}
 
-    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
-        if params is not None:
-            self._newest = published, device_tensors(self._config, params)
+    def publish(self, version: int, params: Mapping[str, Any]) -> Published:
+        published = super().publish(version, params)
+        self._newest = published, device_tensors(self._config, params)
+        return published
 
     def _packer(self, published: Published, ranks: int) -> Callable[[Sequence[StoredTensor]], list[str]]:
-        bucket, (newest, here) = SharedBucket(), self._newest  # a bucket a server: servers read at the same time
+        bucket, (newest, here) = SharedBucket(), self._newest  # each server has a bucket: servers read at the same time
 
         def pack(part: Sequence[StoredTensor]) -> list[str]:
             with safe_open(published.folder / SINGLE, framework="numpy") as tensors:
@@ -125,20 +131,30 @@ class CudaIpc(Buckets):
 
 
 class OrbaxFolders(SyncRoute):
-    """`orbax`: whole versions or deltas go through a folder that all hosts see into the memory of each host, while
+    """`orbax`: whole versions or deltas travel, by a folder that all hosts share, into the memory of each host, while
     servers generate.
 
     `rollout.serve` pulls weights itself. Released SGLang can't: on this host (`here`) this process pulls, on others an
-    agent (`python -m rollout.weights.agent`). `agents` maps the addresses of servers to those of their agents; a server
+    agent (`python -m rollout.weights.agent`). `agents` maps addresses of servers to addresses of agents; a server
     without an agent gets the order itself. `token` is for agents, too."""
 
     def __init__(
-        self, folders: VersionFolders, local: pathlib.Path, agents: Mapping[str, str], *, token: str = "", here: bool
+        self,
+        memory: SharedFolders,
+        folders: VersionFolders,
+        local: pathlib.Path,
+        agents: Mapping[str, str],
+        *,
+        token: str = "",
+        here: bool,
     ) -> None:
+        super().__init__(memory)
         self._folders, self._local, self._agents, self._token, self._here = folders, local, agents, token, here
 
-    def publish(self, published: Published, params: Mapping[str, Any] | None = None) -> None:
+    def publish(self, version: int, params: Mapping[str, Any]) -> Published:
+        published = super().publish(version, params)
         self._folders.publish(published)
+        return published
 
     async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
         folder = await self._pull(client, published.version)
@@ -150,7 +166,7 @@ class OrbaxFolders(SyncRoute):
         if self._here:
             try:
                 return str(await asyncio.wait_for(asyncio.to_thread(pull, self._local, source, version), UPDATE))
-            except Exception as error:  # as an agent would report it
+            except Exception as error:  # reports the error as an agent would
                 raise ServerError(f"{client.address}: {type(error).__name__}: {error}") from error
         agent = ServerClient(self._agents.get(client.address) or client.address, token=self._token)
         try:
@@ -158,11 +174,12 @@ class OrbaxFolders(SyncRoute):
         finally:
             await agent.close()
 
-    def keep(self, wanted: Sequence[Published]) -> Sequence[Published]:
+    def keep(self, wanted: Sequence[Published]) -> None:
         self._folders.keep(wanted)
-        return [*wanted, *filter(None, [self._folders.last])]
+        super().keep([*wanted, *filter(None, [self._folders.last])])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # another host removes its own copies at its next pull
             shutil.rmtree(pulled(self._local, self._folders.source))
         self._folders.close()
+        super().close()

@@ -6,7 +6,7 @@ written opcode by opcode.
 
 PyTorch can hand over to another process of this host only memory of its own allocator. A shared bucket is therefore
 PyTorch's memory in this process, filled from JAX's arrays by DLPack, from device to device: no byte goes through the
-host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory: the same route, on any
+host. Servers open memory of a GPU by CUDA IPC, and memory of a CPU as PyTorch's shared memory: the route runs on any
 machine.
 """
 
@@ -122,8 +122,8 @@ def _dict(items: Mapping[str, bytes]) -> bytes:
 
 
 def device_tensors(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Bytes]:
-    """Functions that return the bytes `[N]` (uint8) of a tensor as a checkpoint has it, cast to a dtype, on its device;
-    by the tensor's name in the checkpoint. An array has no function if other processes hold parts of it.
+    """A function for each tensor, by its name in a checkpoint: casts the tensor to a dtype, and returns its bytes `[N]`
+    (uint8) as in a checkpoint, on the device. An array has no function if other processes hold parts of it.
 
     Functions keep no array alive: they return None for an array that was freed."""
     values, found = by_path(params), dict[str, Bytes]()
@@ -156,13 +156,13 @@ class SharedBucket:
 
     def __init__(self) -> None:
         """Raises ImportError if PyTorch is not installed."""
-        import torch  # here: no other route needs it
+        import torch  # no other route needs PyTorch
 
         self._torch = torch
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, parts: Sequence[np.ndarray | jax.Array]) -> None:
-        """Fills the memory with `parts` (uint8, `[N]` each), one behind the other; on a GPU if any part is on one."""
+        """Fills the memory with `parts` (uint8, `[N]` each), one behind the other; on a GPU if any part is on a GPU."""
         torch = self._torch
         found = [
             torch.from_numpy(part) if isinstance(part, np.ndarray) else torch.from_dlpack(part.block_until_ready())
@@ -173,7 +173,7 @@ class SharedBucket:
         if self._memory.numel() < size or self._memory.device != device:
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
             if not self._memory.is_cuda:
-                torch.multiprocessing.set_sharing_strategy("file_system")  # the other strategy passes descriptors
+                torch.multiprocessing.set_sharing_strategy("file_system")  # the other strategy passes file descriptors
                 self._memory.share_memory_()
         self._filled = self._memory[:size]
         torch.cat(found if device.type == "cpu" else [part.to(device) for part in found], out=self._filled)

@@ -2,11 +2,11 @@
 
 `SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the delta from the version
 before, whichever is smaller. A folder appears under its name when it is complete. `pull` makes a checkpoint folder of a
-version in a host's own memory; servers read that.
+version in a host's own memory, for servers to read.
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
 in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
-request 30367) and slime's disk deltas. An index like that of a checkpoint names the base, the version before, in its
+request 30367) and slime's disk deltas. An index like a checkpoint's names the base (the version before) in its
 metadata. A safetensors file has the compressed words of every changed tensor, and the xxh3 of every tensor of the
 version and of its `config.json`. Only these checksums show a damaged name, which would leave its tensor unchanged, or
 a wrong base.
@@ -49,14 +49,14 @@ ITEM = "params"  # name of the Orbax item in the folder of a whole version
 SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
 FULL_EVERY = 32  # most deltas behind a whole version; a late host applies all of them
 AT_ONCE = 4  # tensors in memory, beside the one that is written
-PLACE = "fluxjax-pulled-"  # and the name of a source: the folder of a host's copies
+PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the name of their source follows
 SOURCE = "source.txt"  # holds the path of the source
-KEPT = 2  # versions on a host: the newest, and another that a server may still be reading
+KEPT = 2  # versions on a host: the newest, and another version that a server may still be reading
 
 
-FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # of a delta; `CONFIG` of a checkpoint, too
+FILE, CONFIG = "model-00001-of-00001.safetensors", "config.json"  # files of a delta; a checkpoint has `CONFIG`, too
 FORMAT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
-LEVEL = 1  # zstd's: the words of a small step are mostly zeros, and higher levels save little more
+LEVEL = 1  # level of zstd: the words of a small step are mostly zeros, and higher levels save little more
 
 
 class PullError(RuntimeError):
@@ -68,7 +68,7 @@ class DeltaError(RuntimeError):
 
 
 class VersionFolders:
-    """Writes versions into folders of its own below `shared`, which `close` removes. From any thread."""
+    """Writes versions into folders of its own below `shared`, which `close` removes. Any thread may use it."""
 
     def __init__(self, shared: pathlib.Path, *, delta: bool = True) -> None:
         self._shared, self._delta = shared, delta
@@ -91,7 +91,7 @@ class VersionFolders:
         with self._lock:
             if published is self.last:
                 return
-            if self.last is not None and published.version <= self.last.version:  # back to an older checkpoint
+            if self.last is not None and published.version <= self.last.version:  # an older version
                 self._end()
                 self._begin()
             folder = self.folder(published)
@@ -149,7 +149,7 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`; made from a version there if deltas lead on from it.
+    """Returns a checkpoint folder of a version, below `local`. If possible, deltas are applied to a version from there.
 
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
     """
@@ -161,7 +161,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if why := _not_of(owners, folder):
             raise PullError(f"{folder}: {why}, others of this host can write there: remove it")
-    place.chmod(0o700)  # older releases made it otherwise
+    place.chmod(0o700)  # older releases gave it other permissions
     with FileLock(place / "lock"):
         (place / SOURCE).write_text(str(source.absolute()))
         for note in local.glob(f"{PLACE}*/{SOURCE}"):
@@ -177,7 +177,7 @@ def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Pat
             except (DeltaError, OSError):
                 if not here:
                     raise
-                _make(target, *_chain(source, version, {}))  # the copy of this host may be the damaged one
+                _make(target, *_chain(source, version, {}))  # perhaps only this host's copy is damaged
         os.utime(target)
         for old in sorted(_versions(place).values(), key=lambda folder: folder.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -204,7 +204,7 @@ def _missing(source: pathlib.Path, version: int) -> PullError:
 
 
 def _chain(source: pathlib.Path, version: int, here: Mapping[int, pathlib.Path]) -> tuple[pathlib.Path, list[Delta]]:
-    """Returns (a folder to begin with, `here` or of a whole version; the deltas from it to the version)."""
+    """Returns (the folder to begin with, one of `here` or a whole version; the deltas that lead on to the version)."""
     deltas: list[Delta] = []
     while version not in here:
         folder = source / folder_name(version)
@@ -284,7 +284,7 @@ def _restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def contents(folder: pathlib.Path) -> list[StoredTensor]:
-    """The tensors of a checkpoint folder with one file, in its order, without their values."""
+    """The tensors of a checkpoint folder with one file, in the file's order, without their values."""
     with open_weights(folder) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
     return [StoredTensor(name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in slices.items()]
@@ -318,8 +318,8 @@ def checksum(tensor: np.ndarray) -> str:
 
 
 def write_delta(folder: pathlib.Path, old: pathlib.Path, new: pathlib.Path, base: int, version: int) -> int | None:
-    """Writes the delta from one safetensors file to another of the same tensors, and returns its bytes. If these are no
-    fewer than those of the tensors, writes nothing and returns None. Raises OSError if the disk is full."""
+    """Writes the delta from one safetensors file to another of the same tensors, and returns its bytes. If the delta is
+    no smaller than the tensors, writes nothing and returns None. Raises OSError if the disk is full."""
     with safe_open(new, framework="numpy") as tensors:
         names = sorted(tensors.keys())
     changed: dict[str, np.ndarray] = {}
@@ -368,7 +368,7 @@ class Delta:
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """The tensor of `version`, or the bytes of its configuration, made from `tensor` of `base`. Raises DeltaError
-        if its checksum is not the written one, or the delta can't be read."""
+        if the result's checksum is not the delta's, or the delta can't be read."""
         try:
             with safe_open(self.folder / FILE, framework="numpy") as changes:
                 words = changes.get_tensor(name) if name in set(changes.keys()) else None
@@ -407,7 +407,7 @@ def read_delta(folder: pathlib.Path) -> Delta | None:
 
 
 def tensors_of(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a checkpoint folder with one file, in its order."""
+    """Yields (name, tensor) for each tensor of a checkpoint folder with one file, in the file's order."""
     with open_weights(folder) as tensors:
         for name in tensors.offset_keys():
             yield name, tensors.get_tensor(name)

@@ -11,8 +11,8 @@ of the scores. On NVIDIA GPUs the kernel finds the tiles of each segment without
 
 `packed_attention` is causal, for all layers of a model: masks and lists of tiles are computed once. Short rows are
 computed with all their scores, in a few large products. In long rows the mask excludes most scores: they belong to
-another segment, another branch or the future. All long rows form one stream there, and only tiles with a score that the
-mask allows are computed (`tiles`).
+another segment, another branch or the future. So long rows form one stream, and only tiles with a score that the mask
+allows are computed (`tiles`).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from .tiles import tile_attention, tile_list
 Attention = Callable[[Array, Array, Array], Array]  # (q_BTNH, k_BTKH, v_BTKH) -> out_BTNH
 
 LONG_ROW = 512  # tokens; longer rows are cut into tiles
-WHOLE_SCORES = 1 << 26  # up to so many scores are computed at once (256 MB in float32)
+WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `flash` launches them. A program of a kernel computes one tile of queries (or keys) of one head of one row. It visits
 the tiles of keys (or queries) that a list names: first the tiles that need the mask, then the tiles in which every
-query reaches every key. Products accumulate in float32; the softmax is the running one of FlashAttention-2
+query reaches every key. Products accumulate in float32; the softmax is FlashAttention-2's running softmax
 (arXiv:2307.08691), to base 2. Gradients are sums in a fixed order without atomics: the same inputs give the same bits.
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;

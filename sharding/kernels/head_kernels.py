@@ -23,7 +23,7 @@ def _logits(
     hidden, head, token, id, T, V,
     D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a tile that begins at a token and an id. After the last token or id, that one is repeated, so that
+    """The logits of a tile that begins at a token and an id. The last token or id is repeated beyond the end, so that
     loads need no mask; the caller leaves the repetitions out."""
     depth = tl.arange(0, DEPTH)[None, :]
     # Offsets begin at a scalar of 64 bits: a head may have more than 2**31 numbers.

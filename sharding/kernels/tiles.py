@@ -43,7 +43,7 @@ class Tiles:
 
 
 def tile_size(tokens: int) -> int:
-    """The size of a tile for a stream of `tokens`, which gets at most 256. Small tiles skip more, large ones loop less.
+    """The size of a tile, so that a stream has at most 256 tiles. Small tiles skip more, large tiles loop less.
 
     On CPUs, of the sizes from 64 to 512, 64 and 128 were the fastest up to 4096 tokens. On other devices an iteration
     takes several launches; tiles of 512 should do enough arithmetic to outweigh them. This was not measured.

@@ -61,7 +61,7 @@ class Links:
         self._failure = ""
         self._announced = False  # a failure is being reported, or has been reported
         self._closed = False
-        self._peers_closed: dict[int, float] = {}  # the time at which each of them closed
+        self._peers_closed: dict[int, float] = {}  # when each closed peer closed
         self._cards: list[Card] = []
         self._peers = [peer for peer in range(self.processes) if peer != self.process]
         self._wires: Wires | None = None
@@ -102,10 +102,10 @@ class Links:
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays` under `key`; one peer fetches them, once. Each array is on one local device and may still be
-        computing. Raises ValueError for an empty one: the transfer engine would wait for it for ever.
+        computing. Raises ValueError for an empty array: the transfer engine would wait for it for ever.
 
         Does not wait. A key is 0 to 2**63 and used once in the life of this process. The arrays are held until they
-        have been fetched; donating or deleting an array before that breaks the fetch.
+        have been fetched; donating or deleting an array earlier breaks the fetch.
         """
         self.check()
         if not all(array.size for array in arrays):
@@ -199,8 +199,8 @@ class Links:
                 del self._counts[topic]
 
     def barrier(self, name: str) -> None:
-        """Waits until all processes have called `barrier` with `name` as often as this one, each from one thread at a
-        time. Raises LinkError for an earlier failure. No device takes part."""
+        """Waits until all processes have called `barrier` with `name` as often as this process, each from one thread at
+        a time. Raises LinkError for an earlier failure. No device takes part."""
         self.check()
         for peer in self._peers:
             self.notify(peer, f"barrier of {self.process}: {name}")
@@ -214,8 +214,8 @@ class Links:
             self._counts = +self._counts  # keeps the counts of peers that are one call ahead, and drops zeros
 
     def fail(self, reason: str) -> None:
-        """Reports to all processes that this one has failed: waits raise LinkError with `reason`, here as well. Only
-        the first failure of a run counts. Never raises."""
+        """Reports to all processes that this process has failed: waits raise LinkError with `reason`, here as well.
+        Only the first failure of a run counts. Never raises."""
         self._announce(f"{self._name(self.process)} failed: {reason}")
 
     def check(self) -> None:

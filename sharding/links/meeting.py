@@ -58,7 +58,7 @@ def gather(mine: T) -> list[T]:
         raise LinkError(f"what this process is called takes {len(data)} bytes, more than {_WIDTH}; say a shorter host")
     try:
         rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_WIDTH), np.uint8))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's come as ValueError
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's errors are ValueErrors
         raise LinkError(f"another process ended before all had exchanged their addresses: {error}") from error
     return [json.loads(bytes(row)) for row in np.asarray(rows)]
 
@@ -75,7 +75,7 @@ def place() -> str:
 def own_address(peer_hosts: Sequence[str]) -> str:
     """Returns the IP address from which this host speaks to the first of `peer_hosts` (names) that has an address.
 
-    If none has one, returns the address of the default route, or loopback without such a route. Sends nothing.
+    If no name has an address, returns that of the default route, or loopback without such a route. Sends nothing.
     """
     for name in (*peer_hosts, "192.0.2.1"):  # an address for documentation: it belongs to nobody
         try:
@@ -89,7 +89,7 @@ def own_address(peer_hosts: Sequence[str]) -> str:
                     local = probe.getsockname()[0]
             except OSError:
                 continue
-            if not local.startswith("127."):  # the name of this host, as some hosts write it down
+            if not local.startswith("127."):  # some hosts map their own name to loopback
                 return local
     return "127.0.0.1"
 
@@ -103,7 +103,7 @@ def listen(address: str, processes: int) -> socket.socket:
 
 
 def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: float) -> dict[int, Wire]:
-    """Makes a wire to every peer: calls processes with lower numbers, is called at `door` by those with higher ones.
+    """Makes a wire to every peer: calls processes with lower numbers; higher numbers call this process at `door`.
 
     Raises LinkError if a peer is missing after `timeout` seconds.
     """
@@ -145,7 +145,8 @@ def connect(process: int, cards: Sequence[Card], door: socket.socket, timeout: f
 def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[socket.socket, bytes]]:
     """Yields each caller with its greeting as soon as the greeting's line is complete: no caller waits for another.
 
-    At most `most` callers without a greeting stay connected: one more closes the oldest. Raises OSError at `end`.
+    At most `most` callers without a greeting stay connected: a further caller replaces the oldest. Raises OSError at
+    `end`.
     """
     said: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
@@ -161,7 +162,7 @@ def _callers(door: socket.socket, most: int, end: float) -> Generator[tuple[sock
                     if len(said) <= most:
                         continue
                     caller = next(iter(said))
-                elif caller not in said:  # closed above, to make room
+                elif caller not in said:  # the caller was closed above, to make room
                     continue
                 else:
                     said[caller] += (piece := _rest_of_line(caller))
@@ -206,12 +207,12 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
     if process > 0:
         coordinator = _relay(coordinator)
     elif is_loopback(coordinator.rpartition(":")[0]):
-        options.setdefault("coordinator_bind_address", coordinator)  # by default JAX listens on all
+        options.setdefault("coordinator_bind_address", coordinator)  # else JAX listens on all addresses
     jax.distributed.initialize(coordinator, processes, process, **options)
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether the name or address is a loopback one: it means this host on every host."""
+    """Says whether a name or address is loopback: it means this host on every host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -251,7 +252,7 @@ def _relay_to(near: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Forwards until either side ends; then, if `close`, ends sending to `target`. The module says why not always."""
+    """Forwards until either side ends; then, if `close`, ends sending to `target` (see the module's docstring)."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):
             target.sendall(piece)

@@ -164,7 +164,7 @@ def widen_send_buffers() -> None:
     """Raises smaller send buffers of this process's TCP connections to a mebibyte, or to the system's maximum.
 
     Gloo, which carries XLA's collectives between processes on CPUs, leaves these buffers at Linux's default of 16 KiB.
-    Loopback's packets have 64 KiB: one fills the buffer, and the next one waits until the peer's delayed
+    Loopback's packets have 64 KiB: one packet fills the buffer, and the next packet waits until the peer's delayed
     acknowledgement comes, 40 ms later. If both ends send, as in an all-to-all, the speed is 1.6 MB/s. Gloo has no
     setting for the buffers, but its connections belong to this process.
     """

@@ -30,7 +30,7 @@ from .stages import MarkingWalk, Step
 from .traffic import Itinerary, Key, PushedGradients, Row, Traffic, Turn, Window
 
 Push = Callable[[Key, int, Sequence[jax.Array]], None] | None  # sends (key, number of the microbatch, rows)
-_numbers = itertools.count(1)  # numbers of minibatches, equal in all processes: they run the same ones in one order
+_numbers = itertools.count(1)  # numbers of minibatches; all processes run the same minibatches in one order
 
 
 class _Failure:
@@ -43,7 +43,7 @@ class _Failure:
 
     @contextlib.contextmanager
     def noting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Records an error raised inside, so that no other thread waits for this one. `what` describes the work."""
+        """Records an error raised inside, so that no other thread waits for this thread. `what` describes the work."""
         try:
             yield
         except BaseException as error:
@@ -96,7 +96,7 @@ class Worker:
         self.tally: tuple[jax.Array, Tally] | None = None  # like the results of a training program
         self.seconds = 0.0
         self._check, self._read = check, read
-        self._steps = 0  # dispatched so far
+        self._steps = 0  # steps dispatched so far
         self._computing = collections.deque[tuple[int, Key, int, Sequence[jax.Array]]]()  # pushes: step, arguments
 
     def run(self, window: Window, push: Push) -> None:

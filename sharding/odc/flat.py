@@ -70,7 +70,7 @@ class ParameterRows:
     """The units of a strategy's parameters; turns parameters into rows, and gradient rows into gradients.
 
     Rows are sent in the compute dtype. `group` is how many neighbouring devices share one copy of all rows, 0 for all
-    devices. Raises MeshError if so many devices are no group of the mesh.
+    devices. Raises MeshError if `group` devices are no group of the mesh.
     """
 
     def __init__(self, strategy: Fsdp, group: int = 0) -> None:
@@ -164,7 +164,7 @@ class ParameterRows:
 
     def _gradient(self, piece: RowPiece, part: jax.Array) -> jax.Array:
         if piece.copies > 1:
-            # Copies follow the leading axes of the mesh: the holders of one shard differ in these alone.
+            # Copies follow the leading axes of the mesh: the holders of one shard differ in these axes alone.
             cut = self._cuts[piece.leaf]
             holders = tuple(axis for axis in self._axes if cut is None or axis not in cut.axes)
             part = jax.lax.all_gather(part, holders, tiled=True)[: math.prod(piece.shard_shape)]

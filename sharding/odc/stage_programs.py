@@ -40,7 +40,7 @@ class StagedMicrobatch(Program):
         self.keys = [tuple((u, step.layer) for u in units[step.stage]) for step in self.steps]
         self.back = [k for k in reversed(range(len(self.steps))) if self.steps[k].learns]
         self.pushes: list[Key] = [key for k in self.back for key in self.keys[k]]
-        self._programs = {  # one for all threads
+        self._programs = {  # shared by all threads
             (stage, build): _one_first(
                 jax.jit(build(stage, functools.partial(rows.whole, needed, leaves=stage.weights), remat))
             )
@@ -63,7 +63,7 @@ class StagedMicrobatch(Program):
 
 
 def _one_first(program: Callable) -> Callable:
-    """Lets one thread call `program` first and alone, if JAX caches compiled programs: the others then read the cache.
+    """Lets one thread call `program` first and alone, if JAX caches compiled programs: other threads read the cache.
 
     All devices reach a new program at about the same time; otherwise each thread would compile it.
     """

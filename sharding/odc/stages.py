@@ -12,7 +12,7 @@ because the parameters of JAX's own loops are private and change from release to
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 from jaxtyping import PyTree
 
-from ..walk import Module, Params, Walk
+from ..walk import Params, Stack, Walk
 
 T = TypeVar("T")
 Slots = Sequence[int]  # numbers of values that stages pass to each other; each value is written once
@@ -101,17 +101,23 @@ def is_float(variable: Var) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stack:
-    """The parameters of a stack's equation. The equation reads `captured` values, which every layer reads unsliced,
-    then the `carried` values of the first layer, then values with one part for each of the `length` layers.
-
-    `layer(*captured, *carried, *parts)` returns the `carried` values of the next layer, with the shapes of `results`.
-    """
+class LayerBody:
+    """The program of a kind of layers: `layer(*captured, *carried, *parts)` returns the `carried` of the next layer."""
 
     layer: Run
-    captured: int
+    captured: int  # values that every layer reads unsliced
+    parts: int  # values with one part for each layer of this kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MarkedStack:
+    """The parameters of a stack's equation. The equation reads the `carried` values of the first layer, then, for each
+    kind of layers, the values that it captures and those with a part for each layer. It returns the `carried` values of
+    the last layer, with the shapes of `results`. `order` has the kind of each layer."""
+
+    bodies: Mapping[str, LayerBody]
+    order: tuple[str, ...]
     carried: int
-    length: int
     results: tuple[object, ...]  # abstract values
 
 
@@ -125,38 +131,46 @@ class MarkingWalk(Walk):
 
     def scan(
         self,
-        layers: Module,
+        stack: Stack,
         carry: PyTree,
-        step: Callable[[Module, PyTree, PyTree], tuple[PyTree, PyTree]],
+        step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` with results `y`."""
-        graphdef, weights = nnx.split(layers)
-        stacked, tree = jax.tree.flatten((weights, xs))
-        first = jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked)
-
-        def one_layer(carry: PyTree, parts: list[jax.Array]) -> tuple[PyTree, PyTree]:
-            state, x = jax.tree.unflatten(tree, parts)
-            return step(nnx.merge(graphdef, state), carry, x)
-
-        trace = Trace(one_layer, carry, first)
-        carried, rest = trace.results
-        if jax.tree.leaves(rest):
-            raise StageError("a stack of layers that returns something for every layer can't be cut")
         given, start = jax.tree.flatten(carry)
-        if _shapes(carried) != _shapes(carry):
-            raise StageError(
-                f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)}; they must be equal"
-            )
-        stack = Stack(
-            trace.run([*trace.constants, *trace.inputs], trace.equations, trace.outputs),
-            captured=len(trace.constants),
-            carried=len(given),
-            length=len(stacked[0]),
-            results=tuple(output.aval for output in trace.outputs),
-        )
-        results = _stack_of_layers.bind(*trace.constants.values(), *given, *stacked, stack=stack)
-        return jax.tree.unflatten(start, results), rest
+        bodies: dict[str, LayerBody] = {}
+        inputs: list[Any] = []
+        results: tuple[object, ...] = ()
+        rest: PyTree = None
+        for kind, module in stack.modules.items():
+            numbers = np.flatnonzero([name == kind for name in stack.order])
+            graphdef, weights = nnx.split(module)
+            xs_of_kind = xs if len(stack.modules) == 1 else jax.tree.map(lambda x, numbers=numbers: x[numbers], xs)
+            stacked, tree = jax.tree.flatten((weights, xs_of_kind))
+            trace = _one_layer(graphdef, tree, step, carry, stacked)
+            carried, rest = trace.results
+            if jax.tree.leaves(rest):
+                raise StageError("a stack of layers that returns something for every layer can't be cut")
+            if _shapes(carried) != _shapes(carry):
+                raise StageError(
+                    f"a layer of a stack gets {_shapes(carry)} and hands on {_shapes(carried)}; they must be equal"
+                )
+            run = trace.run([*trace.constants, *trace.inputs], trace.equations, trace.outputs)
+            bodies[kind] = LayerBody(run, len(trace.constants), len(stacked))
+            inputs += [*trace.constants.values(), *stacked]
+            results = tuple(output.aval for output in trace.outputs)
+        marked = MarkedStack(bodies, stack.order, len(given), results)
+        return jax.tree.unflatten(start, _stack_of_layers.bind(*given, *inputs, stack=marked)), rest
+
+
+def _one_layer(graphdef: Any, tree: Any, step: Callable, carry: PyTree, stacked: Sequence[Any]) -> Trace:
+    """The trace of `step` with the first of the stacked values."""
+
+    def one_layer(carry: PyTree, parts: list[jax.Array]) -> tuple[PyTree, PyTree]:
+        state, x = jax.tree.unflatten(tree, parts)
+        return step(nnx.merge(graphdef, state), carry, x)
+
+    return Trace(one_layer, carry, jax.eval_shape(lambda leaves: [leaf[0] for leaf in leaves], stacked))
 
 
 def _shapes(tree: PyTree) -> PyTree:
@@ -231,9 +245,34 @@ class Program:
         reads = [self._slot[var] for var in values]
         self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
-    def _stack(self, stack: Stack, eqn: JaxprEqn) -> None:
-        """Adds one step for each layer, all of one stage."""
-        shared = stack.captured + stack.carried
+    def _stack(self, stack: MarkedStack, eqn: JaxprEqn) -> None:
+        """Adds one step for each layer, all layers of a kind of one stage."""
+        given, rest = eqn.invars[: stack.carried], iter(eqn.invars[stack.carried :])
+        carries = [var for var in _variables(given) if var in self._slot]
+        if len(carries) < stack.carried:
+            raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
+        stages = {
+            kind: self._layer_stage(body, carries, list(itertools.islice(rest, body.captured + body.parts)))
+            for kind, body in stack.bodies.items()
+        }
+        slots = [self._slot[var] for var in carries]
+        done = dict.fromkeys(stack.bodies, 0)
+        for kind in stack.order:
+            stage, reads, carried = stages[kind]
+            for at, slot in zip(carried, slots, strict=True):
+                reads[at] = slot
+            slots = [self._fresh() for _ in carries]
+            self.steps.append(Step(stage, done[kind], list(reads), slots))
+            done[kind] += 1
+        for var, slot in zip(eqn.outvars, slots, strict=True):
+            self._slot[var] = slot
+
+    def _layer_stage(
+        self, body: LayerBody, carries: Sequence[Var], rest: Sequence[Var | Constant]
+    ) -> tuple[Stage, list[int], list[int]]:
+        """(the stage of a kind of layers, the slots of the values that it reads, the carried ones' places among them);
+        `rest` are the variables that the body captures or takes apart."""
+        shared = body.captured + len(carries)
         consts: list[np.ndarray] = []
         weights: list[int] = []
         values: list[Var] = []
@@ -241,7 +280,7 @@ class Program:
         # and whether each layer gets a part of it. `given` weights are already those of one layer.
         sources: list[tuple[int, int, bool]] = []
         carried: list[int] = []  # indices of the `values` that one layer passes to the next
-        for at, var in enumerate(eqn.invars):
+        for at, var in enumerate([*rest[: body.captured], *carries, *rest[body.captured :]]):
             if isinstance(var, Constant) or var in self._consts:
                 sources.append((0, len(consts), at >= shared))
                 consts.append(np.asarray(var.val) if isinstance(var, Constant) else self._consts[var])
@@ -251,7 +290,7 @@ class Program:
                 if at < shared:
                     raise StageError(f"the weight {self._paths[weights[-1]]} is used whole by every layer of a stack")
             else:
-                if stack.captured <= at < shared:
+                if body.captured <= at < shared:
                     carried.append(len(values))
                 sources.append((2, len(values), at >= shared))
                 values.append(var)
@@ -262,11 +301,8 @@ class Program:
                 jax.lax.dynamic_index_in_dim(kinds[kind][k], layer, keepdims=False) if cut_out else kinds[kind][k]
                 for kind, k, cut_out in sources
             ]
-            return list(stack.layer(*arguments))
+            return list(body.layer(*arguments))
 
-        carries = [var for var in _variables(eqn.invars[stack.captured : shared]) if var in self._slot]
-        if len(carries) < stack.carried:
-            raise StageError("a stack of layers starts from a constant or a weight; it must start from computed values")
         floats = set(filter(is_float, carries))
         stage = Stage(
             _stack_name([self._paths[i] for i in weights]),
@@ -276,14 +312,7 @@ class Program:
             active_in=tuple(var in self._active or var in floats for var in values),
             active_out=tuple(var in floats for var in carries),
         )
-        reads = [self._slot[var] for var in values]
-        for layer in range(stack.length):
-            writes = [self._fresh() for _ in carries]
-            self.steps.append(Step(stage, layer, list(reads), writes))
-            for at, slot in zip(carried, writes, strict=True):
-                reads[at] = slot
-        for var, slot in zip(eqn.outvars, self.steps[-1].writes, strict=True):
-            self._slot[var] = slot
+        return stage, [self._slot[var] for var in values], carried
 
     def _new(self, var: Var) -> int:
         self._slot[var] = self._fresh()

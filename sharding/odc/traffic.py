@@ -39,8 +39,8 @@ _FETCH, _PUSH = 0, 1
 
 
 def held_at(itinerary: Itinerary, step: int) -> list[Key]:
-    """The keys of the weights that the window holds or fetches when this step is dispatched: those of the step and of
-    the step after it. The program of the step before may still be running, and holds its own weights meanwhile."""
+    """The keys of the weights that the window holds or fetches when this step is dispatched, for this step and the next
+    step. The program of the step before may still be running, and holds its own weights meanwhile."""
     return list(dict.fromkeys(key for needs in itinerary[step : step + 2] for key in needs))
 
 
@@ -95,7 +95,7 @@ class _Owner:
     sums: dict[Key, jax.Array] = dataclasses.field(default_factory=dict)
     order: dict[Key, collections.deque[Turn]] = dataclasses.field(default_factory=dict)
     waiting: dict[tuple[Key, Turn], collections.deque[jax.Array]] = dataclasses.field(default_factory=dict)
-    early: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # by device that pushed
+    early: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # waiting pushes by device
     changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
 
@@ -163,7 +163,7 @@ def _sum(total: jax.Array, row: jax.Array) -> jax.Array:
 class Traffic:
     """`published` are the rows of this minibatch, `devices` all devices in the order of the mesh, `local` the numbers
     of this process's devices. `links` lead to the other processes (None: no transfers between processes); `number` is
-    the minibatch's number in their lifetime."""
+    the minibatch's number in the lifetime of the links."""
 
     def __init__(
         self,

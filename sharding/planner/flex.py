@@ -1,9 +1,9 @@
 """Planners of sequences: `ulysses` gives all of them one degree, FlexUlysses gives each its own degree, so that all
 devices compute for equally long and little is sent.
 
-FlexUlysses has two objectives. The first: tokens of a device within the memory limit and the largest compute load
-within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). The second,
-among plans that are equal in the first: little traffic. A placement without any sharding is the plan if it reaches the
+FlexUlysses has two objectives. First, the tokens of a device are within the memory limit, and the largest compute load
+is within `Limits.tolerance` of the smallest possible (if not both can be met, memory counts a hundred times). Second,
+among plans that are equal so far, traffic is little. A placement without any sharding is the plan if it reaches the
 first objective. Otherwise sequences descend the tree of device groups; then pairs of groups exchange them
 (`placement`). This takes milliseconds and is nearly always good. If it is not, a search (`search`) follows, and the
 best placement of all is the plan.
@@ -57,8 +57,8 @@ def flex_ulysses(
     """The plan for sequences of `lengths` tokens on `num_devices` devices.
 
     `work` is the compute of each sequence in any unit, `length**2` unless given. With the `cost` of plans, such as
-    `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest one is returned. The
-    same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
+    `sharding.cost.CostModel.step_seconds`, plans are made for several tolerances, and the cheapest plan is returned.
+    The same arguments give the same plan. Raises PlanError, naming sequence or field, if no plan exists.
     """
     limits = limits or Limits()
     if cost is None:
@@ -88,7 +88,7 @@ def _plan(problem: Problem, *, quick: bool = False) -> ShardPlan:
 
 
 def _unsharded(problem: Problem, quick: bool) -> Placement | None:
-    """A placement without traffic that meets both limits, or None if none is easily found."""
+    """A placement without traffic that meets both limits, or None if no such placement is easily found."""
     compute, memory = problem.compute_limit * (1 + EPS), problem.memory_limit * (1 + EPS)
     if problem.work_I.max() > compute or problem.lengths_I.max() > memory:
         return None
@@ -117,7 +117,7 @@ def _sharded(problem: Problem, quick: bool) -> Placement:
 
 
 def _rungs(problem: Problem, before: list[Placement], quick: bool) -> Iterator[Placement]:
-    """Yields placements, quick ones first. Blocks of the highest degree are rarely better than blocks of one host."""
+    """Yields placements, the quickest first. Blocks of the highest degree are rarely better than blocks of one host."""
     for degree in dict.fromkeys((top_degree(problem), problem.max_degree)):
         yield _descent(problem, degree, dealt(problem, degree))
     if not quick:
@@ -132,7 +132,7 @@ def _good(problem: Problem, placement: Placement) -> bool:
     if compute > _accepted(problem) * (1 + EPS) or memory > problem.memory_limit * (1 + EPS):
         return False
     shares = np.maximum(problem.work_I / (_accepted(problem) or 1.0), problem.lengths_I / problem.memory_limit)
-    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degree of each
+    least = _vectors(problem, 2 ** np.ceil(np.log2(np.maximum(shares * (1 - EPS), 1))))  # least degrees
     little = LITTLE * _vectors(problem, np.array(EIGHT))
     return _vectors(problem, np.array(placement[0])) <= max(little, least) * (1 + EPS)
 

@@ -95,10 +95,10 @@ def karmarkar_karp(
 ) -> list[int]:
     """Deals items to `count` bins by the largest differencing method (Karmarkar and Karp, 1982); returns their bins.
 
-    A partial solution is its bins in decreasing order. The two with the widest spread are joined, the fullest bin of
-    one with the emptiest of the other, until one partial solution is left. Empty bins are not stored. With
-    `equal_size`, the first partial solutions are `count` items of similar work, one in each bin. Every bin gets one
-    item of each, so that bins have equal sizes, or differ by one if `count` does not divide the number of items.
+    A partial solution is its bins in decreasing order. The two solutions with the widest spread are joined, the fullest
+    bin of one with the emptiest bin of the other, until one solution is left. Empty bins are not stored. With
+    `equal_size`, a first solution is `count` items of similar work, one in each bin. So every bin gets an item of each
+    first solution, and bins have equal sizes, or differ by one if `count` does not divide the number of items.
     """
     amounts = np.asarray(work, float)
     if equal_size:
@@ -144,7 +144,7 @@ def swapped(
     work: Sequence[float] | Sequence[int] | np.ndarray, bins: Sequence[int], count: int, *, equal_size: bool = False
 ) -> list[int]:
     """Improves `bins` by exchanges: the fullest bin gives an item away, for nothing or for another item, if afterwards
-    both bins are emptier than the fullest one was. The best exchange is made until no exchange helps. The largest sum
+    both bins are emptier than the fullest bin was. The best exchange is made until no exchange helps. The largest sum
     never grows. `equal_size` allows only items for items, so that bins keep their numbers of items."""
     work_I, bins_I = np.asarray(work, float), np.array(bins, int)
     while True:

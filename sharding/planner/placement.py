@@ -1,6 +1,6 @@
 """A placement is a plan in the making. This file has its score, first blocks, the descent beneath them, the exchange.
 
-The descent places sequences from the largest groups down: some stay on all of a group, its two halves share the others.
+The descent places sequences from the largest groups down: some stay on all of a group, its halves share the others.
 A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
 such that the two halves can share the others within the compute and memory left. All sequences may always stay, so that
 a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
@@ -21,11 +21,11 @@ from .plan import Placement, Problem, over_devices
 
 SPARE = 0.03  # share of the memory limit left free, so that the devices within a block can even out
 GOOD = 0.25  # the pressure below which no block is dealt anew
-NEIGHBOURS = 6  # emptiest blocks with which the fullest one deals anew
-EXACT = 7  # up to so many sequences are dealt left/right/both by trying all ways: 3**7
-ENTITIES = 11  # up to so many differences are dealt left/right by trying all ways: 2**10
+NEIGHBOURS = 6  # emptiest blocks with which the fullest block deals anew
+EXACT = 7  # the most sequences that are dealt left/right/both by trying all ways: 3**7
+ENTITIES = 11  # the most differences that are dealt left/right by trying all ways: 2**10
 TRIES = 8  # sets of staying sequences that are tried before ever more of the largest sequences stay
-FREE = 6  # up to so many sequences of two groups are dealt anew together: 4**6 ways
+FREE = 6  # the most sequences of two groups that are dealt anew together: 4**6 ways
 HARD = 100.0  # the weight of exceeding memory, against compute
 EPS = 1e-9
 
@@ -47,8 +47,8 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
 
     `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the spare part of
     these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its excess over
-    1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, as long as
-    that helps.
+    1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, until
+    pressure falls no more.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -242,7 +242,7 @@ def halves(
     members: Sequence[int], work: Sequence[float], tokens: Sequence[float], spare_work: float, spare_tokens: float
 ) -> tuple[float, list[int], list[int]]:
     """Deals `members` to two sides, by Karmarkar-Karp differencing down to `ENTITIES` entries, then by trying all ways.
-    Returns the larger of the sides' differences in work and tokens, over what is spare of each, and the sides."""
+    Returns the larger of the sides' differences in work and tokens, each over its spare part, and the sides."""
     by_work, by_tokens = 1 / spare_work, 1 / spare_tokens
     heap: list[tuple[float, int, float, float, list[int], list[int]]] = []
     for k, i in enumerate(members):
@@ -261,7 +261,7 @@ def halves(
         k += 1
     table = signs(len(heap))
     uneven = np.abs(np.array([entry[2:4] for entry in heap]).T @ table.T)
-    # If not both limits can be met, tokens are the harder one.
+    # If not both limits can be met, the limit on tokens is the harder limit.
     uneven = np.maximum(uneven[0], uneven[1]) + HARD * np.maximum(uneven[1] - 1, 0.0)
     best = int(uneven.argmin())
     left: list[int] = []

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-GAMMA = 16.0  # traffic between hosts costs so many times as much as traffic within a host
+GAMMA = 16.0  # the cost of traffic between hosts over the cost of traffic within a host
 
 Placement = tuple[list[int], list[int]]  # degree and first device of every sequence
 
@@ -44,7 +44,7 @@ class ShardPlan:
     """Devices `[firsts[i], firsts[i] + degrees[i])` compute sequence `i`.
 
     `rounds` are in the order of execution, degrees never increasing (highest sharding first); each sequence is in
-    exactly one of them. `work` is the compute of each sequence, in any unit; by default `length**2`.
+    exactly one round. `work` is the compute of each sequence, in any unit; by default `length**2`.
     """
 
     num_devices: int
@@ -188,7 +188,7 @@ class Limits:
                 raise PlanError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
 
     def degree(self, num_devices: int) -> int:
-        """The largest degree on so many devices. Raises PlanError for a `max_degree` that devices or heads forbid."""
+        """The largest degree on these devices. Raises PlanError for a `max_degree` that devices or heads forbid."""
         if num_devices < 1:
             raise PlanError(f"num_devices is {num_devices}; a plan needs at least one device")
         aligned = num_devices & -num_devices

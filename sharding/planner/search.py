@@ -1,4 +1,4 @@
-"""A search beyond the quick descent: beam searches that place all sequences anew, then repair of the best ones.
+"""A search beyond the quick descent: beam searches place all sequences anew, then the best placements are repaired.
 
 Repair takes some sequences of two or three blocks of devices out of a placement, and places them anew if that helps.
 If loads are tight, a cheaper placement may need changes in all blocks at once; repair does not find it. Two of the
@@ -139,7 +139,7 @@ def beam(
         parents.append(parent_KB)
         choices.append(choice_KB)
     group_KI = np.zeros((blocks, count), int)
-    way_K = np.zeros(blocks, int)  # ways are sorted, the best one first
+    way_K = np.zeros(blocks, int)  # ways are sorted, the best way first
     for i in reversed(range(count)):
         group_KI[:, i] = choices[i][block_K[:, 0], way_K]
         way_K = parents[i][block_K[:, 0], way_K]

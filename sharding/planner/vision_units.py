@@ -26,7 +26,7 @@ def spread_vision(
 
     `units`: patches of each unit. Equal units in a row with one home (the frame pairs of a video) are placed together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
-    at most 1.05 of the mean, or else that of longest-first placement; within that, as many units as possible stay home.
+    at most 1.05 of the mean, or else the load of longest-first placement; as many units as this allows stay home.
     """
     replica = replica or num_devices
     rows = [np.asarray(row, np.int64).reshape(-1) for row in (units, home_first, home_degree)]
@@ -55,7 +55,7 @@ def _replica(runs: Sequence[_Run], base: int, replica: int, devices: np.ndarray)
     if not runs:
         return
     mean = sum(run.count * run.size for run in runs) / replica
-    even = _spread(runs, base, replica, 0.0)  # units don't stay home on purpose: the evenest placement
+    even = _spread(runs, base, replica, 0.0)  # no unit prefers its home: the evenest placement
     most = max(TARGETS[0] * mean, float(even[0].max()))
     kept = even
     for target in (most, *(t * mean for t in TARGETS)):

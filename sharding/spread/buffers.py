@@ -32,7 +32,7 @@ class Spread:
     token of a chunk, or of a prompt before its responses).
 
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
-    two, outermost first; a group of degree `p` is the product of the last `log2(p)` of them.
+    two, outermost first; a group of degree `p` is the product of the last `log2(p)` axes.
     """
 
     starts_BJ: Any  # i32

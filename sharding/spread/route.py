@@ -65,7 +65,7 @@ def route(
 
     Requested feature `i` is row `row[i]` of the `rows` features of device `source[i]`, for device `target[i]`; a
     feature may be requested several times. `counts` are the sizes of each axis's transfer: those of `crossings`, or
-    larger. Raises ValueError if a feature would have to leave its replica; sequence groups stay within one.
+    larger. Raises ValueError if a feature would have to leave its replica; sequence groups stay within a replica.
     """
     axes = binary_axes(num_devices)
     block = replica_size(num_devices)

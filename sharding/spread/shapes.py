@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Sizes = dict[str, int]  # by the name of the buffer
+Sizes = dict[str, int]  # sizes of buffers, by name
 Cost = Callable[[Mapping[str, int]], float]  # cost of a microbatch in buffers of these sizes
 
 BASE = "columns"  # the size that scales all sizes except FIXED and GIVEN
@@ -18,7 +18,7 @@ FIXED = ("frame", "exports")  # sizes that never shrink
 GIVEN = "rows"  # the size that is always exact
 COARSE = ("round/", "send/")  # sizes that vary so much that their shares of a device's tokens are powers of two
 LEAST = 0.25  # the least of these shares
-SETTLED = 100  # requests without a new entry that double the accepted slack; twice as many triple it
+SETTLED = 100  # requests without a new entry that double the accepted slack; 200 requests triple it
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class ShapeBook:
         return sum(map(len, self.entries.values()))
 
     def places(self, devices: int) -> int:
-        """The most entries for so many devices."""
+        """The most entries for this number of devices."""
         if not self.alone:
             return self.most
         return self.alone if devices == 1 else max(self.most - self.alone, 1)
@@ -73,7 +73,7 @@ class ShapeBook:
             return sizes, None
         unready = [entry for number, entry, _ in self.coming if number == devices] + [sizes]
         ready = [entry for entry in self.holding(needs, caps, devices) if entry not in unready]
-        if not ready:  # no entry is large enough: the new one is compiled now
+        if not ready:  # no entry is large enough: the new entry is compiled now
             self.coming = [known for known in self.coming if known[:2] != (devices, sizes)]
             return sizes, None
         if new:
@@ -83,8 +83,8 @@ class ShapeBook:
     def fit(
         self, needs: Mapping[str, int], caps: Mapping[str, int], cost: Cost, devices: int = 1, exact: bool = False
     ) -> Sizes:
-        """The sizes of buffers for so many devices: at least `needs`, each at most its cap (if it has one). `exact`
-        sizes equal `needs` while places are free; only the frame bound never shrinks."""
+        """The sizes of buffers for this number of devices: at least `needs`, each at most its cap (if it has one).
+        `exact` sizes equal `needs` while places are free; only the frame bound never shrinks."""
         usable, places = self._usable(needs, caps, devices), self.places(devices)
         # Drops entries of other settings: a resumed run may have smaller buffers, or another strategy.
         entries = self.entries[devices] = list(usable)
@@ -129,8 +129,8 @@ class ShapeBook:
         return self.served.get(devices, 0) >= max(3 * SETTLED, self.divided.get(devices, 0) + SETTLED // 2)
 
     def divide(self, devices: int) -> None:
-        """Notes that a request was divided into smaller ones and got no entry. If another such request follows soon,
-        lengths have grown for good, and that request gets an entry."""
+        """Notes that a request was divided into smaller requests and got no entry. If another such request follows
+        soon, lengths have grown for good, and the other request gets an entry."""
         self.divided[devices] = self.served.get(devices, 0)
 
     def begin_anew(self) -> None:
@@ -138,17 +138,17 @@ class ShapeBook:
         self.entries, self.served, self.divided, self.coming = {}, {}, {}, []
 
     def columns(self, devices: int, least: int, most: int, rows: int = 0) -> list[int]:
-        """The columns, from `least` to `most` and ascending, of the entries for so many devices with so many `rows` (0:
-        entries without a number of rows)."""
+        """The columns, from `least` to `most` and ascending, of the entries for this number of devices with this number
+        of `rows` (0: entries without a number of rows)."""
         entries = [sizes for sizes in self.entries.get(devices, []) if sizes.get(GIVEN, 0) == rows]
         return sorted({c for sizes in entries if least <= (c := sizes[BASE]) <= most})
 
     def full(self, devices: int) -> bool:
-        """Says whether another entry for so many devices would take the last place."""
+        """Says whether another entry for this number of devices would take the last place."""
         return len(self.entries.get(devices, [])) >= self.places(devices) - 1
 
     def _usable(self, needs: Mapping[str, int], caps: Mapping[str, int], devices: int) -> list[Sizes]:
-        """The entries within the caps. All have a number of rows if `needs` has one, and none has if it has none."""
+        """The entries within the caps. They have a number of rows if, and only if, `needs` has one."""
         kind = [sizes for sizes in self.entries.get(devices, []) if (GIVEN in sizes) == (GIVEN in needs)]
         return [sizes for sizes in kind if all(sizes.get(name, 0) <= cap for name, cap in caps.items())]
 

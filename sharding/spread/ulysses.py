@@ -10,7 +10,7 @@ transfer.
 For the backward pass every round keeps q, k, v as received, its output and the log-sum-exp: sending q, k and v a second
 time would double the traffic of that pass. To save this memory, wrap layers in `jax.checkpoint`.
 
-This can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
+Rounds can't deadlock. All devices run one program, so that all issue the same collectives in the same order. Columns,
 counts and tiles differ between devices, but they are data, and a device without a token in a round still exchanges its
 padding. Number the collectives in that order. Groups of one collective are disjoint and cover all devices; groups of
 two collectives are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for
@@ -179,7 +179,7 @@ def _execute(
     """Sends each round's `[degree, budget, ...]` to its group, computes on the stream, and sends the results back.
 
     Barriers fix the order in the program: no round's exchange starts before the exchange of the round ahead has
-    arrived, and no round is computed before all rounds ahead are. The compiler only has to start an exchange as early
+    arrived, and no round is computed before all rounds ahead of it. The compiler only has to start an exchange as early
     as barriers allow, together with the computation of the round before; on GPUs it does under
     `mesh.compiler_options`. Operations are named `{phase}_round{j}_{send, attend, return}`.
     """

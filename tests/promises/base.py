@@ -140,8 +140,7 @@ class Promises:
         books = self.books
         match instruction:
             case DrawPrompts(count):
-                room = self.wanted - self.live
-                self.expect(count == room, f"{count} prompts are drawn, {room} are missing")
+                self.expect(count == self.room, f"{count} prompts are drawn, {self.room} are missing")
             case PublishWeights(version):
                 self.expect(version == books.version, f"version {version} is published")
             case Score(response):
@@ -259,6 +258,11 @@ class Promises:
                 self.expect(not idle, f"{request.rid} goes to engine {engine}, but {sorted(idle)} have nothing to do")
             self._begins(seen, request)
             running += [engine] * request.n
+
+    @property
+    def room(self) -> int:
+        """The number of prompts to draw."""
+        return self.wanted - self.live
 
     def launches(self, requests: Sequence[Request]) -> None:
         """Checks that waiting prompts are generated in this order: deferred ones, then new ones."""

@@ -247,7 +247,11 @@ class TailBatchingPromises(RoundPromises):
 
     @property
     def live(self) -> int:
-        return len(self.not_held(*UNDER_WAY, *_SCORED))
+        return len(self.not_held(PromptStage.WAITING, *UNDER_WAY, *_SCORED))
+
+    @property
+    def room(self) -> int:
+        return self.wanted - self.live - len(self._again())
 
     @property
     def launched(self) -> int:
@@ -289,18 +293,24 @@ class TailBatchingPromises(RoundPromises):
         return len(self.not_held(*_SCORED, *(() if self.dynamic else (PromptStage.COMPLETE,))))
 
     def launches(self, requests: Sequence[Request]) -> None:
-        """Checks the order of launches: prompts that will be held, at once; new prompts as they come; deferred ones,
-        oldest first, in a long round or when there are no new ones."""
+        """Checks that all prompts begin together, once all are drawn: those that will be held; deferred ones, oldest
+        first, in a long round or when there are no new ones; new ones."""
+        if any(request.begun for request in requests):
+            return
         books, draws = self.books, [request.prompt.draw for request in requests]
-        if held := [seen.draw for seen in books.at(PromptStage.DEFERRED) if seen.draw in self.held]:
-            self.expect(draws == held, f"draws {draws} are launched, {held} are to be held")
-            return
-        if any(request.begun for request in requests) or draws == [seen.draw for seen in books.at(PromptStage.WAITING)]:
-            return
-        missing = self.wanted - self.live
-        deferred = [seen.draw for seen in books.at(PromptStage.DEFERRED)][:missing]
-        allowed = (self.long or books.exhausted) and draws == deferred
-        self.expect(allowed, f"draws {draws} are launched, {missing} are missing")
+        held, again, new = self._held_back(), self._again(), [seen.draw for seen in books.at(PromptStage.WAITING)]
+        missing = 0 if self._won() >= self.needed_anew else max(self.wanted - self.live, 0)
+        wanted = [*held, *again[:missing], *new]
+        self.expect(draws == wanted, f"draws {draws} are launched, not {wanted}")
+        undrawn = 0 if books.exhausted else missing - len(again)
+        self.expect(undrawn <= 0, f"draws {draws} are launched, and {undrawn} are not drawn yet")
+
+    def _held_back(self) -> list[int]:
+        return [seen.draw for seen in self.books.at(PromptStage.DEFERRED) if seen.draw in self.held]
+
+    def _again(self) -> list[int]:
+        """Returns the deferred prompts that this round may launch in the place of new ones."""
+        return [seen.draw for seen in self.not_held(PromptStage.DEFERRED) if self.long or self.books.exhausted]
 
     def heard(self, event: Event) -> None:
         super().heard(event)
@@ -315,9 +325,6 @@ class TailBatchingPromises(RoundPromises):
             self.opens()
         super().said(instruction)
         match instruction:
-            case DrawPrompts():
-                left = self.books.count(PromptStage.DEFERRED) if self.long else 0
-                self.expect(not left, f"new prompts in a long round, while {left} wait for it")
             case Park(keep=False):
                 self._puts_off(self.books.prompts[instruction.prompt.draw])
             case Train():

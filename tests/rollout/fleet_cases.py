@@ -21,6 +21,7 @@ from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.weights.published import SharedFolders
+from rollout.weights.routes import SharedMemory
 
 Result = TypeVar("Result")
 versions = itertools.count(1)
@@ -53,10 +54,12 @@ async def exact(seat: FleetEngine, here: JaxEngine, wanted: GenerateRequest, ver
         np.testing.assert_allclose(answer.logprobs, right.logprobs, rtol=0, atol=1e-5)
 
 
-def fleet_of(*, seats: int = 0, options: FleetOptions = QUICK, longest: int = 64, **members: Any) -> Fleet:
+def fleet_of(*members: LocalServer | str, seats: int = 0, options: FleetOptions = QUICK, longest: int = 64) -> Fleet:
     config = model("text").config
-    folders = SharedFolders(config, "float32")
-    return Fleet(config, EngineLimits.of(config, SLOTS, longest), folders, seats=seats, options=options, **members)
+    route = SharedMemory(SharedFolders(config, "float32"))
+    fleet = Fleet(config, EngineLimits.of(config, SLOTS, longest), route, options)
+    fleet.add_seats(members, seats)
+    return fleet
 
 
 class Script(ServerCommand):

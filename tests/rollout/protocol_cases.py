@@ -29,14 +29,14 @@ from models.processing import Processor
 from models.processing.tiny import build as build_processor
 from rollout.engine import Engine
 from rollout.engine_weights import served
-from rollout.fleet import Fleet, FleetEngine
+from rollout.fleet import Fleet
 from rollout.fleet_server import FleetOptions
 from rollout.jax_engine import JaxEngine
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.requests import EngineLimits
 from rollout.sglang import ServerClient
 from rollout.weights.published import SharedFolders
-from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SyncRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -55,8 +55,9 @@ versions = itertools.count(1)
 
 @functools.cache
 def processor(kind: str) -> Processor:
+    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL)."""
     text = ["abcdefghijklmnopqrstuvwxyz 0123456789.?"]
-    if kind == "text":
+    if kind != "vl":
         return build_processor(text)
     settings = _settings(kind)
     layout = PatchLayout.of(tiny_vision(settings))
@@ -64,7 +65,7 @@ def processor(kind: str) -> Processor:
 
 
 def _settings(kind: str) -> ModelConfig:
-    if kind == "text":
+    if kind != "vl":
         return ModelConfig(tiny={**TINY, "vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
@@ -74,7 +75,11 @@ def _settings(kind: str) -> ModelConfig:
 def model(kind: str, seed: int = 0) -> Decoder:
     """A model whose next-token distributions are far from uniform."""
     settings = _settings(kind)
-    return build(tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None), seed)
+    config = tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None)
+    if kind == "qwen3":
+        text = dataclasses.replace(config.text, head_norm=True, qkv_bias=False, head_dim=24)
+        config = dataclasses.replace(config, text=text)
+    return build(config, seed)
 
 
 def picture(height: int, width: int, seed: int, blank: bool = False) -> bytes:
@@ -103,7 +108,7 @@ def prompts(kind: str) -> dict[str, ModelInput]:
     """Prompts by name: text, images, video, and all of it in one."""
     prepare = processor(kind).prepare
     found = {"text": prepare("what is this?"), "long text": prepare("to be or not to be " * 4)}
-    if kind == "text":
+    if kind != "vl":
         return found
     shots = [picture(56, 84, 0), picture(84, 28, 1), picture(56, 56, 2)]
     images = [("image", shot) for shot in shots]
@@ -198,38 +203,40 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
         yield Subject(name, kind, engine)
         return
     with contextlib.ExitStack() as stack:
-        members: dict[str, Any] = {}
+        process: LocalServer | None = None
         if name == "serve":
             from faulty_proxy import Servers  # which has its models from here
 
             sizes = {"slots": SLOTS, "max_sequence_tokens": LONGEST, "steps_per_sync": 4}  # as of the engine above
-            members["addresses"] = stack.enter_context(Servers(1, kind, **sizes).running()).upstream
+            (server,) = stack.enter_context(Servers(1, kind, **sizes).running()).upstream
         else:
             saved = stack.enter_context(checkpoint(kind, folder / "model"))
-            members["processes"] = [LocalServer(command(name, saved, ranks), folder / "server.log")]
+            server = process = LocalServer(command(name, saved, ranks), folder / "server.log")
         options = FleetOptions(start_seconds=300.0, interval=4)
-        fleet = Fleet(whole.config, limits(kind), SharedFolders(whole.config, "float32"), options=options, **members)
+        memory = SharedFolders(whole.config, "float32")
+        fleet = Fleet(whole.config, limits(kind), SharedMemory(memory), options)
+        (seat,) = fleet.add_seats([server])
         stack.enter_context(contextlib.closing(fleet))
-        (process,) = members.get("processes", [None])
-        yield Subject(name, kind, FleetEngine(fleet, 0), process, fleet)
+        yield Subject(name, kind, seat, process, fleet)
 
 
 def route(way: str, name: str, config: DecoderConfig, folder: pathlib.Path) -> SyncRoute:
     """A route of the weights on this host but shared memory; buckets are small, so that there are many."""
+    memory = SharedFolders(config, "float32")
     if way == "bucket":
-        return Buckets(1 << 18, pickled=name == "sglang")
+        return Buckets(memory, 1 << 18, pickled=name == "sglang")
     if way == "ipc":
-        return CudaIpc(served(config), 1 << 18)
+        return CudaIpc(memory, served(config), 1 << 18)
     folders = VersionFolders(folder / "shared")
-    return OrbaxFolders(folders, folder / "local", {}, here=name == "sglang")
+    return OrbaxFolders(memory, folders, folder / "local", {}, here=name == "sglang")
 
 
 def fleet_by(route: SyncRoute, served: Subject, *, start_seconds: float = 300.0) -> Fleet:
     """A fleet that joins the server of a subject, and brings it weights by a route."""
     config, address, served.served = model(served.kind).config, served.address, None
-    folders = SharedFolders(config, "float32")
-    options = FleetOptions(start_seconds=start_seconds)
-    return Fleet(config, limits(served.kind), folders, addresses=[address], route=route, options=options)
+    fleet = Fleet(config, limits(served.kind), route, FleetOptions(start_seconds=start_seconds))
+    fleet.add_seats([address])
+    return fleet
 
 
 def sampling(kind: str, **how: Any) -> dict[str, Any]:

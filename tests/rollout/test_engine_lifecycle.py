@@ -1,7 +1,7 @@
 """Abort, pause, weights, memory and failure of the embedded engine. The rules, each tested under its number:
 
 11. An abort ends a request, or one sample of it, keeps what was generated, frees the slots before it returns, and
-    disturbs nobody else. Unknown ids are ignored.
+    disturbs nobody else. Unknown ids are ignored. Samples beyond those that a request needs end by themselves.
 12. A consumer that closes, is cancelled, or drops its stream (even unread) leaves no slot and no queue entry behind.
 13. `update_weights` copies: the caller may delete its buffers. Running samples go on, later tokens carry the new
     version, and every token's log-prob is that of the full forward pass under its version's weights alone.
@@ -13,6 +13,7 @@
 """
 
 import asyncio
+import dataclasses
 import gc
 import sys
 import threading
@@ -106,6 +107,22 @@ async def test_11_abort_one_sample_and_unknown_ids():
     assert [i for i, a in enumerate(answers) if a.finish is FinishReason.ABORT] == [1, 5]
     assert answers[1].ids and not answers[5].ids
     await serving.abort("r")  # finished
+
+
+@pytest.mark.medium
+async def test_11_samples_that_are_not_needed_end_in_that_turn():
+    """Not a turn later, as an abort by the consumer may: what other samples compute would depend on that."""
+    serving = engine(build(TEXT))
+    settings: dict[str, Any] = {"n": 8, "max_new_tokens": 40, "stop_ids": (0, 1)}
+    (whole,) = await serve(serving, [request("whole", PROMPT, **settings)])
+    turns = [-(-(len(answer.ids) - 1) // 3) for answer in whole]  # a token in the start, then three a round
+    for need in (1, 3, 8):
+        last = sorted(turns)[need - 1]
+        (answers,) = await serve(serving, [dataclasses.replace(request("r", PROMPT, **settings), need=need)])
+        for turn, expected, answer in zip(turns, whole, answers, strict=True):
+            assert answer.ids == (expected.ids if turn <= last else expected.ids[: 1 + 3 * last])
+            assert answer.finish is (expected.finish if turn <= last else FinishReason.ABORT)
+    assert len(set(turns)) > 2
 
 
 @pytest.mark.slow

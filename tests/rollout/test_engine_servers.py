@@ -25,7 +25,7 @@ from shadow_cases import Elsewhere
 
 import models
 from fluxjax.config import Config, ConfigError, Route
-from fluxjax.runtime.fleet_pool import EngineServers, SharedPool
+from fluxjax.runtime.fleet_pool import EngineServers, FleetPool, for_all_engines
 from models.inputs import ModelInput
 from models.processing import MediaError
 from models.shadow import Fetch, Rows
@@ -45,7 +45,7 @@ def settings() -> Config:
 
 
 @contextlib.contextmanager
-def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: Any) -> Iterator[SharedPool]:
+def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: Any) -> Iterator[FleetPool]:
     """A fleet of the engines of several processes, one for each of `fetches`. Here, all of them run in this process."""
     before = threading.enumerate()
     with contextlib.ExitStack() as stack:
@@ -56,7 +56,8 @@ def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: Any) -
             stack.callback(other.close)
         addresses = [address for each in servers for address in each.addresses]
         assert len(addresses) == len(fetches)
-        pool = SharedPool(settings(), model(KIND), servers[0], addresses, folder, TOKEN, **how)
+        config = for_all_engines(settings(), addresses)
+        pool = FleetPool(config, model(KIND), folder, folder, TOKEN, local_servers=servers[0], **how)
         stack.callback(pool.close)
         pool.start(print)
         yield pool
@@ -64,7 +65,7 @@ def pool_of(folder: pathlib.Path, fetches: Sequence[Fetch | None], **how: Any) -
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetPool]:
     with pool_of(tmp_path_factory.mktemp("servers"), [None, None]) as pool:
         yield pool
 
@@ -75,7 +76,7 @@ def asked() -> list[GenerateRequest]:
     return [request(f"q{k}", found[k % len(found)], n=2, seed=1000 - 7 * k, **how) for k in range(9)]
 
 
-async def generated(pool: SharedPool, order: Sequence[int], version: int, delay: float = 0.0) -> dict[str, list]:
+async def generated(pool: FleetPool, order: Sequence[int], version: int, delay: float = 0.0) -> dict[str, list]:
     """What both engines make of the same requests, half of them each, as the runtime asks: all of them while they
     stand still."""
     seats, wanted = pool.engines, asked()
@@ -91,13 +92,13 @@ async def generated(pool: SharedPool, order: Sequence[int], version: int, delay:
 
 
 @pytest.fixture(scope="module")
-def first(pool: SharedPool) -> dict[str, list]:
+def first(pool: FleetPool) -> dict[str, list]:
     """The answers to all requests, asked for in their order."""
     return run(generated(pool, range(9), 1))
 
 
 @pytest.mark.long
-async def test_what_comes_in_any_order_is_computed_in_one(pool: SharedPool, first: dict[str, list]) -> None:
+async def test_what_comes_in_any_order_is_computed_in_one(pool: FleetPool, first: dict[str, list]) -> None:
     """Bit for bit: a run that is started again must come to the same weights."""
     assert await generated(pool, [8, 2, 5, 0, 7, 1, 4, 6, 3], 2, delay=0.02) == first
 
@@ -111,22 +112,22 @@ async def test_they_draw_what_an_engine_of_this_process_draws(first: dict[str, l
     assert {rid: [ids for ids, _ in both] for rid, both in first.items()} == here
 
 
-def test_who_does_not_know_the_token_is_turned_away(pool: SharedPool) -> None:
+def test_who_does_not_know_the_token_is_turned_away(pool: FleetPool) -> None:
     for status in pool.servers():
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{status.address}/server_info", timeout=10)
 
 
-def test_a_way_of_weights_that_does_not_reach_another_host_is_refused(pool: SharedPool, tmp_path: pathlib.Path) -> None:
+def test_a_way_of_weights_that_does_not_reach_another_host_is_refused() -> None:
     config = settings()
     config.weights.route = Route.SHM
     with pytest.raises(ConfigError, match=r"weights\.route is shm"):
-        SharedPool(config, model(KIND), pool._own, ["http://192.0.2.1:1"], tmp_path, TOKEN)
+        for_all_engines(config, ["http://192.0.2.1:1"])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("first")
-async def test_both_are_up_and_have_generated(pool: SharedPool) -> None:
+async def test_both_are_up_and_have_generated(pool: FleetPool) -> None:
     await until(lambda: all(status.up for status in pool.servers()))
     assert [status.tokens > 0 for status in pool.servers()] == [True, True]
 
@@ -161,7 +162,7 @@ async def test_a_server_without_a_fetch_refuses_tickets(checkpoints: dict[str, p
         assert (await served.get("/server_info"))["shadows"] is False
 
 
-async def answers_of(pool: SharedPool, asked: dict[str, ModelInput]) -> dict[str, object]:
+async def answers_of(pool: FleetPool, asked: dict[str, ModelInput]) -> dict[str, object]:
     await asyncio.gather(*(seat.update_weights(1, models.split(model(KIND))[1]) for seat in pool.engines))
     how = sampling(KIND, max_new_tokens=6)
     found: dict[str, object] = {}

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from faulty_proxy import Fault, Servers
 from fleet_cases import QUICK, asked, exact, fleet_of, group_exists, publish, sleeper
-from protocol_cases import LONGEST, SLOTS, checkpoint, command, limits, model
+from protocol_cases import LONGEST, SLOTS, checkpoint, command, model
 from rollout_cases import collect, until
 from safetensors.numpy import load_file
 
@@ -48,16 +48,16 @@ def weights_folders() -> set[pathlib.Path]:
 @pytest.mark.parametrize("lines", [("echo no memory; exit 3",), ("echo no memory; sleep 1000",)], ids=["ends", "hangs"])
 async def test_a_server_that_never_starts_fails_its_requests(tmp_path: pathlib.Path, lines: tuple[str, ...]) -> None:
     options = FleetOptions(start_seconds=1.0, look_every=0.1)
-    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path, *lines)], options=options)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(sleeper(tmp_path, *lines), options=options)) as fleet:
+        seat = fleet.seats[0]
         await seat.update_weights(1, models.split(model("text"))[1])
         with pytest.raises(EngineError, match=r"(?s)no server for 1 s.*no memory"):
             await collect(seat.generate(asked()), 1)
 
 
 async def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> None:
-    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)])) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(sleeper(tmp_path))) as fleet:
+        seat = fleet.seats[0]
         first = asyncio.create_task(collect(seat.generate(wanted := asked(n=2)), 2))
         await until(lambda: seat.stats().running == 2)
         await seat.abort(f"{wanted.rid}/1")
@@ -70,8 +70,8 @@ async def test_an_abort_ends_what_waits_for_a_server(tmp_path: pathlib.Path) -> 
 
 async def test_a_pause_does_not_count_as_a_lack_of_servers(tmp_path: pathlib.Path) -> None:
     options = FleetOptions(start_seconds=0.5, look_every=0.1)
-    with contextlib.closing(fleet_of(processes=[sleeper(tmp_path)], options=options)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(sleeper(tmp_path), options=options)) as fleet:
+        seat = fleet.seats[0]
         await seat.pause()
         answers = asyncio.create_task(collect(seat.generate(asked()), 1))
         await asyncio.sleep(3.0)
@@ -85,8 +85,8 @@ async def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib
     """Not even the requests that are under way, which fail, and a server that left a moment ago."""
     before = weights_folders()
     servers = [sleeper(tmp_path / str(number)) for number in range(2)]
-    fleet = fleet_of(processes=servers)
-    seat = FleetEngine(fleet, 0)
+    fleet = fleet_of(*servers)
+    seat = fleet.seats[0]
     await seat.update_weights(1, models.split(model("text"))[1])
     answers = asyncio.create_task(collect(seat.generate(asked()), 1))
     await until(lambda: seat.stats().running and all(server._process for server in servers))
@@ -107,29 +107,27 @@ async def test_a_closed_fleet_leaves_nothing_and_takes_nothing(tmp_path: pathlib
 
 def test_a_fleet_that_never_started_closes() -> None:
     before = weights_folders()
-    fleet = fleet_of(addresses=["http://127.0.0.1:1"])
+    fleet = fleet_of("http://127.0.0.1:1")
     fleet.close()
     fleet.close()
     assert weights_folders() <= before
-    config = model("text").config
-    folders = SharedFolders(config, "float32")
-    with contextlib.closing(folders), pytest.raises(EngineError, match="a server at least"):
-        Fleet(config, limits("text"), folders)
+    with contextlib.closing(fleet_of(seats=1)) as fleet, pytest.raises(EngineError, match="a server at least"):
+        fleet.add_seats([])
 
 
 async def test_a_request_prefers_servers_that_it_was_not_lost_on() -> None:
     """Then those of its seat, then the least loaded: one that fails at once is always that."""
     places: Any = {"lost here": 0, "elsewhere": 1, "busy": 0, "best": 0}
-    with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=2)) as fleet:
+    with contextlib.closing(fleet_of(seats=2)) as fleet:
         for name, seat in places.items():
             server = Server(fleet, name, fleet.seats[seat], ServerClient(""), None)
             server.up, server.holds = True, places
             fleet.members.append(server)
-        job = FleetJob(asked(), fleet.seats[0], lambda chunk: None)
+        job = FleetJob(fleet, fleet.seats[0], asked(), lambda chunk: None)
         job.lost["lost here"] = 1
         fleet.members[2].open = 3
         for expected in ("best", "busy", "elsewhere", "lost here"):
-            chosen = await fleet.requests._server_for(job)
+            chosen = await job._choose_server()
             assert chosen is not None and chosen.name == expected
             chosen.suspect()
 
@@ -158,30 +156,30 @@ class SlowOrders(ServerClient):
 
 
 async def test_a_server_that_comes_up_between_pause_and_resume_goes_on() -> None:
-    with contextlib.closing(fleet_of(addresses=["http://127.0.0.1:1"], seats=1)) as fleet:
-        client = SlowOrders()
-        server = Server(fleet, "server", fleet.seats[0], client, None)
+    with contextlib.closing(fleet_of(seats=1)) as fleet:
+        client, (seat,) = SlowOrders(), fleet.seats
+        server = Server(fleet, "server", seat, client, None)
+        fleet.start()  # without the server, which the test raises up itself
         fleet.members.append(server)
-        await fleet.pause(fleet.seats[0])
-        coming = asyncio.create_task(server._raise_up())
+        await seat.pause()
+        coming = asyncio.wrap_future(fleet.call(server._raise_up))
         await asyncio.sleep(0.02)  # the order to pause is on its way
-        await fleet.resume(fleet.seats[0])
+        await seat.resume()
         await coming
         assert server.up and client.paused is False
 
 
 async def test_a_pause_leaves_a_seat_that_is_to_sleep_alone() -> None:
     """Samples of another seat end on its server; the server is not lost for that."""
-    with contextlib.closing(
-        fleet_of(addresses=["http://127.0.0.1:1"], seats=2, options=dataclasses.replace(QUICK, patience=0.05))
-    ) as fleet:
-        client = SlowOrders(running=1)
-        server = Server(fleet, "server", fleet.seats[0], client, None)
+    with contextlib.closing(fleet_of(seats=2, options=dataclasses.replace(QUICK, patience=0.05))) as fleet:
+        client, (seat, _) = SlowOrders(running=1), fleet.seats
+        server = Server(fleet, "server", seat, client, None)
         server.up, server.open = True, 1
+        fleet.start()
         fleet.members.append(server)
-        sleeping = asyncio.create_task(fleet.sleep(fleet.seats[0]))
+        sleeping = asyncio.create_task(seat.sleep())
         await asyncio.sleep(0.01)
-        await fleet.pause(fleet.seats[0])
+        await seat.pause()
         assert server.up and not server.trouble
         sleeping.cancel()
 
@@ -209,8 +207,8 @@ def test_checksums_find_one_bit_and_tensors_too_few_or_too_many() -> None:
 
 @pytest.mark.slow
 async def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, here: JaxEngine) -> None:
-    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(*pair.addresses, seats=1)) as fleet:
+        seat = fleet.seats[0]
         version = await publish([seat], here)
         await until(lambda: all(server.up for server in fleet.servers()))
         await asyncio.gather(*(exact(seat, here, asked(n=3, seed=seed), version) for seed in range(6)))
@@ -219,8 +217,8 @@ async def test_the_least_loaded_server_of_a_seat_takes_a_request(pair: Servers, 
 
 @pytest.mark.slow
 async def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here: JaxEngine) -> None:
-    with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
-        seats = [FleetEngine(fleet, seat) for seat in range(2)]
+    with contextlib.closing(fleet_of(*pair.addresses)) as fleet:
+        seats = fleet.seats
         version = await publish(seats, here)
         await until(lambda: all(server.up for server in fleet.servers()))
         await asyncio.gather(*(exact(seats[1], here, asked(seed=seed), version) for seed in range(3)))
@@ -232,8 +230,8 @@ async def test_a_seat_uses_its_own_servers_while_it_has_some(pair: Servers, here
 
 @pytest.mark.slow
 async def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: Servers, here: JaxEngine) -> None:
-    with contextlib.closing(fleet_of(addresses=pair.addresses)) as fleet:
-        seats = [FleetEngine(fleet, seat) for seat in range(2)]
+    with contextlib.closing(fleet_of(*pair.addresses)) as fleet:
+        seats = fleet.seats
         await publish(seats, here)
         version = await publish(seats[:1], here, 1)
         fleet.leave("server 0")
@@ -246,8 +244,8 @@ async def test_a_server_that_is_behind_does_not_help_a_seat_that_is_ahead(pair: 
 
 @pytest.mark.slow
 async def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: Servers, here: JaxEngine) -> None:
-    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(*pair.addresses, seats=1)) as fleet:
+        seat = fleet.seats[0]
         await publish([seat], here)
         stream = seat.generate(asked(n=8, tokens=50, temperature=0.0))
         await until(lambda: any(each.stats().running for each in pair.engines))
@@ -259,8 +257,8 @@ async def test_nothing_is_left_on_a_server_of_a_stream_that_nobody_reads(pair: S
 @pytest.mark.slow
 async def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, here: JaxEngine) -> None:
     """Also before the samples do, and where an order to the server fails."""
-    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(*pair.addresses, seats=1)) as fleet:
+        seat = fleet.seats[0]
         try:
             await publish([seat], here)
             for each in pair.engines:  # behind the back of the fleet: no sample ends by itself
@@ -282,8 +280,8 @@ async def test_an_abort_reaches_a_server_whatever_comes_first(pair: Servers, her
 async def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, here: JaxEngine) -> None:
     """It is not up when the update begins, and has been brought to what was wanted before."""
     pair.proxies[0].script.append(Fault("late", route="/continue_generation"))
-    with contextlib.closing(fleet_of(addresses=pair.addresses[:1])) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(pair.addresses[0])) as fleet:
+        seat = fleet.seats[0]
         fleet.start()
         await until(lambda: pair.proxies[0].calls["/continue_generation"])
         assert not fleet.servers()[0].up
@@ -297,8 +295,8 @@ async def test_a_server_that_comes_up_during_an_update_gets_it(pair: Servers, he
 async def test_a_full_shared_memory_leaves_the_old_weights(
     pair: Servers, here: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(fleet_of(addresses=pair.addresses, seats=1)) as fleet:
-        seat = FleetEngine(fleet, 0)
+    with contextlib.closing(fleet_of(*pair.addresses, seats=1)) as fleet:
+        seat = fleet.seats[0]
         version = await publish([seat], here)
         with monkeypatch.context() as full:
             full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
@@ -327,8 +325,8 @@ def two(serve: ServerCommand, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A fleet of two servers for all tests that find it as it was: both up again."""
     folder = tmp_path_factory.mktemp("two")
     servers = [LocalServer(serve, folder / f"{number}.log") for number in range(2)]
-    with contextlib.closing(fleet_of(processes=servers, seats=1, longest=LONGEST)) as fleet:
-        yield Two(fleet, servers, FleetEngine(fleet, 0))
+    with contextlib.closing(fleet_of(*servers, seats=1, longest=LONGEST)) as fleet:
+        yield Two(fleet, servers, fleet.seats[0])
 
 
 @dataclasses.dataclass
@@ -423,8 +421,8 @@ async def test_a_server_that_slept_when_the_fleet_came_wakes(
     server.start()
     try:
         for n, tokens in ((1, 12), (8, LONGEST // 2)):
-            with contextlib.closing(fleet_of(addresses=[server.address], longest=LONGEST)) as fleet:
-                seat = FleetEngine(fleet, 0)
+            with contextlib.closing(fleet_of(server.address, longest=LONGEST)) as fleet:
+                seat = fleet.seats[0]
                 version = await publish([seat], long_here)
                 await exact(seat, long_here, asked(n=n, tokens=tokens), version)
                 assert (seat.stats().preemptions > 0) == (n > 1)
@@ -440,8 +438,8 @@ async def test_samples_of_another_seat_end_before_a_server_sleeps(
     """They are there because their own server is down. What comes later waits for that; and where no server is left,
     for one to come back."""
     servers = [LocalServer(serve, tmp_path / f"{number}.log") for number in range(2)]
-    with contextlib.closing(fleet_of(processes=servers, seats=2, longest=LONGEST)) as fleet:
-        lent, other = FleetEngine(fleet, 0), FleetEngine(fleet, 1)
+    with contextlib.closing(fleet_of(*servers, seats=2, longest=LONGEST)) as fleet:
+        lent, other = fleet.seats
         version = await publish([lent, other], long_here)
         await until(lambda: all(server.up for server in fleet.servers()))
         os.killpg(servers[1].pid, signal.SIGKILL)

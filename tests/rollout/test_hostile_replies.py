@@ -35,10 +35,10 @@ OPTIONS = FleetOptions(patience=1.0, start_seconds=60.0, look_every=0.1, attempt
 
 @contextlib.contextmanager
 def fleet_over(servers: Servers, options: FleetOptions = OPTIONS, seats: int = 2) -> Iterator[list[FleetEngine]]:
-    fleet = fleet_of(addresses=servers.addresses, seats=seats, options=options)
+    fleet = fleet_of(*servers.addresses, seats=seats, options=options)
     try:
-        fleet.call(fleet.ready()).result(60)  # else a fault may find a server that is only starting
-        yield [FleetEngine(fleet, seat) for seat in range(seats)]
+        fleet.call(fleet.ready).result(60)  # else a fault may find a server that is only starting
+        yield fleet.seats
     finally:
         servers.reset()
         fleet.close()
@@ -103,7 +103,7 @@ async def test_a_faulty_server_costs_nothing_but_time(pair: Servers, here: JaxEn
         for kind in SOME:
             pair.reset()
             # After the last trouble, both are asked again.
-            await until(lambda: all(server.usable for server in engines[0]._fleet.members))
+            await until(lambda: all(server.usable for server in engines[0].fleet.members))
             pair.proxies[0].forever = fault_of(kind)
             wanted = enumerate(engines)
             await asyncio.gather(*(exact(seat, here, asked(n=2, seed=seed), version) for seed, seat in wanted))
@@ -131,7 +131,7 @@ async def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) 
     """The server answers, and has nothing to do any more: what it owes does not come."""
     with fleet_over(pair) as engines:
         version = await publish(engines, here, 0)
-        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
+        await until(lambda: all(server.up for server in engines[0].fleet.servers()))  # else the other one is asked
         pair.proxies[0].script.extend([Fault("stall", at=2), Fault("stall", at=0)])
         await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(2)))
         assert pair.proxies[0].fired == ["stall"] * 2
@@ -140,7 +140,7 @@ async def test_a_stream_that_stalls_is_given_up(pair: Servers, here: JaxEngine) 
 async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) -> None:
     with fleet_over(pair) as engines:
         version = await publish(engines, here, 0)
-        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))  # else the other one is asked
+        await until(lambda: all(server.up for server in engines[0].fleet.servers()))  # else the other one is asked
         for seat in engines:  # a server that compiles is silent for longer than a look takes
             await exact(seat, here, asked(), version)
         pair.proxies[0].reset()
@@ -148,7 +148,7 @@ async def test_a_server_that_hangs_is_noticed(pair: Servers, here: JaxEngine) ->
         await exact(engines[0], here, asked(), version)
         assert pair.proxies[0].fired.count("stall") == 2
         pair.proxies[0].reset()
-        await until(lambda: all(server.up for server in engines[0]._fleet.servers()))
+        await until(lambda: all(server.up for server in engines[0].fleet.servers()))
         await exact(engines[0], here, asked(), version)
         assert pair.proxies[0].calls["/generate"]
 
@@ -162,13 +162,13 @@ async def test_weights_that_a_server_does_not_take_come_later(pair: Servers, her
     with fleet_over(pair, seats=1) as engines:
         await publish(engines, here, 0)
         for number, (kind, route) in enumerate(faults, 1):
-            await until(lambda: all(server.usable for server in engines[0]._fleet.members))
+            await until(lambda: all(server.usable for server in engines[0].fleet.members))
             pair.reset()
             for proxy in pair.proxies:
                 proxy.script.append(Fault(kind, route=route))
             version = await publish(engines, here, number % 2)
             await asyncio.gather(*(exact(engines[0], here, asked(seed=seed), version) for seed in range(4)))
-            await until(lambda new=version: all(server.version == new for server in engines[0]._fleet.servers()))
+            await until(lambda new=version: all(server.version == new for server in engines[0].fleet.servers()))
             assert [proxy.fired for proxy in pair.proxies] == [[kind]] * 2, (kind, route)
 
 
@@ -208,7 +208,7 @@ async def test_a_server_that_does_not_take_an_order_takes_it_later(pair: Servers
         running = asyncio.create_task(exact(seat, here, asked(n=3, tokens=40), version))
         await seat.pause()
         waiting = asyncio.create_task(exact(seat, here, asked(), version))
-        await until(lambda: order == "resume" or all(server.up for server in seat._fleet.servers()))
+        await until(lambda: order == "resume" or all(server.up for server in seat.fleet.servers()))
         counts = [each.stats().tokens_generated for each in pair.engines]
         await asyncio.sleep(0.3)
         assert [each.stats().tokens_generated for each in pair.engines] == counts

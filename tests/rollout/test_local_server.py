@@ -11,6 +11,8 @@ from fleet_cases import group_exists, sleeper
 from protocol_cases import ROOT
 from rollout_cases import until
 
+from rollout.local_server import ServerCommand
+
 
 async def test_a_local_server_ends_with_all_of_its_processes(tmp_path: pathlib.Path) -> None:
     server = sleeper(tmp_path)
@@ -62,3 +64,9 @@ time.sleep(1000)
         await until(lambda: pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == "sleep")  # it is bound by then
         parent.kill()
     await until(lambda: not group_exists(pid))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sglang_has_states_of_convolutions_in_the_dtype_of_the_run(dtype: str) -> None:
+    command = ServerCommand("sglang", "model", flags=("--device", "cpu", "--dtype", dtype, "--tp-size", "1"))
+    assert command.variables()["SGLANG_MAMBA_CONV_DTYPE"] == dtype

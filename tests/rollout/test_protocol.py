@@ -37,9 +37,8 @@ from models.decoder import Decoder
 from models.hf import SINGLE, StoredTensor, write_weights
 from models.inputs import ModelInput
 from rollout.engine import EngineError, FinishReason, WeightsMismatch
-from rollout.fleet import FleetEngine
 from rollout.sglang import ServerClient
-from rollout.weights.published import Published
+from rollout.weights.published import Published, SharedFolders
 from rollout.weights.routes import Buckets, Pause, SharedMemory
 from rollout.weights.version_folders import tensors_of
 
@@ -56,6 +55,8 @@ WITH_MEDIA = [
 OF_TEXT = [
     pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
     pytest.param(("sglang", "text"), id="sglang-text", marks=[*LONG, pytest.mark.turn(2)]),
+    pytest.param(("serve", "qwen3"), id="serve-qwen3", marks=[*LONG, pytest.mark.turn(2)]),
+    pytest.param(("sglang", "qwen3"), id="sglang-qwen3", marks=[*LONG, pytest.mark.turn(0)]),
 ]
 every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
 HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]
@@ -308,7 +309,7 @@ async def test_rule_13_every_route_brings_the_same_bits(engine: Subject, way: st
     steps = [model(engine.kind, 5), model(engine.kind, 6), model(engine.kind, 5)]
     fleet = fleet_by(route(way, engine.name, steps[0].config, tmp_path), engine)
     with contextlib.closing(fleet):
-        seat = FleetEngine(fleet, 0)
+        seat = fleet.seats[0]
         for whole in steps:
             version = next(versions)
             await seat.update_weights(version, models.split(whole)[1])
@@ -337,15 +338,16 @@ async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
             write_weights(tmp_path / SINGLE, contents, tensors.values())
             shutil.copy(published.folder / "config.json", tmp_path)
             lacking = dataclasses.replace(published, folder=tmp_path)
-            deliver = super().deliver if way == "bucket" else SharedMemory().deliver
+            deliver = super().deliver if way == "bucket" else SharedMemory(memory).deliver
             await deliver(client, lacking, pause)
 
+    memory = SharedFolders(model(engine.kind).config, "float32")
     patience = 2.0 if engine.name == "serve" else 10.0
     fleet = fleet_by(
-        LeavesOut(1 << 30, pickled=engine.name == "sglang"), engine, start_seconds=patience
+        LeavesOut(memory, 1 << 30, pickled=engine.name == "sglang"), engine, start_seconds=patience
     )  # what is refused is tried again until then
     with contextlib.closing(fleet):
-        seat = FleetEngine(fleet, 0)
+        seat = fleet.seats[0]
         wanted = request("never", prompts(engine.kind)["text"], max_new_tokens=2)
         with pytest.raises((WeightsMismatch, EngineError), match="down_proj"):
             await seat.update_weights(next(versions), models.split(model(engine.kind, 8))[1])

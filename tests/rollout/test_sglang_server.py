@@ -24,6 +24,7 @@ from protocol_cases import LONGEST, ROOT, Subject, client_at, model, picture, pr
 from rollout_cases import collect, full_logprobs, request
 
 import models
+from fluxjax import doctor
 from rollout import wire
 from rollout.engine import FinishReason, WeightsMismatch
 from rollout.requests import checked
@@ -224,3 +225,16 @@ def test_the_benchmark_compares_with_it() -> None:
     assert line["greedy"]["equal"] and line["greedy"]["tokens"] == 4
     assert line["threads"]["sglang-1"] == 1 and line["ratio_is_over"] == {"2": "sglang-1"}
     assert line["ratio"]["2"]["jax"] > 0
+
+
+def test_the_doctor_finds_nothing(server: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    run(server.serve(0))  # the weights of its folder
+    folder = server.process._command.model  # type: ignore[union-attr]
+    flags = ["--server", server.address, "--model", folder, "--text", "which of the 3 is red?"]
+    status = doctor.main([*flags, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    states = {check["name"]: check["state"] for check in json.loads(out)["checks"]}
+    asked = {"token ids", "weights", "text", "image", "video", "image as files", "sampling", "packed rows"}
+    assert asked <= {name for name, state in states.items() if state == "ok"}, out
+    assert states["template"] == "cannot be asked"  # the tiny checkpoint has none

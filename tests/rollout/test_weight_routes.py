@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import signal
@@ -17,10 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import ROOT, client_at
+from protocol_cases import ROOT, client_at, model
 from serve_cases import Served, checksums, help_of, on_disk, refused_flags, serving
 
 import models
+from fluxjax.config import Config, ConfigError, Route
+from fluxjax.config.servers import WeightsConfig
+from fluxjax.runtime.fleet_pool import _route
 from models.hf import StoredTensor
 from rollout.engine import EngineError
 from rollout.engine_weights import portions
@@ -28,7 +33,7 @@ from rollout.sglang import Refused, ServerClient
 from rollout.weights import published as published_module
 from rollout.weights.agent import main
 from rollout.weights.published import Published, SharedFolders
-from rollout.weights.routes import Buckets, OrbaxFolders, SyncRoute
+from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
 
 TOKEN = "secret"
@@ -61,6 +66,23 @@ async def never() -> None:
     raise AssertionError("a server is paused for weights that are not there")
 
 
+@pytest.mark.parametrize("chosen", Route)
+def test_every_route_of_the_settings_has_a_class(
+    chosen: Route, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member without one is refused by name. `auto` is such a member: settings choose another one for it."""
+    classes = {Route.SHM: SharedMemory, Route.IPC: CudaIpc, Route.BUCKET: Buckets, Route.ORBAX: OrbaxFolders}
+    monkeypatch.setattr(WeightsConfig, "chosen", lambda weights, servers: chosen)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # no route opens PyTorch yet
+    config = Config(weights=WeightsConfig(folder=str(tmp_path / "shared")))
+    if chosen not in classes:
+        with pytest.raises(ConfigError, match=f"weights.route is {chosen.value}"):
+            _route(config, model("text").config, {}, "")
+    else:
+        with contextlib.closing(_route(config, model("text").config, {}, "")) as route:
+            assert type(route) is classes[chosen]
+
+
 # --- buckets --------------------------------------------------------------------------------------
 
 
@@ -81,7 +103,7 @@ async def test_buckets_bring_a_version_also_after_one_that_broke_off(
     checkpoints: dict[str, pathlib.Path], memory: SharedFolders
 ) -> None:
     params = models.split(models.load(checkpoints["text"]))[1]
-    route = Buckets(2000, pickled=False)
+    route = Buckets(memory, 2000, pickled=False)
 
     class Breaks(Buckets):
         def _packer(self, *arguments):
@@ -99,7 +121,7 @@ async def test_buckets_bring_a_version_also_after_one_that_broke_off(
         first, second = memory.write(1, params), memory.write(2, step(params))
         await brought(route, client, first)
         with pytest.raises(EngineError, match="broke off"):
-            await Breaks(2000, pickled=False).deliver(client, second, lambda: client.pause("retract"))
+            await Breaks(memory, 2000, pickled=False).deliver(client, second, lambda: client.pause("retract"))
         assert await client.weight_version() == "1" and await checksums(served) == on_disk(first.folder)
         await brought(route, client, second)
 
@@ -157,19 +179,18 @@ async def test_an_agent_pulls_for_the_servers_of_its_host(
     params, local = models.split(models.load(checkpoints["text"]))[1], tmp_path / "local"
     folders = VersionFolders(tmp_path / "shared")
     async with serving(checkpoints["text"], token=TOKEN) as served, reached(served, TOKEN) as client:
-        route = OrbaxFolders(folders, local, {client.address: agent.address}, token=TOKEN, here=False)
+        route = OrbaxFolders(memory, folders, local, {client.address: agent.address}, token=TOKEN, here=False)
         for version in (1, 2, 5):
             params = step(params)
-            published = memory.write(version, params)
-            route.publish(published)
+            published = route.publish(version, params)
             await brought(route, client, published)
-            memory.keep(route.keep([published]))
+            route.keep([published])
             assert await checksums(served) == on_disk(published.folder)
         assert {"weight_v000002", "weight_v000005"} <= {there.name for there in local.glob("*/*")}
         with await asyncio.to_thread(urllib.request.urlopen, agent.address + "/health", timeout=30) as reply:
             assert reply.status == 200, "it needs no token"
         before = await checksums(served)
-        wrong = OrbaxFolders(folders, local, {client.address: agent.address}, token="wrong", here=False)
+        wrong = OrbaxFolders(memory, folders, local, {client.address: agent.address}, token="wrong", here=False)
         with pytest.raises(Refused, match=r"status 401.*FLUXJAX_TOKEN"):
             await wrong.deliver(client, published, never)
         with pytest.raises(Refused, match="weight_v000009: no such version"):
@@ -190,9 +211,8 @@ async def test_a_trainer_pulls_for_servers_of_its_own_host(
     params, local = step(models.split(models.load(checkpoints["text"]))[1]), tmp_path / "local"
     folders = VersionFolders(tmp_path / "shared")
     async with serving(checkpoints["text"]) as served, reached(served) as client:
-        route = OrbaxFolders(folders, local, {}, here=True)
-        published = memory.write(1, params)
-        route.publish(published)
+        route = OrbaxFolders(memory, folders, local, {}, here=True)
+        published = route.publish(1, params)
         await brought(route, client, published)
         with pytest.raises(EngineError, match="weight_v000009: no such version"):
             await route.deliver(client, dataclasses.replace(published, version=9), never)

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.config import TextConfig
-from models.decoder import DecoderLayer
+from models.decoder import DecoderLayer, Mix
 from sharding.mesh import Target, binary_axes, compiler_options, compiling_for, make_mesh
 from sharding.spread.buffers import Spread
 from sharding.spread.ulysses import spread_attention
-from sharding.walk import Fsdp, Tally
+from sharding.walk import Fsdp, Stack, Tally
 
 LAYERS, TOKENS = 2, 8192
 ROUNDS = ((8, 4096), (4, 4096), (2, 2048), (1, 4096))
@@ -47,9 +47,9 @@ def forward(model, batch, walk):
     rotary = batch["cos_BTH"], batch["sin_BTH"]
 
     def step(layer, x, _):
-        return layer(x, rotary, lambda q, k, v: (attend(q, k, v), None))
+        return layer(x, rotary, Mix(lambda q, k, v: (attend(q, k, v), None)))
 
-    return walk.scan(model.layers, batch["x_BTD"], step)[0]
+    return walk.scan(Stack.of(model.layers), batch["x_BTD"], step)[0]
 
 
 def loss(model, batch, walk):

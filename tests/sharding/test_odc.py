@@ -20,7 +20,7 @@ from sharding.odc.executor import Odc, Worker
 from sharding.odc.flat import ParameterRows
 from sharding.odc.stages import MarkingWalk, Program, StageError
 from sharding.odc.traffic import Window, fetches, held_at
-from sharding.walk import Tally, Walk
+from sharding.walk import Stack, Tally, Walk
 
 KINDS = (3, 7)  # rows of a microbatch: two compiled shapes
 
@@ -238,7 +238,7 @@ def test_what_comes_before_any_weight_has_no_backward_pass():
 
     def loss_of_numbers(model, batch, walk):
         x = jnp.asarray(batch["x"]) * 2.0
-        x, _ = walk.scan(model.layers, x, lambda layer, x, _: (layer(x), None))
+        x, _ = walk.scan(Stack.of(model.layers), x, lambda layer, x, _: (layer(x), None))
         return jnp.sum(x**2), Tally({"loss": jnp.sum(x**2)}, {})
 
     fsdp = strategy(2, model)
@@ -263,7 +263,7 @@ def test_a_stack_that_can_not_be_cut_is_refused(step, says):
 
     def traced(params, inputs):
         model = nnx.merge(fsdp.graphdef, params)
-        return MarkingWalk().scan(model.layers, model.table.weight[...][inputs["tokens"]], step)
+        return MarkingWalk().scan(Stack.of(model.layers), model.table.weight[...][inputs["tokens"]], step)
 
     with pytest.raises(StageError, match=says):
         Program(traced, params, batches()[3]["inputs"])

@@ -8,7 +8,7 @@ from flax import nnx
 
 from sharding.mesh import make_mesh
 from sharding.vocab import token_logprobs
-from sharding.walk import Fsdp, Tally
+from sharding.walk import Fsdp, Stack, Tally
 from sharding.weights import WeightSpec, weight
 
 B, T, D, F, V, L = 24, 5, 12, 18, 24, 3
@@ -40,7 +40,7 @@ class Table(nnx.Module):
 
 def forward(model, inputs, walk):
     table = walk.use(model.table).weight[...]
-    hidden, _ = walk.scan(model.layers, table[inputs["tokens"]], lambda layer, x, _: (layer(x), None))
+    hidden, _ = walk.scan(Stack.of(model.layers), table[inputs["tokens"]], lambda layer, x, _: (layer(x), None))
     return token_logprobs(hidden, table, inputs["targets"], chunk=7)
 
 

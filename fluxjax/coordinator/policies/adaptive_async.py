@@ -4,10 +4,11 @@ One number, the async ratio, decides how many prompts are submitted. Prompts are
 
     submitted <= (step + 1 + ratio * max_staleness) * prompts_per_step
 
-(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At 0 this is the
-synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the staleness
-of the trained data stays at its target. If staleness is far above the target, or more than `SYNC_INTERVAL` steps have
-passed without a barrier, a barrier lets all running responses end and be trained on before new prompts begin.
+(AReaL's bound on capacity, arXiv:2505.24298, section 5.1, with ratio * max_staleness for its eta). At ratio 0 this is
+the synchronous policy, instruction for instruction. After each step a PID controller moves the ratio so that the
+staleness of the trained data stays at its target. If staleness is far above the target, or more than `SYNC_INTERVAL`
+steps have passed without a barrier, a barrier lets all running responses end and be trained on before new prompts
+begin.
 
 No token that is more than `max_staleness` versions old is trained on. Training waits for a group that would become too
 old by missing the step; a prompt that still became too old is generated again.
@@ -16,7 +17,7 @@ If there are more groups than a step needs, `compose` chooses among them (Flux, 
 groups, seed and step. Candidates are ordered: as drawn or, with `stalest`, stalest first; with `curriculum` easy groups
 first, with that order among equals. Then candidates are taken from each stratum in proportion to its size (`stratify`:
 strata by staleness; `diversity`: by source and kinds of media). With `lengths`, each stratum gives candidates about as
-long as the first of all. Groups that would soon be too old are taken before all others, so no group starves.
+long as the very first candidate. Groups that would soon be too old are taken before all others, so no group starves.
 """
 
 import dataclasses
@@ -35,16 +36,16 @@ from ..messages import DrawPrompts, Evaluate, Instruction, PublishWeights, SaveC
 from .rounds import Base, generate
 
 # Flux's constants.
-GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # of the controller of the ratio
+GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # gains of the ratio's controller
 RATIOS = 0.1, 0.9  # bounds of the controller's ratio
 EMA = 0.9  # weight of the previous estimate of staleness in the next estimate
-TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more
-SYNC_INTERVAL = 10  # a barrier is forced after more steps without a barrier
+TOLERANCE = 0.05  # a barrier is forced if staleness exceeds the target by more than this
+SYNC_INTERVAL = 10  # a barrier is forced after more steps than this without a barrier
 KL_WEIGHT, VARIANCE_WEIGHT, GAP_WEIGHT = 0.4, 0.3, 0.3
 KL_NORMALIZER = 0.1  # nats that count as staleness 1
 VARIANCE_NORMALIZER = 2.0  # log1p of the variance of importance weights that counts as 1
 
-_CHOICE = 2  # candidates considered for each one that is taken, with `lengths`
+_CHOICE = 2  # candidates considered, with `lengths`, for each candidate that is taken
 
 
 @dataclasses.dataclass(eq=False)
@@ -250,8 +251,8 @@ def compose(
     """Chooses `count` of `groups`; returns them in draw order.
 
     A group of staleness `max_staleness - 1` or more could become too old in the next step, so it is taken first,
-    stalest groups before others. `prefer` names options of the module's docstring; without any, the other
-    groups are taken in draw order.
+    stalest groups before others. `prefer` names options of the module's docstring; without options, the other groups
+    are taken in draw order.
 
     `version` is the trainer's, `progress` is the run's, in [0, 1]. Raises `ValueError` for fewer than `count` groups,
     and for a group that is more than `max_staleness` versions old.

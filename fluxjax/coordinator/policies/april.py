@@ -2,7 +2,7 @@
 
 A round ends with the first complete groups. The tokens of the other groups stay in the books with their log-probs and
 versions; these groups continue in the next round under the new weights. So a response may have several versions; the
-algorithm's importance correction accounts for that. Prompts that are predicted to end first are submitted first. A
+algorithm's importance correction accounts for them. Prompts that are predicted to end first are submitted first. A
 round waits for prompts that would become older than `max_staleness` versions by missing it; groups that still become
 too old lose their tokens and are generated again.
 """

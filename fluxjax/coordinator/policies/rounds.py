@@ -1,5 +1,5 @@
-"""The common part of policies that train in rounds: scoring, failures, and the actions between two rounds. Then the
-simplest of these policies, `Synchronous`.
+"""The common part of policies that train in rounds: scoring, failures, and the actions between two rounds.
+`Synchronous` is the simplest of these policies.
 
 A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
@@ -176,7 +176,7 @@ class Rounds(Base, abc.ABC):
         if lent := coordinator.fleet.lent:  # no step was trained: the lent engines get the present weights
             return [messages.PublishWeights(coordinator.version, tuple(sorted(lent)))]
         last = coordinator.ending or coordinator.stop_reason
-        # running requests here were lost after a park, and began again
+        # a request that runs between rounds was lost after a park, and began again
         if last and (begun := coordinator.ledger.at(PromptStage.RUNNING)):
             return [entry.park(keep=True) for entry in begun]
         return self._due(coordinator) or self._begin(coordinator)

@@ -2,8 +2,8 @@
 
 A *short round* launches more prompts than a step needs, and more responses than a group needs. The first complete
 groups win; the other prompts are deferred. Once a step's worth of deferred prompts waits, they get a *long round*: it
-launches no excess prompts or responses and cuts none off. So no prompt is lost, and the newest weights have generated
-all trained tokens.
+launches no excess prompts or responses and cuts no response off. So no prompt is lost, and the newest weights have
+generated all trained tokens.
 
 With `max_staleness`, a long round also generates new prompts for its step, and the groups of its deferred prompts are
 *held*: they join this step and the next steps, a few in each, so that every step has its share of long prompts. Such a
@@ -26,14 +26,15 @@ from .rounds import Rounds, generate
 
 @dataclasses.dataclass(eq=False)
 class TailBatching(Rounds):
-    """Launches `prompts` prompts and `responses` responses for each needed one, in short rounds (the paper's eta)."""
+    """Launches `prompts` times the needed prompts, and `responses` times the needed responses, in short rounds (the
+    paper's eta)."""
 
     prompts: float | str = 2.0  # a text means a schedule of the coordinator's
     responses: float | str = 1.0
     max_staleness: int = 1  # 0: the groups of a long round are a step by themselves
     round: str = dataclasses.field(default="", init=False)  # "short" or "long" during a round
-    rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # so far
-    # draws of deferred prompts whose groups are for this step and later ones
+    rounds: dict[str, int] = dataclasses.field(default_factory=lambda: {"short": 0, "long": 0}, init=False)  # counts
+    # draws of deferred prompts whose groups are for this step and later steps
     held: set[int] = dataclasses.field(default_factory=set, init=False)
     # the draws of `held` that this step trains on
     _joining: set[int] = dataclasses.field(default_factory=set, init=False)
@@ -45,7 +46,7 @@ class TailBatching(Rounds):
         ledger, oldest = coordinator.ledger, coordinator.version - self.max_staleness
         held = [entry for entry in ledger.at(PromptStage.SCORED) if entry.prompt.draw in self.held]
         self.held = {entry.prompt.draw for entry in held}
-        if old := [entry for entry in held if entry.born < oldest]:  # a run resumed with another bound
+        if old := [entry for entry in held if entry.born < oldest]:  # the run was resumed with another bound
             return [entry.park() for entry in old]
         waiting, needed = ledger.at(PromptStage.DEFERRED), coordinator.settings.prompts_per_step
         long = len(waiting) >= needed or coordinator.exhausted
@@ -53,32 +54,31 @@ class TailBatching(Rounds):
         self.rounds[self.round] += 1
         if long and self.max_staleness and not coordinator.exhausted:
             self.held |= {entry.prompt.draw for entry in waiting[:needed]}
-            self._joining = self._share(coordinator, [*held, *waiting[:needed]])
-            return self._launch(coordinator, waiting[:needed])
+            held += waiting[:needed]
         self._joining = self._share(coordinator, held)
-        wanted = self._wanted(coordinator)
-        if long and waiting[:wanted]:
-            return self._launch(coordinator, waiting[:wanted])
-        return self._round(coordinator) if long or not wanted else [DrawPrompts(wanted)]
+        return self._round(coordinator)
 
     def _round(self, coordinator: Coordinator) -> Sequence[Instruction]:
+        """Draws all prompts before it launches any: how far responses have got when a draw ends is a matter of
+        timing."""
         ledger, needed = coordinator.ledger, self._needed(coordinator)
-        if fresh := ledger.at(PromptStage.WAITING):
-            return self._launch(coordinator, fresh)
         scored = self._count(coordinator, PromptStage.SCORED, PromptStage.TRAINING)
         complete = scored + self._count(coordinator, PromptStage.COMPLETE)
         running = self._count(coordinator, PromptStage.RUNNING, PromptStage.STOPPING)
-        if (scored if self.dynamic_sampling else complete) >= needed:
-            return self._close(coordinator, needed)
-        if moving := self._moving(coordinator):
+        won = (scored if self.dynamic_sampling else complete) >= needed
+        if not won and (moving := self._moving(coordinator)):
             return generate(coordinator, moving, 0, 0, keep=lambda entry: True)
-        if (missing := self._wanted(coordinator) - running - complete) > 0:
-            deferred = ledger.at(PromptStage.DEFERRED)
-            if (self.round == "long" or coordinator.exhausted) and deferred:
-                return self._launch(coordinator, deferred[:missing])
-            if not coordinator.exhausted:
-                return [DrawPrompts(missing)]
-        if running or complete > scored or self._held_unscored(coordinator):
+        deferred, fresh = ledger.at(PromptStage.DEFERRED), ledger.at(PromptStage.WAITING)
+        held = [entry for entry in deferred if entry.prompt.draw in self.held]
+        again = [entry for entry in deferred if entry.prompt.draw not in self.held]
+        if self.round == "short" and not coordinator.exhausted:
+            again = []
+        missing = 0 if won else max(self._wanted(coordinator) - running - complete - len(fresh), 0)
+        if missing > len(again) and not coordinator.exhausted:
+            return [DrawPrompts(missing - len(again))]
+        if beginning := [*held, *again[:missing], *fresh]:
+            return self._launch(coordinator, beginning)
+        if not won and (running or complete > scored or self._held_unscored(coordinator)):
             return []
         return self._close(coordinator, needed)
 
@@ -128,7 +128,7 @@ class TailBatching(Rounds):
         return coordinator.ledger.count(*stages) - held
 
     def _held_unscored(self, coordinator: Coordinator) -> int:
-        """Returns the number of held prompts without a scored group: the round waits until they have one."""
+        """Returns the number of held prompts without a scored group: the round waits until all are scored."""
         entries = coordinator.ledger.entries
         return sum(draw in entries and entries[draw].stage is not PromptStage.SCORED for draw in self.held)
 

@@ -39,7 +39,7 @@ def answer_calls(path: str) -> None:
         response: dict[str, str] = json.load(file)
     os.chdir("/tmp")
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    module = sys.modules["solution"] = types.ModuleType("solution")  # code that pickles itself needs to be found
+    module = sys.modules["solution"] = types.ModuleType("solution")  # pickle looks the code up by this name
     plain.write(answers, _outcome(lambda: _load(module, **response)))
     _answer(requests, answers, Objects(module))
     os._exit(0)  # threads of the code would hold up the end

@@ -22,7 +22,7 @@ _QUIET = ("StopIteration", "StopAsyncIteration")  # they would silently end a te
 
 
 class Gone(Exception):
-    """The code's process has ended or broken the protocol. After that no test passes."""
+    """The code's process has ended or broken the protocol; from then on no test passes."""
 
 
 class Raised(Exception):
@@ -35,7 +35,7 @@ class Conversation:
     def __init__(self) -> None:
         self._answers, self._requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         self.broken = ""
-        self._contents: dict[Any, Any] = {}  # of objects, since the code was last called
+        self._contents: dict[Any, Any] = {}  # contents of objects since the last call of the code
 
     def hear(self) -> Any:
         """Returns the next value from the code's process. Raises the code's exception, or `Gone`."""
@@ -70,8 +70,8 @@ class Conversation:
         return self.hear()
 
     def contents(self, number: int, path: tuple[str, ...]) -> tuple[Any, Any]:
-        """Returns the items of an object and its length, None for either that it lacks. They are copied once, so that
-        `len` and a loop agree."""
+        """Returns the items of an object and its length; None for missing items or a missing length. Items are copied
+        once, so that `len` and a loop agree."""
         if (number, path) not in self._contents:
             items, length = self.ask(number, path, "contents")
             self._contents[number, path] = (None, length) if items is None else (items := list(items), len(items))

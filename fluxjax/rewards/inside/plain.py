@@ -21,7 +21,7 @@ _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "deque": collections.deque,
     "iterator": iter,
 }
-_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  # by name: to JSON, and from it
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {  # functions to and from JSON
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),

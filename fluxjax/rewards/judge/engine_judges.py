@@ -23,7 +23,7 @@ class EngineModel:
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure if the engine aborts the question, `EngineError` if it refuses it."""
+        """Asks the engine. Raises RewardFailure if the engine aborts its answer, `EngineError` if it gives none."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens,
@@ -48,7 +48,7 @@ class EngineModel:
 
 class StreamedJudgeModel:
     """Asks a judge whose layers travel from host memory (`rollout.streamed_judge`), because it shares a device with the
-    run's engines. It answers greedily, so give its reward `retries=0`: a repeated question has the same answer."""
+    run's engines. The judge answers greedily, so give its reward `retries=0`: repeated questions have equal answers."""
 
     def __init__(self, judge: StreamedJudge, processor: Processor) -> None:
         self._judge, self._processor = judge, processor

@@ -31,12 +31,12 @@ from .questions import Answer, Question
 if TYPE_CHECKING:
     import aiohttp
 
-_MOST_BYTES = 1 << 20  # of a reply
+_MOST_BYTES = 1 << 20  # bytes of a reply
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
 _LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions, at most
-_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed, as after all from 500 on
-_MOST_IMAGE_BYTES = 20 << 20  # of a file; OpenAI takes no larger files
+_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed; all from 500 on are, too
+_MOST_IMAGE_BYTES = 20 << 20  # bytes of a file; OpenAI takes no larger files
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
@@ -172,7 +172,7 @@ class JudgeServer:
     counts: MutableMapping[str, float]
 
     def __post_init__(self) -> None:
-        self._name = urlsplit(self.url)._replace(query="").geturl()  # in messages: a query may have a key
+        self._name = urlsplit(self.url)._replace(query="").geturl()  # for messages: a query may hold a key
         self._not_before = 0.0  # the end of a Retry-After, by time.monotonic
 
     async def ask(self, question: Question) -> Answer:
@@ -205,7 +205,7 @@ class JudgeServer:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _held_back(self, deadline: float) -> None:
-        """Waits until the server's Retry-After is over. Raises RewardFailure if the deadline is before."""
+        """Waits until the server's Retry-After is over. Raises RewardFailure if the deadline comes first."""
         while (wait := self._not_before - time.monotonic()) > 0:
             if self._not_before >= deadline:
                 raise self._final("it wants no questions (Retry-After) for too long")

@@ -169,7 +169,7 @@ _MOST_BRACES = 100  # beginnings of JSON objects that are tried, from the end
 _NUMBER = r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LINE = "VERDICT {nonce}: NUMBER"
 _OBJECT = '{"nonce": "{nonce}", "verdict": NUMBER}'
-_PATTERN_SECONDS = 1.0  # a user's pattern may take so long
+_PATTERN_SECONDS = 1.0  # the most seconds of a user's pattern
 
 
 class VerdictReader:
@@ -179,7 +179,7 @@ class VerdictReader:
     def __init__(self, as_json: bool = False, pattern: str = "") -> None:
         """Raises ConfigError for a pattern that can't be used."""
         self._json, self._pattern = as_json, pattern
-        self.form = _OBJECT if as_json else _LINE  # of a verdict, with the field `{nonce}`
+        self.form = _OBJECT if as_json else _LINE  # the form of a verdict, with the field `{nonce}`
         self._pool: WorkerPool | None = None
         if pattern:
             if as_json:

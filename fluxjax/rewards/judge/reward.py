@@ -44,16 +44,16 @@ class Judge(BuiltIn):
     plain_http: bool = False  # the token may be sent over http to another machine
     extra: str = ""  # JSON object: further fields of a request; null leaves a field out (chat)
     rubric: str = "correct"  # correct, quality, or a file
-    scale: str = ""  # of the verdict, such as '1 to 10'; empty: the rubric's scale
+    scale: str = ""  # scale of the verdict, such as '1 to 10'; empty: the rubric's scale
     json: bool = False  # the verdict is a JSON object, not a line
     pattern: str = ""  # a regular expression whose first group is the verdict, if the rubric asks for another form
     temperature: float = not_negative(0.0)
-    max_tokens: int = positive(1024)  # of an answer, thoughts included
+    max_tokens: int = positive(1024)  # tokens of an answer, thoughts included
     votes: int = positive(1)  # verdicts on a response, requested at once
     retries: int = not_negative(2)  # times that a question is repeated for lack of a verdict
     correct_from: float = within(1.0, "[0, 1]")  # the value from which a response is correct
-    request_seconds: float = positive(30.0)  # of one request
-    most_characters: int = positive(32_000)  # of a response; only the end of a longer response is shown
+    request_seconds: float = positive(30.0)  # seconds of one request
+    most_characters: int = positive(32_000)  # of a longer response, only the end is shown
     images: bool = False  # the prompt's images are shown, too (chat)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ A job sees the interpreter and /usr, read-only, its files in /box, and a small /
 other file of the host. As root, bubblewrap makes the namespaces itself and the job gets its own user id, so that one
 job's processes do not count for another job; without root, there is a user namespace. All capabilities are dropped: as
 root, a job with capabilities could remount /usr and write to it. `seccomp.py` refuses system calls that lead to new
-capabilities. (Without root, a job can harm the first process of its own sandbox, which has no more rights than it.)
+capabilities. (Without root, a job can harm the first process of its own sandbox: it has no more rights than the job.)
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def _view(python: pathlib.Path, root: bool) -> list[str]:
     """Returns the options for a job's namespaces, and for its read-only view of the host's programs and interpreter."""
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if root:  # needed to become another user, which then drops these, too
+    if root:  # to become another user; `setpriv` then drops these capabilities
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
     else:
         options += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -117,7 +117,7 @@ def _view(python: pathlib.Path, root: bool) -> list[str]:
             options += ["--ro-bind", str(folder), str(folder)]
     prefix = python.parent.parent
     if not prefix.is_relative_to("/usr"):
-        for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them with other modes
+        for parent in reversed(prefix.parents[:-1]):  # bubblewrap would give these folders other modes
             options += ["--perms", "0755", "--dir", str(parent)]
         options += ["--ro-bind", str(prefix), str(prefix)]
     return [*options, "--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", _BOX]

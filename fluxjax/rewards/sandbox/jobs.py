@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 _LOOK = 0.1  # seconds between two looks at a job's memory
 _LINGER = 5.0  # seconds for pipes to close once the processes that held them are killed
-_PARTNER = 0.5  # seconds in which the answering process may end by itself once the asking one has ended
+_PARTNER = 0.5  # seconds in which the answering process may end by itself once the asking process has ended
 _CHUNK = 1 << 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -42,13 +42,13 @@ class SandboxError(RuntimeError):
 class SandboxLimits:
     """The bounds of one job. A job that exceeds a bound is ended, and its outcome says so."""
 
-    seconds: float = 10.0  # of wall time
+    seconds: float = 10.0  # seconds of wall time
     cpu: float = 10.0  # seconds of CPU time of each of its processes, rounded up
     memory: int = 512 * MIB  # bytes: address space of each process, resident memory of all processes together
     processes: int = 16  # threads count, too
     disk: int = 16 * MIB  # bytes in /tmp, and in /dev/shm
-    files: int = 4096  # in /tmp
-    open_files: int = 64  # of each process
+    files: int = 4096  # files in /tmp
+    open_files: int = 64  # open files of each process
     output: int = MIB  # bytes of standard output, and of standard error
 
 
@@ -226,7 +226,7 @@ async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outco
     """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
-        with contextlib.ExitStack() as ends:  # closed here, so that each process sees the other's end
+        with contextlib.ExitStack() as ends:  # closed here: else no process would see an end of file
             for end in (hear, answer, listen, ask):
                 ends.callback(os.close, end)
             partner = await Process.start(answering, listen, answer)
@@ -316,7 +316,8 @@ class ProcessSandbox(abc.ABC):
 class BareSubprocess(ProcessSandbox):
     """Runs jobs with the rights of this process: they read and write its files, use its network and may outlive it.
 
-    Time, output and resident memory are bounded; with prlimit also address space, CPU time, file size; never processes.
+    Time, output and resident memory are bounded; with prlimit also address space, CPU time and file size; the number of
+    processes never is.
     """
 
     def __init__(self, python: str | None = None, slots: int = 8) -> None:
@@ -333,7 +334,7 @@ class BareSubprocess(ProcessSandbox):
                 path = pathlib.Path(folder) / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            # Without --nproc, which would bound all processes of this user.
+            # --nproc is left out: it would bound all processes of this user.
             limits = [limit for limit in resource_limits(job.limits) if not limit.startswith("--nproc")]
             prefix = [] if (prlimit := shutil.which("prlimit")) is None else [prlimit, *limits, "--"]
             yield Command((*prefix, *job.command), job.limits, cwd=folder, path=os.environ.get("PATH", os.defpath))

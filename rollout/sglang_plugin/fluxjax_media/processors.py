@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 FORMAT = "data:application/x-fluxjax+json,"
@@ -24,9 +26,13 @@ DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 class GivenPatches(QwenVLImageProcessor):
-    """SGLang's processor for Qwen2.5-VL, which also takes patches."""
+    """SGLang's processor for Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also takes patches."""
 
-    models: ClassVar = [Qwen2_5_VLForConditionalGeneration]
+    models: ClassVar = [
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+    ]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("SGLANG_VLM_CACHE_SIZE_MB") != "0":
@@ -59,7 +65,7 @@ class GivenPatches(QwenVLImageProcessor):
             "format": "processor_output",
             f"pixel_values{kind}": self._kept[key]["patches"],
             "offsets": self._kept[key]["offsets"].long(),  # first and last token of each frame pair
-            # The positions of the prompt and of tokens begun earlier; image and video entries have the same.
+            # Positions of the prompt and of its response so far; they are equal in image and video entries.
             "mrope_positions": _tensor(entry["positions"]).long(),
             "mrope_position_delta": torch.tensor([[entry["position_delta"]]]),
         }
@@ -73,8 +79,8 @@ class GivenPatches(QwenVLImageProcessor):
         return {**given, "video_grid_thw": frames, "second_per_grid_ts": times}
 
     def _postprocess_mm_items_before_transport(self, mm_items: list[Any], *, images: Any) -> list[Any]:
-        """Gives media with equal pixels but other shapes different hashes. SGLang hashes pixels alone: it would confuse
-        the features of such media, and it dies if an image equals a frame of a video."""
+        """Gives different hashes to media with equal pixels but different shapes. SGLang hashes pixels alone: it would
+        confuse the features of such media, and it dies if an image equals a frame of a video."""
         mm_items = super()._postprocess_mm_items_before_transport(mm_items, images=images)
         for item in mm_items:
             if item.format is MultimodalInputFormat.PROCESSOR_OUTPUT:

@@ -1,6 +1,7 @@
 """Stands in for SGLang's CPU kernels on a processor without AMX, where its models compute with PyTorch's operators.
 
-SGLang imports these names when it starts. The two that move cache entries are here; any other raises when called.
+SGLang imports these names when it starts. The two that move cache entries are here, and in `mamba` those of Qwen3.5;
+any other raises when called.
 """
 
 import ctypes
@@ -8,21 +9,13 @@ from typing import Any
 
 import torch
 
+from . import mamba
+
 __version__ = "0.0.0+fluxjax"
 
-# Operators that modules of SGLang look up while they are imported. `convert_weight_packed` must not be among them: it
-# is how SGLang recognises real AMX kernels.
-_LOOKED_UP = (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_gdn_gating_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
-)
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")
-for _name in _LOOKED_UP:
-    _library.define(f"{_name}(Tensor x) -> Tensor")
+# `convert_weight_packed` must not be among them: it is how SGLang recognises real AMX kernels.
+for _operator in mamba.LOOKED_UP:
+    setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)
 
 
 def copy_all_layer_kv_cache_cpu(addresses: Any, strides: Any, to: Any, source: Any) -> None:

@@ -1,0 +1,56 @@
+"""Gated DeltaNet, the layer of Qwen3.5 that mixes tokens by a state (Gated DeltaNet, arXiv:2412.06464).
+
+The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttention` attend: training goes through
+packed rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from sharding.kernels.delta import DeltaHeads, DeltaInputs
+from sharding.weights import WeightSpec, weight
+
+from .layers import Normal, RMSNorm, add_bias, ones, project
+
+Aux = TypeVar("Aux")  # second result of the recurrence: the state behind the tokens, or None
+Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, decays and output gate. `qkv` has the channels of `DeltaHeads` as its outputs."""
+
+    def __init__(
+        self, width: int, heads: DeltaHeads, *, eps: float, std: float, rngs: nnx.Rngs, stack: int | None = None
+    ) -> None:
+        D, V, J, X = width, heads.value_heads, heads.value_size, heads.channels
+        init = Normal(std)
+        self.qkv = weight(rngs, WeightSpec((D, X), ("D", "X"), init, inputs=1), stack)
+        self.z = weight(rngs, WeightSpec((D, V, J), ("D", "N", "H"), init, inputs=1), stack)
+        self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
+        self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
+        self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
+        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Normal(1.0)), stack)  # A_log on disk
+        self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), ones), stack)  # dt_bias on disk
+        self.norm = RMSNorm(J, eps, rngs, stack, axis="H")
+        self.out = weight(rngs, WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
+
+    def __call__(self, x: Float[Array, "B T D"], recur: Recur[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
+        """`recur(inputs) -> (out_BTVJ float32, aux)`; the layer returns its `aux`. Decays, beta and the gate are
+        float32."""
+        b, a, z = (project(x, matrix).astype(jnp.float32) for matrix in (self.b, self.a, self.z))
+        rate = jnp.exp(self.decay_log[...].astype(jnp.float32))
+        a = jax.nn.softplus(add_bias(a, self.decay_bias[...].astype(jnp.float32)))
+        inputs = DeltaInputs(
+            channels_BTX=project(x, self.qkv),
+            log_decay_BTV=-jnp.broadcast_to(rate, a.shape) * a,
+            beta_BTV=jax.nn.sigmoid(b),
+            conv_XS=self.conv[...],
+        )
+        out, aux = recur(inputs)
+        gated = self.norm(out) * jax.nn.silu(z)
+        return project(gated.astype(x.dtype), self.out), aux
