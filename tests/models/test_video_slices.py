@@ -12,6 +12,7 @@ from media_files import ALL, LAYOUT, PIXELS, moving_frames, write_video
 from PIL import Image
 from wild_media import VIDEOS, frames, remux, x264
 
+from fluxjax.data.decoders import DecodeJob
 from fluxjax.data.tickets import MediaRef, Ticket
 from models.processing import MediaError
 from models.processing.containers import EntryPoints
@@ -175,6 +176,10 @@ def test_tickets_carry_how_a_medium_can_be_read():
     medium = Medium("video", (4, 8, 8), 0.5, seekable=True)
     ticket = Ticket(MediaRef("video", "a.mp4", "1-2"), "0123", medium)
     assert Ticket.parse(str(ticket)).medium.seekable
+    timed = dataclasses.replace(medium, times=(0.2, 1.0, 1.8, 12.5))
+    assert Ticket.parse(str(dataclasses.replace(ticket, medium=timed))).medium == timed != medium
+    job = DecodeJob("a.mp4", "video", "a.mp4", timed, 1, 2)
+    assert DecodeJob.of_message(job.to_message()) == job
     assert medium == Medium("video", (4, 8, 8), 0.5), "it is the same medium"
 
 
