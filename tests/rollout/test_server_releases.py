@@ -16,7 +16,6 @@ from rollout_cases import collect
 import models
 from rollout import sglang
 from rollout.engine import EngineError
-from rollout.fleet import FleetEngine
 from rollout.fleet_server import FleetOptions
 from rollout.local_server import LocalServer, ServerCommand
 from rollout.sglang import FIRST_RELEASES, UnfitRelease
@@ -100,10 +99,9 @@ async def test_a_fleet_says_why(starts: bool, tmp_path: pathlib.Path, monkeypatc
     monkeypatch.setitem(sglang.FIRST_RELEASES, "qwen2", (FIRST, "forgets a bias"))
     options = FleetOptions(start_seconds=600.0 if starts else 1.0, look_every=0.1)
     async with stating("0.5.19") as address:
-        processes = [Started(address, tmp_path / "log")] if starts else []
-        addresses = [] if starts else [address]
-        with contextlib.closing(fleet_of(options=options, processes=processes, addresses=addresses)) as fleet:
-            seat = FleetEngine(fleet, 0)
+        member = Started(address, tmp_path / "log") if starts else address
+        with contextlib.closing(fleet_of(member, options=options)) as fleet:
+            seat = fleet.seats[0]
             with pytest.raises(EngineError, match=r"0\.5\.19; SGLang before 0\.5\.20 forgets a bias"):
                 await seat.update_weights(1, models.split(model("text"))[1])
                 await collect(seat.generate(asked()), 1)
