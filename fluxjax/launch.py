@@ -4,9 +4,9 @@
 
 Arguments behind `--` go to `python -m fluxjax.train`. Process 0 writes here; the others to RUN.process-1.log and so
 on, beside the run's folder. When one is killed, fails or freezes, all end, and the run goes on from its newest
-checkpoint: as often as there is a newer one each time, and --restarts times in a row without. An error that only you
-can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`, and
-let the scheduler start it again (deploy/): it goes on by itself.
+checkpoint: as often as each attempt writes a newer one, and --restarts times in a row if none does. An error that only
+you can mend (a setting, a file) ends the run. On clusters, start `fluxjax.train` itself, with `--config.distributed.*`,
+and let the scheduler start it again (deploy/): it goes on by itself.
 """
 
 from __future__ import annotations

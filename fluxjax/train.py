@@ -27,6 +27,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Until the run handles signals: a KeyboardInterrupt in JAX's imports would be a traceback, or lost in a callback.
+    # Ctrl-C kills until the run handles signals: a KeyboardInterrupt in JAX's imports may be lost in a callback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -105,7 +105,7 @@ class PatchLayout:
 
     @property
     def timed(self) -> bool:
-        """Says whether each frame pair of a video has its own place in the text, behind its time in seconds. So do
+        """Says whether each frame pair of a video has its own place in the text, behind its time in seconds, as in
         models whose tower has no windows (Qwen3-VL); in others, a video is one run of features."""
         return self.window_size == 0
 

@@ -91,8 +91,8 @@ class DecoderLayer(nnx.Module):
 class DeepFeatures:
     """Features that are added to the hidden states behind the first layers, at the tokens of media (DeepStack).
 
-    Row `index_BT` of `features_MX` belongs to a token, none where that is negative. A row has the features of the first
-    layer, then those of the second, and so on.
+    Row `index_BT` of `features_MX` belongs to a token; a token with a negative index has no row. A row has the features
+    of the first layer, then those of the second, and so on.
     """
 
     features_MX: Float[Array, "M X"]

@@ -219,7 +219,7 @@ class DeviceState:
             lost[rid] = error
 
     def _features(self, work: FeatureWork, lost: dict[str, Exception]) -> jax.Array:
-        """Computes the planned groups one after another; returns the features of the prompt."""
+        """Computes the planned groups of frame pairs one after another; returns the features of the prompt."""
         kept = work.kept
         for number in work.groups:
             group, patches = kept.groups[number], kept.patches(number)

@@ -30,9 +30,9 @@ class FleetOptions:
     patience: float = 10.0  # seconds without an answer after which a server is taken for hung
     start_seconds: float = 600.0  # seconds that a server may take to start, or to come back
     look_every: float = 1.0  # seconds between two looks at a server
-    attempts: int = 4  # lost attempts at which a request fails
+    attempts: int = 4  # lost attempts after which a request fails
     token: str = ""  # the token that servers beyond this host ask for
-    together: bool = False  # requests made while a seat is paused run when servers have all of them
+    together: bool = False  # a seat that resumes generates only when servers have all of its requests
     interval: int = 16  # least tokens between two events; a lost server loses tokens since the last event
 
 
@@ -338,9 +338,9 @@ class Server:
             self.cleared = doubts
 
     def _check_silence(self, excused: bool) -> None:
-        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples,
-        since first tokens may take long, otherwise for 3 `patience`, since it reads requests before it counts them, and
-        may have hundreds to read. Time does not count while samples wait there."""
+        """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples
+        (first tokens may take long), else for 3 `patience` (it may read hundreds of requests before it counts them).
+        Time does not count while samples wait there."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))

@@ -120,8 +120,8 @@ class JaxEngine:
         return TokenStream(mailbox, functools.partial(self._abandon, job))
 
     def _size_cache(self) -> None:
-        """Sets the size of the cache, once: requests and pages then keep their meaning. The longest sequence always
-        fits, however little memory is free."""
+        """Sets the size of the cache, before the first request on these devices. The longest sequence always fits,
+        however little memory is free."""
         full = dataclasses.replace(self._limits, kv_tokens=0).pages * PAGE_TOKENS
         room = self._device.room(self._kv_fraction, UNKNOWN_MEMORY) // PAGE_TOKENS * PAGE_TOKENS
         tokens = max(min(full, room), pages_for(self._limits.max_sequence_tokens) * PAGE_TOKENS)

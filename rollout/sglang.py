@@ -154,8 +154,8 @@ class ServerClient:
         return size
 
     async def check_release(self, model_type: str) -> None:
-        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly, or that states no
-        release where some do."""
+        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly. If any release does, an
+        SGLang that states no release is refused, too."""
         if model_type not in FIRST_RELEASES:
             return
         first, fault = FIRST_RELEASES[model_type]
@@ -187,7 +187,7 @@ class ServerClient:
             raise ServerError(f"{self.address}/v1/loads: says no loads: {str(answer)[:200]}") from None
 
     async def ask(self, route: str, body: Json | None = None) -> Any:
-        """The answer of a route, which may be one that only some servers have: they refuse it. `body`: as JSON."""
+        """The answer of a route; a server without this route refuses the request. `body` is sent as JSON."""
         return await self._order(route, body, seconds=UPDATE)
 
     # --- generation -----------------------------------------------------------------------------

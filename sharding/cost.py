@@ -80,8 +80,8 @@ class ModelSizes:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFit:
-    """Seconds of one forward attention launch: `per_square * sum L^2 + per_token * sum L` for each channel (a query
-    head's components; heads times head size), plus `per_launch`."""
+    """Seconds of one forward attention launch: `channels * (per_square * sum L^2 + per_token * sum L) + per_launch`.
+    Channels are query heads times head size."""
 
     per_square: float
     per_token: float
@@ -227,8 +227,8 @@ class CostModel:
         return total
 
     def _attention_ends(self, plan: ShardPlan, squares: np.ndarray, factor: float, mirrored: bool) -> np.ndarray:
-        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs.
-        Communication overlaps computation (FlexRL, 3.4).
+        """Returns `[devices]`: seconds from the start of a layer's attention until a device has sent all outputs, times
+        the number of layers. Communication overlaps computation (FlexRL, 3.4).
 
         A device computes its unsharded sequences first; meanwhile the all-to-all of its first group is under way. The
         start of a group's attention issues the all-to-all of the device's next group; its end issues the all-to-all of

@@ -16,8 +16,7 @@ from .grpo import GRPO, centred
 
 class RLOO(GRPO):
     def advantages(self, groups: Sequence[Group], cfg: AlgorithmConfig) -> list[Group]:
-        """Returns the advantages of the head of this file; a response that is alone in its group has the advantage
-        0."""
+        """Returns advantages by the formula above; a response that is alone in its group has the advantage 0."""
         return [
             group.with_advantages(centred(group) * len(group.samples) / max(len(group.samples) - 1, 1))
             for group in groups

@@ -23,7 +23,7 @@ class HostStage:
 @dataclasses.dataclass(frozen=True)
 class HostStatus:
     """The state of a process after a step. `memory_bytes` are resident; `device_memory_bytes` is the peak in use of its
-    fullest device, 0 if the device does not report it. `step` counts optimizer steps since the processes were
+    fullest device, 0 if the device does not report it. `step` counts training steps since the processes were
     started. `wait_seconds` are the seconds before and within the step in which the process waited for orders or for the
     other processes' agreement. `idle` are the seconds of `train` in which its devices waited for other devices, or None
     (only `odc` measures them)."""

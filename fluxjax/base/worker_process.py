@@ -26,7 +26,7 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds past a job's bound; then the system ends the job, because the run, which should have, has ended
+GRACE = 10.0  # seconds past a job's bound after which the system ends the job, if the run has not
 FIRST_VICTIM = "500"  # 1000 at most: when memory runs out, the system kills this process before the run
 
 

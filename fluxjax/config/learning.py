@@ -69,7 +69,7 @@ class TailBatchingConfig(Chosen):
 
     prompts: float | str = scheduled(2.0, "[1, 8]")  # prompts launched in short rounds, for each that a step needs
     responses: float | str = scheduled(1.0, "[1, 8]")  # responses launched in short rounds, for each that a group needs
-    # Versions that a long round's groups may be behind: they are spread over as many steps. 0: they make one step.
+    # Versions that a long round's groups may be behind: they are spread over max_staleness + 1 steps.
     max_staleness: int = not_negative(1)
 
     @property
@@ -136,7 +136,7 @@ class ImportanceConfig:
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # way to keep ratios from growing: truncate or mask
-    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's: it scores all tokens first
+    level: ImportanceLevel = ImportanceLevel.TOKEN  # a token's ratio, or its response's (scores all tokens first)
     # The smallest and the largest ratio that count: truncate cuts larger ratios, mask leaves out tokens outside.
     bounds: tuple[float, float] = pair((0.5, 2.0), "[0, 1)", "(1, inf)", "a ratio of 1 counts")
     decay: float = within(1.0, "(0, 1]")  # factor of a token's weight for each version that the token is behind; 1: off

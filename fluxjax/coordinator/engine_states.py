@@ -95,7 +95,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.growth = 0.0  # tokens a second of one response, including its wait for a slot; 0: unknown
-        self.training = 0.0  # tokens a second for which all trainer devices compute gradients; 0: unknown
+        self.training = 0.0  # tokens a second that all trainer devices together train on; 0: unknown
         self._responses, self._steps = _Rate(_KEPT_RESPONSE), _Rate(_KEPT_STEP)
         self._open: dict[str, tuple[float, int]] = {}  # running responses: start time, and tokens at the start
         self._began: tuple[float, int] | None = None  # the training under way: start time, and tokens

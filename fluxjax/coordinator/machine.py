@@ -68,7 +68,7 @@ class Coordinator:
         self.parallelism = parallelism
         self.lengths = LengthPredictor(limit=settings.max_new_tokens)
         self.pace = Pace()
-        self.step = 0  # optimizer steps done
+        self.step = 0  # training steps done
         self.version = -1  # the version of the trainer's weights; -1 before the start
         self.metrics: Mapping[str, float] = {}  # the last step's metrics
         # The instructions that no event has answered yet, at most one of each type of `ANSWERED`.

@@ -71,7 +71,7 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The optimizer step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the step's,
+    """The training step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the step's,
     for policies that steer by them."""
 
     version: int

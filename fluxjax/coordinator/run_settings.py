@@ -15,7 +15,7 @@ _NAMED = 3  # the number of a source's most frequent rewards that a complaint na
 class Settings:
     """The coordinator's settings. Raises `ValueError` for counts that allow no run."""
 
-    steps: int  # optimizer steps of the run
+    steps: int  # training steps of the run
     prompts_per_step: int
     group_size: int  # responses a prompt
     engines: int = 1  # engines at the start

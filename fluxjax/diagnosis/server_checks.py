@@ -179,7 +179,7 @@ class ServerComparison:
         return found
 
     def _judged(self, name: str, rest: str, probe: Probe, answers: Sequence[Reply], tolerance: float) -> Finding:
-        """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
+        """Compares log-probs, and finds the suspect that explains a difference; if there is none, `rest` is named."""
         gap = self._gap(probe.inputs, answers)
         if gap <= tolerance:
             return ok(name, f"log-probs differ by {gap:.1e} on average")

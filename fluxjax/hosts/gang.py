@@ -101,8 +101,8 @@ class StepWatch:
 
 
 class Gang(Team):
-    """Several processes that train together. Orders are given from one thread at a time, and process 0 itself does what
-    it orders, too."""
+    """Several processes that train together. Process 0 itself does what it orders, too. It gives orders from one thread
+    at a time, but for announced prompts."""
 
     def __init__(self, links: Links, progress_timeout: float = DistributedConfig().progress_timeout) -> None:
         """`progress_timeout`: see `DistributedConfig`. Process 0 is timed from sending rows until all processes agree,

@@ -72,7 +72,7 @@ class Follower:
         self._parts.close()
 
     def obey(self, order: Order) -> None:
-        """Carries out one order of process 0. Raises the errors of the parts that do."""
+        """Has the parts of this process carry out one order of process 0; raises their errors."""
         match order:
             case Begin():
                 self._begin(order.phase)

@@ -91,11 +91,11 @@ class PlaceSeat:
 class Places:
     """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
-    A place may take `lease_seconds` for a medium, and longer for one behind others. One that has not answered by then
-    is lost if nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its
-    name. It is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at
-    once if a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a
-    lease. `lock` guards the places by name, `seats`.
+    A place may take `lease_seconds` for a medium, and longer if others are before it. A place that is late is lost if
+    nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. It
+    is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at once if
+    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a lease.
+    `lock` guards the places by name, `seats`.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 A time is bytes read and FLOPs, divided by a data sheet's rates; overheads and utilisations are constants below, some
 fitted to Flexes' figures for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
-GPUs, for three tasks; the time-out of its sandbox (30 s, hit by 5 % of the responses, figure 7a) turns the 13 % that
-rewards of code take into seconds: a step takes about 235. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs,
-math, with rewards hidden by rollouts. `tests/simulation/test_calibration.py` compares the model with all these figures.
+GPUs, for three tasks. Rewards of code are 13 % of it; they end with the sandbox's time-out of 30 s, which 5 % of the
+responses hit (figure 7a). So a step takes about 235 s. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs, math,
+with rewards hidden by rollouts. `tests/simulation/test_calibration.py` compares the model with all these figures.
 
 Attention's own FLOPs are left out: at the mean length of a response they are 3 % of the weights' FLOPs.
 """
@@ -38,7 +38,7 @@ BACKWARD, REFERENCE, OLD_LOGPROBS = 2.0, 1.0, 1.0  # FLOPs of other passes of a 
 STEP = 4.6e-3  # seconds of a decode step beside its bytes
 TRAIN_UTILISATION = 0.34  # used share of the GPUs' FLOP/s, with tensor parallelism only (7B: Table 3)
 SPLIT = 0.29  # factor on this share with pipeline or context parallelism (14B: Table 1; 32B is assumed to be alike)
-MATH = 10.7e-3  # seconds of a rule, one after the other (Table 1: 5 %)
+MATH = 10.7e-3  # seconds in which a rule scores a response, one at a time (Table 1: 5 %)
 JUDGE = 0.09  # seconds of a judge's GPU for a verdict, beside reading the response (Table 1: 7 %)
 
 QWEN2_5_7B = ModelSizes("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064)
@@ -54,8 +54,8 @@ def parameters(model: ModelSizes) -> float:
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The seconds of one model's stages on one cluster. `utilisation` is training's; every GPU is `scale` times as fast
-    (compute and memory alike). Training's time is one GPU's, divided by the number of GPUs: it loses nothing to
-    scale. A decode step adds all-reduces and a fixed overhead."""
+    (compute and memory alike). Training's time is one GPU's, divided by the number of GPUs: more GPUs are as
+    efficient. A decode step adds all-reduces and a fixed overhead."""
 
     model: ModelSizes
     utilisation: float = TRAIN_UTILISATION

@@ -19,7 +19,7 @@ from ..base.errors import ConfigError
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = pathlib.Path(__file__).parent / "targets"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX names it
-FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin if the environment has no plugin
+FOLDER = "FLUXJAX_AOT"  # names the folder of the plugin; unset: see `find_plugin`
 CUDA = ("cuda12", "cuda13")  # as JAX's packages are named
 
 

@@ -1,7 +1,7 @@
 """Decodes some of a video's sampled frames, beginning at the nearest entry point before them.
 
-Frames are identified by their times. All packets are read first, without decoding; if a complete decoding has shown so
-(`Medium.seekable`), their sorted times are the frames' times. Then the packets from an entry point on (`EntryPoints`)
+Frames are identified by their times. All packets are read first, without decoding. Their sorted times are the frames'
+times, as a complete decoding has shown (`Medium.seekable`). Then the packets from an entry point on (`EntryPoints`)
 go to a decoder, until the last requested frame is there. Each packet must be the one that was read before, and each
 frame must have the next time of the list: the frames are then those of a decoding from the start. If anything
 differs, nothing is returned, and the caller decodes the complete file.

@@ -153,8 +153,8 @@ class Qwen25VL(Decoder):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). Row `feature_index_BT` of the features replaces the embedding
-        where that index is not negative: its first numbers, as many as an embedding has. Layers add the others.
+        """(token embeddings, features that layers add). If a token's `feature_index_BT` is not negative, the first
+        numbers of that row of the features, as many as an embedding has, replace it. Layers add the others.
 
         Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.

@@ -14,7 +14,7 @@ memory holds the states of one block, not of all tokens. Everything is float32 w
 three digits.
 
 Axes of this file: `N` chunks of `C` cells; `K` key heads, each read by `R` value heads (`V = K * R`); `H` numbers of a
-key, `J` of a value; `X` channels of the convolution, which are all keys' queries, keys, and values.
+key, `J` of a value; `X` channels of the convolution: queries, keys, values of all heads.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The common part of policies that train in rounds: scoring, failures, and the actions between two rounds.
 `Synchronous` is the simplest of these policies.
 
-A round begins when nothing is generated, and ends with an optimizer step and the publication of its weights.
+A round begins when nothing is generated, and ends with a training step and the publication of its weights.
 Evaluations and checkpoints come between rounds. Gradients of some groups may be computed while a round goes on.
 """
 
