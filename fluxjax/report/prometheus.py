@@ -120,7 +120,7 @@ class HostCollector(StatusCollector):
         "devices": (GAUGE, "devices that it trains on"),
         "memory_bytes": (GAUGE, "resident memory after its last step"),
         "device_memory_bytes": (GAUGE, "bytes in use at most, of its fullest device, 0: unknown"),
-        "step": (GAUGE, "optimizer steps since it was started"),
+        "step": (GAUGE, "training steps since it was started"),
         "prepare_seconds": (GAUGE, "planning, reading media and laying out the last step"),
         "train_seconds": (GAUGE, "programs of the last step, waiting for others within them included"),
         "wait_seconds": (GAUGE, "standing still before the programs of the last step"),
