@@ -14,38 +14,42 @@ import jax
 
 from models.processing.media import MediaSettings
 from rollout.weights.published import scratch_folder
-from sharding.mesh import Device, triton_trouble
+from sharding.mesh import triton_trouble
 
-from ..config import Config, ConfigError
+from ..config import ConfigError
 from ..rewards.sandbox import find_sandbox
-from .findings import Finding, differs, ok, unknown
+from . import Finding
 from .probes import clip_file, picture_file
 
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
 
 
-def installation(config: Config | None = None) -> Iterator[Finding]:
-    """Yields the findings of this machine. A missing sandbox counts as a difference if `config` has rewards of code."""
-    devices, driver = jax.local_devices(), _driver()
-    platform = devices[0].platform
-    kinds = f"{len(devices)} x {devices[0].device_kind}, JAX {jax.__version__}"
-    blind = driver and platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
-    yield differs("devices", f"{kinds}, though there is a GPU", CUDA) if blind else ok("devices", kinds)
-    yield from _cuda(driver)
-    if platform == "cpu":
-        yield unknown("jax-triton", "there is no GPU, so that its kernels are not needed")
-    elif trouble := triton_trouble():
-        yield differs("jax-triton", trouble, CUDA)
-    else:
-        yield ok("jax-triton", importlib.metadata.version("jax-triton"))
-    yield ok("memory", _memory(devices[0]))
-    yield _sandbox(config is not None and any("code" in s.reward_names for s in config.data.sources.values()))
+def installation(code: bool) -> Iterator[Finding]:
+    """Yields the findings of this machine. A missing sandbox is a difference if rewards run `code`."""
+    driver, device = _driver(), jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
+    yield Finding("devices", f"{jax.local_device_count()} x {device.device_kind}", CUDA if blind else "")
+    yield _driver_and_cuda(driver)
+    trouble = "there is no GPU, so that its kernels are not needed" if on_cpu else triton_trouble()
+    yield Finding("jax-triton", trouble or "can be imported", CUDA if trouble else "", asked=not on_cpu)
+    stats, scratch = device.memory_stats() or {}, scratch_folder()
+    free = {"host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    free[f"{scratch}"] = shutil.disk_usage(scratch).free
+    free["device"] = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    yield Finding("memory", "free GiB: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in free.items()))
     try:
-        for kind, data in (("image", picture_file(0)), ("video", clip_file())):
+        find_sandbox("bubblewrap", slots=1)
+        yield Finding("bubblewrap", "runs code of responses")
+    except (ConfigError, OSError) as error:
+        fix = "apt-get install bubblewrap, or see docs/rewards.md"
+        yield Finding("bubblewrap", f"needed by rewards that run code: {error}", fix, asked=code)
+    try:
+        for kind, data in (("image", picture_file()), ("video", clip_file())):
             MediaSettings().load(kind, data)
-        yield ok("decoder", "an image and a video")
+        yield Finding("decoder", "an image and a video")
     except Exception as error:  # whatever a library that is built otherwise raises
-        yield differs("decoder", repr(error), "pip install --force-reinstall av pillow")
+        yield Finding("decoder", repr(error), "pip install --force-reinstall av pillow")
 
 
 def _driver() -> str:
@@ -55,40 +59,16 @@ def _driver() -> str:
     return ""
 
 
-def _cuda(driver: str) -> Iterator[Finding]:
-    """Compares the CUDA that the driver knows with that of JAX's plugin, and the plugin's version with JAX's."""
+def _driver_and_cuda(driver: str) -> Finding:
+    """Compares the CUDA that the driver supports with that of JAX's plugin, and the plugin's version with jaxlib's."""
     versions: dict[str, str] = {}
     for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    told = ", ".join(map(" ".join, versions.items()))
-    known = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
-    if known is None:
-        yield unknown("driver and CUDA", f"nvidia-smi shows no GPU; {told}")
-        return
-    detail = f"driver {known[1]} (CUDA {known[2]}), {told}"
-    plugins = {int(package[8:10]): version for package, version in versions.items() if package != "jaxlib"}
-    if plugins and min(plugins) <= int(known[2]) and versions["jaxlib"] in plugins.values():
-        yield ok("driver and CUDA", detail)
-    else:
-        yield differs("driver and CUDA", detail, CUDA)
-
-
-def _memory(device: Device) -> str:
-    """The free memory of a device, of the host, and of the folder in which servers read weights."""
-    stats = device.memory_stats() or {}
-    free = {"host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    free[str(scratch_folder())] = shutil.disk_usage(scratch_folder()).free
-    if "bytes_limit" in stats:
-        free["a device, of what JAX may take"] = stats["bytes_limit"] - stats["bytes_in_use"]
-    return "free GiB: " + ", ".join(f"{place} {size / 2**30:.1f}" for place, size in free.items())
-
-
-def _sandbox(needed: bool) -> Finding:
-    try:
-        find_sandbox("bubblewrap", slots=1)
-        return ok("bubblewrap", "runs code of responses")
-    except (ConfigError, OSError) as error:
-        if needed:
-            return differs("bubblewrap", str(error), "apt-get install bubblewrap, or see docs/rewards.md")
-        return unknown("bubblewrap", f"needed by rewards that run code only: {error}")
+    installed = ", ".join(map(" ".join, versions.items()))
+    stated = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
+    if stated is None:
+        return Finding("driver and CUDA", f"nvidia-smi shows no GPU; {installed}", asked=False)
+    usable = [versions.get(f"jax-cuda{cuda}-plugin") for cuda in (12, 13) if cuda <= int(stated[2])]
+    detail = f"driver {stated[1]} (CUDA {stated[2]}), {installed}"
+    return Finding("driver and CUDA", detail, "" if versions["jaxlib"] in usable else CUDA)
