@@ -39,8 +39,7 @@ def parser() -> Parser:
     found.add_argument("--video", nargs="+", default=[], metavar="FILE", help="further probes, one a video")
     found.add_argument("--tolerance", type=number(float, 0, above=True), metavar="X",
                        help="of mean differences of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
-    found.add_argument("--samples", type=number(int, 1), default=20, metavar="N",
-                       help="records of a source (default %(default)s)")  # fmt: skip
+    found.add_argument("--samples", type=number(int, 1), default=20, metavar="N", help="records a source (default 20)")
     found.add_argument("--json", action="store_true", help="print one line of JSON")
     return found
 
@@ -51,31 +50,31 @@ def main(argv: list[str]) -> int:
     if bool(options.server) != bool(options.model) or (options.server and options.flags):
         arguments.error("--server URL and --model DIR go together, and take no --config")
     options.differs = False
-    return exit_status(lambda options: asyncio.run(_shown(options)), options) or int(options.differs)
+    return exit_status(lambda options: asyncio.run(_examine(options)), options) or int(options.differs)
 
 
 async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    """Yields the findings of an installation and, with `options.flags`, of a configuration. Raises ValueError."""
     config = load(options.flags) if options.flags else None
+    if options.server:
+        from .diagnosis.server import compared
+
+        async for finding in compared(options):
+            yield finding
+        return
     from .diagnosis.installation import installation
     from .diagnosis.records import data_and_rewards
 
-    sources = config.data.sources.values() if config is not None else ()
-    for finding in installation(code=any("code" in source.reward_names for source in sources)):
+    for finding in installation():
         yield finding
     if config is not None:
         async for finding in data_and_rewards(config, options.samples):
             yield finding
 
 
-async def _shown(options: argparse.Namespace) -> None:
+async def _examine(options: argparse.Namespace) -> None:
     """Prints findings (of a server: up to the first difference) and the conclusion; sets `options.differs`."""
-    if options.server:
-        from .diagnosis.server import compared as findings
-    else:
-        findings = _findings
     seen: list[Finding] = []
-    async for finding in findings(options):
+    async for finding in _findings(options):
         seen.append(finding)
         if not options.json:
             print(f"{finding.name:<20} {finding.state:<15} {finding.detail}", flush=True)

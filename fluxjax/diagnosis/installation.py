@@ -24,26 +24,27 @@ from .probes import clip_file, picture_file
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
 
 
-def installation(code: bool) -> Iterator[Finding]:
-    """Yields the findings of this machine. A missing sandbox is a difference if rewards run `code`."""
+def installation() -> Iterator[Finding]:
+    """Yields the findings of this machine."""
     driver, device = _driver(), jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
     yield Finding("devices", f"{jax.local_device_count()} x {device.device_kind}", CUDA if blind else "")
     yield _driver_and_cuda(driver)
-    trouble = "there is no GPU, so that its kernels are not needed" if on_cpu else triton_trouble()
+    trouble = "there is no GPU that needs it" if on_cpu else triton_trouble()
     yield Finding("jax-triton", trouble or "can be imported", CUDA if trouble else "", asked=not on_cpu)
     stats, scratch = device.memory_stats() or {}, scratch_folder()
-    free = {"host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    free[f"{scratch}"] = shutil.disk_usage(scratch).free
+    free = {
+        "host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        scratch: shutil.disk_usage(scratch).free,
+    }
     free["device"] = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     yield Finding("memory", "free GiB: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in free.items()))
     try:
         find_sandbox("bubblewrap", slots=1)
         yield Finding("bubblewrap", "runs code of responses")
     except (ConfigError, OSError) as error:
-        fix = "apt-get install bubblewrap, or see docs/rewards.md"
-        yield Finding("bubblewrap", f"needed by rewards that run code: {error}", fix, asked=code)
+        yield Finding("bubblewrap", f"needed by rewards that run code (docs/rewards.md): {error}", asked=False)
     try:
         for kind, data in (("image", picture_file()), ("video", clip_file())):
             MediaSettings().load(kind, data)
@@ -65,10 +66,7 @@ def _driver_and_cuda(driver: str) -> Finding:
     for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    installed = ", ".join(map(" ".join, versions.items()))
     stated = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
-    if stated is None:
-        return Finding("driver and CUDA", f"nvidia-smi shows no GPU; {installed}", asked=False)
-    usable = [versions.get(f"jax-cuda{cuda}-plugin") for cuda in (12, 13) if cuda <= int(stated[2])]
-    detail = f"driver {stated[1]} (CUDA {stated[2]}), {installed}"
-    return Finding("driver and CUDA", detail, "" if versions["jaxlib"] in usable else CUDA)
+    detail = f"driver {stated[1]}, CUDA {stated[2]}, {versions}" if stated else f"nvidia-smi shows no GPU; {versions}"
+    usable = [versions.get(f"jax-cuda{cuda}-plugin") for cuda in (12, 13) if stated and cuda <= int(stated[2])]
+    return Finding("driver and CUDA", detail, "" if versions["jaxlib"] in usable else CUDA, asked=bool(stated))

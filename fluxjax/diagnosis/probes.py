@@ -25,7 +25,6 @@ BOX = " [14, 28, 83, 55] <|box_start|>(14,28),(83,55)<|box_end|>"
 SIZE = (180, 120)  # pixels of a picture, whose sides no patch divides
 NORMALISATIONS: dict[str, tuple[Any, Any]] = {  # mean and deviation
     "from 0 to 1, without mean and deviation": (0.0, 1.0),
-    "from 0 to 255": (0.0, 1 / 255),
     "by mean and deviation 0.5": (0.5, 0.5),
     "by CLIP's mean and deviation": (CLIP_MEAN, CLIP_STD),
 }
@@ -87,26 +86,23 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         patches_PX = np.ascontiguousarray(patches_P3V, np.float32).reshape(vision.patches_PX.shape)
         prompt = dataclasses.replace(inputs, vision=dataclasses.replace(vision, patches_PX=patches_PX))
         yield "pixels", f"its pixels are {fault}", dataclasses.replace(request, prompt=prompt)
-    for axes, fault, positions_3T, following in _misplaced(inputs):
-        positions_3T = np.ascontiguousarray(positions_3T, np.int32)
-        prompt = dataclasses.replace(inputs, positions_3T=positions_3T, next_position=following)
+    for (axes, fault), positions_3T in _misplaced(inputs).items():
+        following = int(positions_3T[0, -1]) + 1  # a text ends the prompt
+        prompt = dataclasses.replace(inputs, positions_3T=positions_3T.astype(np.int32), next_position=following)
         yield f"positions ({axes})", fault, dataclasses.replace(request, prompt=prompt)
 
 
-def _misplaced(inputs: ModelInput) -> Iterator[tuple[str, str, np.ndarray, int]]:
-    """Yields (axes, fault, positions that differ on these axes, the answer's first position)."""
-    positions_3T, shown_T, following = inputs.positions_3T, inputs.feature_index_T >= 0, inputs.next_position
-    length = len(inputs)
-    counted_3T = np.broadcast_to(np.arange(length), (3, length))
-    yield "all axes", "it counts tokens on all axes, as for text", counted_3T, length
-    yield "answer", "the answer's positions begin at the number of tokens", positions_3T, length
-    late = positions_3T[0, shown_T].max() - positions_3T[1:, shown_T].max()
-    early_3T = positions_3T - late * (np.arange(length) > np.flatnonzero(shown_T)[-1])
-    yield "time", "text behind a video begins behind its height and width, whatever its time", early_3T, following
-    yield "height and width", "the two are exchanged", positions_3T[[0, 2, 1]], following
+def _misplaced(inputs: ModelInput) -> dict[tuple[str, str], np.ndarray]:
+    """Faulty positions `[3, T]`, by (axes, fault)."""
+    positions_3T, shown_T = inputs.positions_3T, inputs.feature_index_T >= 0
+    found = {
+        ("all axes", "it counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
+        ("height and width", "they are dropped: both are those of time"): positions_3T[[0, 0, 0]],
+        ("height and width", "they are exchanged"): positions_3T[[0, 2, 1]],
+    }
     for axis, name in enumerate(("time", "height", "width")):
-        on_axis_31 = np.arange(3)[:, None] == axis
         for by in (1, -1):
-            shifted_3T = positions_3T + by * on_axis_31 * shown_T
-            yield name, f"those of the media are shifted by {by:+d}", shifted_3T, following
-        yield name, "the axis is dropped", np.where(on_axis_31, positions_3T[0], positions_3T), following
+            shifted_3T = positions_3T.copy()
+            shifted_3T[axis] += by * shown_T
+            found[name, f"those of the media are shifted by {by:+d}"] = shifted_3T
+    return found

@@ -9,31 +9,29 @@ import numpy as np
 
 from ..base.types import PreparedPrompt, Prompt
 from ..config import Config
-from ..data.loader import SkippedPrompt, open_sources, read_row
-from ..data.prepare import PromptLimits, Result, prepare_prompt
+from ..data.loader import open_sources, read_row
 from ..rewards.scorer import Scorer
-from ..run.build import describe_model
+from ..run.build import describe_model, training_prompts
 from . import Finding
 
 FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # of an answer
 
 
-async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[Result, str]]:
-    """Yields `samples` records of each source, evenly spread: the prompt as engines get it, or why a run would skip
-    the record; and the trouble with the record or its rewards (empty: none). Raises `ConfigError` and `DataError`."""
-    sources, limits = open_sources(config), PromptLimits.of(config)
+async def inspected(
+    config: Config, samples: int
+) -> AsyncIterator[tuple[str, list[PreparedPrompt], list[tuple[Prompt, str]]]]:
+    """Reads `samples` records of each source, evenly spread. Yields (name of the source, prompts as engines get them,
+    records that a run would skip or whose rewards are in trouble, with the reason). Raises ConfigError, DataError."""
+    sources = open_sources(config)
     _, processor = describe_model(config, sources)
     training = {name: dataclasses.replace(source, eval_reward="") for name, source in config.data.sources.items()}
-    scorer = Scorer(training, lambda ids: "", config.rewards)
+    scorer, preparer = Scorer(training, processor.decode, config.rewards), training_prompts(config, sources, processor)
     try:
         for name, source in sources.items():
-            for row in np.unique(np.linspace(0, len(source) - 1, samples).astype(int)).tolist():
-                record = read_row(source, name, row)
-                result = prepare_prompt(processor, record, limits, config.data.chat_template)
-                if isinstance(result, SkippedPrompt):
-                    yield result, f"{result.reason}: {result.detail}"
-                else:
-                    yield result, await _trouble(scorer, result.prompt)
+            rows = np.unique(np.linspace(0, len(source) - 1, samples).astype(int)).tolist()
+            prompts, troubles = preparer.prepare_all(read_row(source, name, row) for row in rows)
+            scored = [(prepared.prompt, await _trouble(scorer, prepared.prompt)) for prepared in prompts]
+            yield name, prompts, [*troubles, *((prompt, why) for prompt, why in scored if why)]
     finally:
         scorer.close()
 
@@ -50,16 +48,11 @@ async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
 
 async def data_and_rewards(config: Config, samples: int) -> AsyncIterator[Finding]:
     """Yields a finding for each source. Raises what `inspected` raises."""
-    found: dict[str, list[tuple[Result, str]]] = {}
-    async for result, trouble in inspected(config, samples):
-        found.setdefault(result.prompt.source, []).append((result, trouble))
-    for name, results in found.items():
+    async for name, prompts, troubles in inspected(config, samples):
         source = config.data.sources[name]
-        troubles = [f"row {result.prompt.row} ({result.prompt.id}): {why}" for result, why in results if why]
-        tokens = [len(result.inputs) for result, _ in results if isinstance(result, PreparedPrompt)]
-        detail = f"{len(results)} records of {source.path or 'embedded'}, up to {max(tokens, default=0)} tokens: "
-        detail += f"{len(troubles)} can't be used, or not be graded by {source.reward_names}"
-        more = [f"and {len(troubles) - 3} more"] if len(troubles) > 3 else []
+        lines = [f"row {prompt.row} ({prompt.id}): {why}" for prompt, why in troubles]
+        detail = f"{len(prompts)} prompts of {source.path or 'embedded'}, up to "
+        detail += f"{max((len(prompt.inputs) for prompt in prompts), default=0)} tokens, rewards {source.reward_names}"
         fix = "mend these records, or choose a reward that grades them (docs/rewards.md)"
-        many = len(troubles) > config.rewards.max_unreadable * len(results)
-        yield Finding(f"data {name}", "; ".join([detail, *troubles[:3], *more]), fix if many else "")
+        many = len(troubles) > config.rewards.max_unreadable * len(prompts)
+        yield Finding(f"data {name}", "; ".join([detail, *lines]), fix if many else "")

@@ -14,8 +14,7 @@ import functools
 import os
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,21 +30,20 @@ from rollout.wire import request_body
 
 from ..base.types import Response
 from . import Finding
-from .probes import Suspect, blind, probes, suspects
+from .probes import Suspect, probes, suspects
 from .trainer import Answered, Trainer
 
 T = TypeVar("T")
 TOKENS, SAMPLES = 12, 2  # of each probe's answers
 EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs: in float32, and in narrower dtypes
 COOL = 0.6  # the temperature of the check of sampling
-SEND = "give the server the trainer's patches and positions (rollout.serve, or SGLang with rollout/sglang_plugin)"
 KERNELS = "if `python -m models.parity` finds nothing, compare the server's version, quantisation and kernels"
 FIXES = {  # by a word of the part that differs
     "token ids": "give both the same tokenizer.json, or send token ids and never text",
     "template": "give both the same chat_template.jinja, or send token ids and never messages",
     "weights": "the last update did not arrive, or the server has another checkpoint: update or restart it",
-    "pixels": f"see which media reach the server, and give both the same preprocessor_config.json; or {SEND}",
-    "positions": f"the server's M-RoPE is at fault: update the server, or {SEND}",
+    "pixels": "see which media reach the server, and give both the same preprocessor_config.json",
+    "positions": "update the server, or send it the trainer's positions (rollout.serve, rollout/sglang_plugin)",
     "decoder": KERNELS,
     "tower": KERNELS,
     "temperature": "log-probs must be of the sampled distribution: SGLANG_RETURN_ORIGINAL_LOGPROB must be unset",
@@ -67,10 +65,9 @@ async def compared(options: argparse.Namespace) -> AsyncIterator[Finding]:
         server = ServerComparison(client, options.model, processor, asked, str(info.get("dtype")), options.tolerance)
         checks = {"token ids": server.tokens, "template": server.tokens, "weights": server.weights}
         checks |= {name: functools.partial(server.log_probs, probe, False) for name, probe in asked.items()}
-        files = {f"{name} as files": probe for name, probe in asked.items() if probe.media}
-        checks |= {name: functools.partial(server.log_probs, probe, True) for name, probe in files.items()}
-        checks |= {"sampling": server.sampling, "packed rows": server.packed_rows}
-        for name, check in checks.items():
+        with_media = {f"{name} as files": probe for name, probe in asked.items() if probe.media}
+        checks |= {name: functools.partial(server.log_probs, probe, True) for name, probe in with_media.items()}
+        for name, check in {**checks, "packed rows": server.packed_rows, "sampling": server.sampling}.items():
             try:
                 finding = await check(name)
             except (EngineError, OSError) as error:
@@ -84,7 +81,7 @@ async def compared(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 @dataclasses.dataclass
 class ServerComparison:
-    """The checks of a server. Each gets its name. `dtype` is that in which the server says that it computes."""
+    """The checks of a server; each gets its name. `dtype` is that in which the server says that it computes."""
 
     client: ServerClient
     folder: str
@@ -115,17 +112,12 @@ class ServerComparison:
         return Finding(name, f"of {len(self.probes)} prompts")
 
     async def weights(self, name: str) -> Finding:
-        """Compares checksums in the server's dtype, which SGLang may not state."""
         ranks = await self.client.checksums()
-        names, count = [""], 1
-        for dtype in sorted(("bfloat16", "float32"), key=lambda dtype: dtype != self.dtype):
-            folders = SharedFolders(self.trainer.config, dtype)
-            try:
-                names, count = folders.write(0, self.trainer.params).checksums.differing(ranks)
-            finally:
-                folders.close()
-            if len(names) < count:
-                break
+        folders = SharedFolders(self.trainer.model.config, self.trainer.dtype)
+        try:
+            names, count = folders.write(0, self.trainer.params).checksums.differing(ranks)
+        finally:
+            folders.close()
         if not names:
             return Finding(name, f"checksums of {count} tensors")
         *_, part, first = min((*_part_of(tensor), tensor) for tensor in names)
@@ -136,19 +128,16 @@ class ServerComparison:
         """Compares log-probs of a probe, whose media the server gets as patches or, as `files`, decodes itself."""
         sampling = SamplingParams(TOKENS, forbidden_ids=self.processor.media_token_ids)  # as in a run
         request = GenerateRequest("doctor", probe.inputs, sampling, SAMPLES)
-        answers, tokens = await self._answers(request, probe if files else None)
-        if tokens != len(probe.inputs):
-            return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(probe.inputs)}")
         rest = "pixels" if files else "tower" if probe.media else "decoder"
-        found = self._judged(name, rest, request, answers, suspects(self.processor, probe, request))
-        if found.fix:
-            return found
-        if not files:
-            self.agreed.append((request, answers))
-        unseen = dataclasses.replace(request, prompt=blind(probe.inputs))
-        if probe.media and self._gap(unseen, answers) <= self._tolerance(rest):
-            return Finding(name, "the model's answers do not depend on the media", asked=False)
-        return found
+        faulty = suspects(self.processor, probe, request)
+        return await self._compared(name, rest, request, faulty, probe if files else None)
+
+    async def packed_rows(self, name: str) -> Finding:
+        if not self.agreed:
+            return Finding(name, "there are no answers on which both sides agree", asked=False)
+        gap = self.trainer.gap(self.agreed)
+        detail = f"log-probs of all answers in one row differ by {gap:.1e} on average"
+        return Finding(name, detail) if gap <= self._tolerance(name) else _differs(name, detail)
 
     async def sampling(self, name: str) -> Finding:
         """Compares log-probs at a low temperature, with likely tokens forbidden."""
@@ -161,34 +150,32 @@ class ServerComparison:
         def request(temperature: float, forbidden_ids: tuple[int, ...]) -> GenerateRequest:
             return dataclasses.replace(plain, sampling=SamplingParams(TOKENS, temperature, forbidden_ids=forbidden_ids))
 
-        answers, _ = await self._answers(request(COOL, mask))
-        if broken := {id for answer in answers for id in answer.token_ids} & {*mask}:
-            return _differs("sampling mask", f"it samples the forbidden tokens {sorted(broken)}")
         faulty = [
             ("temperature", "without temperature", request(1.0, mask)),
             ("sampling mask", "without sampling mask", request(COOL, never)),
             ("temperature", "without temperature and sampling mask", plain),
         ]
-        return self._judged(name, name, request(COOL, mask), answers, faulty)
+        return await self._compared(name, name, request(COOL, mask), faulty)
 
-    async def packed_rows(self, name: str) -> Finding:
-        if not self.agreed:
-            return Finding(name, "there are no answers on which both sides agree", asked=False)
-        answers = [answer for _, answers in self.agreed for answer in answers]
-        gap = _mean_gap(self.trainer.logprobs(self.agreed), answers)
-        detail = f"log-probs of {len(answers)} answers in one row differ by {gap:.1e} on average"
-        return Finding(name, detail) if gap <= self._tolerance(name) else _differs(name, detail)
-
-    def _judged(
-        self, name: str, rest: str, request: GenerateRequest, answers: Sequence[Response], suspects: Iterable[Suspect]
+    async def _compared(
+        self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
     ) -> Finding:
         """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
-        gap, tolerance = self._gap(request, answers), self._tolerance(rest)
+        answers, tokens = await self._answers(request, files)
+        if tokens != len(request.prompt):
+            return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(request.prompt)}")
+        if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
+            return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
+
+        def gap_of(request: GenerateRequest) -> float:  # each answer in a row of its own
+            return float(np.mean([self.trainer.gap([(request, [answer])]) for answer in answers]))
+
+        gap, tolerance = gap_of(request), self._tolerance(rest)
         detail = f"log-probs differ by {gap:.1e} on average"
         if gap <= tolerance:
+            self.agreed += [(request, answers)] if files is None else []
             return Finding(name, detail)
-        tried = [(self._gap(faulty, answers), part, fault) for part, fault, faulty in suspects]
-        least, part, fault = min(tried, key=itemgetter(0), default=(np.inf, "", ""))
+        least, part, fault = min((gap_of(asked), part, fault) for part, fault, asked in [*faulty, (rest, "", request)])
         if least > min(tolerance, gap / 3):
             return _differs(rest, f"{name}: {detail}; no suspect explains it")
         return _differs(part, f"{name}: {fault}: {detail}, and by {least:.1e} if so here")
@@ -198,31 +185,27 @@ class ServerComparison:
         tolerance = self.tolerance or (EXACT if self.dtype == "float32" else ROUGH)
         return max(tolerance, ROUGH) if part == "pixels" else tolerance
 
-    def _gap(self, request: GenerateRequest, answers: Sequence[Response]) -> float:
-        """The mean difference of log-probs, in nats, with each answer in a row of its own."""
-        return _mean_gap([self.trainer.logprobs([(request, [answer])])[0] for answer in answers], answers)
-
-    async def _answers(self, request: GenerateRequest, files: Probe | None = None) -> tuple[list[Response], int]:
+    async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
         the probe `files`, if given, in the place of patches, and expands placeholders itself."""
-        config, rids = self.trainer.config, {sample: f"doctor-{uuid.uuid4().hex}" for sample in range(SAMPLES)}
+        config, rids = self.trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(SAMPLES)]
         limits = EngineLimits.of(config, SAMPLES, len(request.prompt) + TOKENS)
-        body = request_body(checked(request, limits), rids, config, interval=TOKENS) | {"stream": False}
+        body = request_body(checked(request, limits), dict(enumerate(rids)), config, interval=TOKENS)
         if files is not None:
             body["input_ids"] = [files.ids] * SAMPLES
             for kind in dict(files.media):
                 media = [base64.b64encode(data).decode() for of_kind, data in files.media if of_kind == kind]
                 body[f"{kind}_data"] = [media] * SAMPLES
 
-        def read(replies: Any) -> tuple[list[Response], int]:
-            answers = []
-            for (sample, rid), reply in zip(rids.items(), replies, strict=True):
-                ids, meta = tuple(reply["output_ids"]), reply["meta_info"]
-                logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
-                answers.append(Response(rid, 0, sample, ids, logprobs, (0,) * len(ids), "length"))
-            return answers, int(replies[0]["meta_info"]["prompt_tokens"])
+        def answer(sample: int, reply: Any) -> Response:
+            ids, entries = tuple(reply["output_ids"]), reply["meta_info"]["output_token_logprobs"]
+            logprobs = tuple(float(entry[0]) for entry in entries)
+            return Response(rids[sample], 0, sample, ids, logprobs, (0,) * len(ids), "length")
 
-        return await self._ask("/generate", body, read)
+        def read(replies: Any) -> tuple[list[Response], int]:
+            return [answer(*numbered) for numbered in enumerate(replies)], int(replies[0]["meta_info"]["prompt_tokens"])
+
+        return await self._ask("/generate", body | {"stream": False}, read)
 
     async def _ask(self, route: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Asks a route and reads its answer. Raises ServerError for an answer that can't be read."""
@@ -244,10 +227,6 @@ def _message(probe: Probe) -> dict[str, Any]:
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         content.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
     return {"role": "user", "content": [*content, {"type": "text", "text": probe.text}] if content else probe.text}
-
-
-def _mean_gap(ours: Sequence[np.ndarray], answers: Sequence[Response]) -> float:
-    return float(np.abs(np.concatenate(ours) - np.concatenate([answer.logprobs for answer in answers])).mean())
 
 
 def _part_of(tensor: str) -> tuple[int, int, str]:

@@ -18,7 +18,7 @@ from serve_cases import help_of, refused_flags
 from tokenizers import Tokenizer
 
 from fluxjax import doctor
-from fluxjax.diagnosis.suspects import blind
+from fluxjax.diagnosis.probes import blind
 from models.inputs import ModelInput
 from rollout import wire
 
@@ -53,8 +53,8 @@ def test_nothing_differs(server: Patient, capsys: Any) -> None:
     status, part, checks = outcome(server, capsys)
     assert (status, part) == (0, None), checks
     assert {state for state, _ in checks.values()} == {"ok"}, checks
-    names = ["server", "template", "token ids", "weights", "text", *MEDIA, *(f"{name} as files" for name in MEDIA)]
-    assert [*checks] == [*names, "sampling", "packed rows"]
+    names = ["server", "token ids", "template", "weights", "text", *MEDIA, *(f"{name} as files" for name in MEDIA)]
+    assert [*checks] == [*names, "packed rows", "sampling"]
 
 
 def other_template(fake: FakeSGLang) -> None:
@@ -112,7 +112,7 @@ def hot(fake: FakeSGLang) -> None:
     ("plant", "part", "said"),
     [
         (other_template, "template", "text: .*model.*assistant"),
-        (other_tokens, "token ids", "from place"),
+        (other_tokens, "token ids", "from token"),
         (text_positions, "positions (all axes)", "as for text"),
         (shifted(0, 1), "positions (time)", "shifted by +1"),
         (shifted(1, -1), "positions (height)", "shifted by -1"),
