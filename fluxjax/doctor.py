@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from rollout.listening import Parser, exit_status, number
@@ -29,52 +28,37 @@ if TYPE_CHECKING:
     from .diagnosis import Finding
 
 
-def parser() -> Parser:
-    found = Parser(prog="python -m fluxjax.doctor", description=__doc__, allow_abbrev=False)
-    found.formatter_class = argparse.RawDescriptionHelpFormatter
-    found.add_argument("--server", metavar="URL", help="the server's address")
-    found.add_argument("--model", metavar="DIR", help="with --server: the trainer's checkpoint folder")
-    found.add_argument("--text", default="Which of the 3 boxes is red?", help="of the probes (default: %(default)s)")
-    found.add_argument("--image", nargs="+", default=[], metavar="FILE", help="further probes, one an image")
-    found.add_argument("--video", nargs="+", default=[], metavar="FILE", help="further probes, one a video")
-    found.add_argument("--tolerance", type=number(float, 0, above=True), metavar="X",
-                       help="of mean differences of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
-    found.add_argument("--samples", type=number(int, 1), default=20, metavar="N", help="records a source (default 20)")
-    found.add_argument("--json", action="store_true", help="print one line of JSON")
-    return found
-
-
 def main(argv: list[str]) -> int:
-    arguments = parser()
-    options, options.flags = arguments.parse_known_args(argv)
+    parser = Parser(prog="python -m fluxjax.doctor", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--server", metavar="URL", help="the server's address")
+    parser.add_argument("--model", metavar="DIR", help="with --server: the trainer's checkpoint folder")
+    parser.add_argument("--text", default="Which of the 3 boxes is red?", help="of the probes (default: %(default)s)")
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="further probes, one an image")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="further probes, one a video")
+    parser.add_argument("--tolerance", type=number(float, 0, above=True), metavar="X",
+                       help="of mean differences of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
+    parser.add_argument("--samples", type=number(int, 1), default=20, metavar="N", help="records a source (default 20)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    options, options.flags = parser.parse_known_args(argv)
     if bool(options.server) != bool(options.model) or (options.server and options.flags):
-        arguments.error("--server URL and --model DIR go together, and take no --config")
+        parser.error("--server URL and --model DIR go together, and take no --config")
     options.differs = False
     return exit_status(lambda options: asyncio.run(_examine(options)), options) or int(options.differs)
 
 
-async def _findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    config = load(options.flags) if options.flags else None
-    if options.server:
-        from .diagnosis.server import compared
-
-        async for finding in compared(options):
-            yield finding
-        return
-    from .diagnosis.installation import installation
-    from .diagnosis.records import data_and_rewards
-
-    for finding in installation():
-        yield finding
-    if config is not None:
-        async for finding in data_and_rewards(config, options.samples):
-            yield finding
-
-
 async def _examine(options: argparse.Namespace) -> None:
     """Prints findings (of a server: up to the first difference) and the conclusion; sets `options.differs`."""
+    if options.server:
+        from .diagnosis.server import ServerComparison
+
+        findings = ServerComparison(options).findings()
+    else:
+        from .diagnosis.installation import installation
+
+        findings = installation(load(options.flags) if options.flags else None, options.samples)
     seen: list[Finding] = []
-    async for finding in _findings(options):
+    async for finding in findings:
         seen.append(finding)
         if not options.json:
             print(f"{finding.name:<20} {finding.state:<15} {finding.detail}", flush=True)

@@ -1,31 +1,41 @@
-"""Checks of this machine: devices, driver and JAX's CUDA, kernels, memory, the sandbox of code rewards, decoders."""
+"""Checks of this machine, and of some records of a configuration's sources as a run would prepare and score them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import io
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import jax
+import numpy as np
+from PIL import Image
 
 from models.processing.media import MediaSettings
 from rollout.weights.published import scratch_folder
 from sharding.mesh import triton_trouble
 
-from ..config import ConfigError
+from ..base.types import Prompt
+from ..config import Config, ConfigError
+from ..data.loader import open_sources, read_row
+from ..data.prepare import Sorted
 from ..rewards.sandbox import find_sandbox
+from ..rewards.scorer import Scorer
+from ..run.build import describe_model, training_prompts
+from ..tasks.pans import PansRecipe, encode
 from . import Finding
-from .probes import clip_file, picture_file
 
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
+FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # of an answer
 
 
-def installation() -> Iterator[Finding]:
-    """Yields the findings of this machine."""
+async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:
+    """Yields the findings of this machine, and one for each source of a configuration. Raises what `inspected` does."""
     driver, device = _driver(), jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
@@ -34,11 +44,9 @@ def installation() -> Iterator[Finding]:
     trouble = "there is no GPU that needs it" if on_cpu else triton_trouble()
     yield Finding("jax-triton", trouble or "can be imported", CUDA if trouble else "", asked=not on_cpu)
     stats, scratch = device.memory_stats() or {}, scratch_folder()
-    free = {
-        "host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        scratch: shutil.disk_usage(scratch).free,
-    }
-    free["device"] = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    free = {str(scratch): shutil.disk_usage(scratch).free}
+    free["host"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free |= {"device": stats["bytes_limit"] - stats["bytes_in_use"]} if "bytes_limit" in stats else {}
     yield Finding("memory", "free GiB: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in free.items()))
     try:
         find_sandbox("bubblewrap", slots=1)
@@ -51,6 +59,14 @@ def installation() -> Iterator[Finding]:
         yield Finding("decoder", "an image and a video")
     except Exception as error:  # whatever a library that is built otherwise raises
         yield Finding("decoder", repr(error), "pip install --force-reinstall av pillow")
+    if config is not None:
+        async for name, (prompts, troubles) in inspected(config, samples):
+            source, tokens = config.data.sources[name], max((len(prompt.inputs) for prompt in prompts), default=0)
+            detail = f"{len(prompts)} prompts of {source.path or name}, up to {tokens} tokens, {source.reward_names}"
+            lines = [f"row {prompt.row} ({prompt.id}): {why}" for prompt, why in troubles]
+            fix = "mend these records, or choose a reward that grades them (docs/rewards.md)"
+            many = len(troubles) > config.rewards.max_unreadable * len(prompts)
+            yield Finding(f"data {name}", "; ".join([detail, *lines]), fix if many else "")
 
 
 def _driver() -> str:
@@ -63,10 +79,51 @@ def _driver() -> str:
 def _driver_and_cuda(driver: str) -> Finding:
     """Compares the CUDA that the driver supports with that of JAX's plugin, and the plugin's version with jaxlib's."""
     versions: dict[str, str] = {}
-    for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+    for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     stated = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
-    detail = f"driver {stated[1]}, CUDA {stated[2]}, {versions}" if stated else f"nvidia-smi shows no GPU; {versions}"
+    driver = f"driver {stated[1]}, CUDA {stated[2]}" if stated else "nvidia-smi shows no GPU"
+    detail = ", ".join([driver, *map(" ".join, versions.items())])
     usable = [versions.get(f"jax-cuda{cuda}-plugin") for cuda in (12, 13) if stated and cuda <= int(stated[2])]
     return Finding("driver and CUDA", detail, "" if versions["jaxlib"] in usable else CUDA, asked=bool(stated))
+
+
+def picture_file(turns: int = 0) -> bytes:
+    """A PNG file whose colours differ; each number of turns gives another picture."""
+    ramp = Image.linear_gradient("L").rotate(90 * turns)
+    picture = Image.merge("RGB", [ramp, ramp.rotate(90), ramp.rotate(180)])
+    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no patch divides the sides
+    return file.getvalue()
+
+
+def clip_file() -> bytes:
+    """An MP4 file of a second, in which a picture moves to the side."""
+    pixels = np.asarray(Image.open(io.BytesIO(picture_file())).resize((128, 96)))
+    return encode(np.stack([np.roll(pixels, 6 * frame, axis=1) for frame in range(8)]), PansRecipe())
+
+
+async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, Sorted]]:
+    """Reads `samples` records of each source, evenly spread. Yields (name of the source, (prompts as engines get them,
+    records that a run would skip or whose rewards are in trouble, with the reason)). Raises ConfigError, DataError."""
+    sources = open_sources(config)
+    _, processor = describe_model(config, sources)
+    training = {name: dataclasses.replace(source, eval_reward="") for name, source in config.data.sources.items()}
+    scorer, preparer = Scorer(training, processor.decode, config.rewards), training_prompts(config, sources, processor)
+    try:
+        for name, source in sources.items():
+            rows = np.unique(np.linspace(0, len(source) - 1, samples).astype(int)).tolist()
+            prompts, troubles = preparer.prepare_all(read_row(source, name, row) for row in rows)
+            scored = [(prepared.prompt, await _trouble(scorer, prepared.prompt)) for prepared in prompts]
+            yield name, (prompts, [*troubles, *((prompt, why) for prompt, why in scored if why)])
+    finally:
+        scorer.close()
+
+
+async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
+    """The trouble with a prompt's rewards of its reference answer, in the usual forms, and of an empty answer."""
+    empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
+    if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
+        return reasons[0]
+    wrong = "" if any(reward.correct for reward in given) else f"the reference {prompt.answer[:40]!r} is not correct"
+    return "an empty answer is correct" if empty.correct else wrong
