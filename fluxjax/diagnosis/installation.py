@@ -1,51 +1,72 @@
-"""Checks of this machine: devices, driver and JAX's CUDA, kernels, memory, the sandbox of code rewards, decoders."""
+"""Checks of this machine, and of some records of a configuration's sources as a run would prepare and score them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import io
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import jax
+import numpy as np
+from PIL import Image
 
 from models.processing.media import MediaSettings
 from rollout.weights.published import scratch_folder
-from sharding.mesh import Device, triton_trouble
+from sharding.mesh import triton_trouble
 
+from ..base.types import Prompt
 from ..config import Config, ConfigError
+from ..data.loader import open_sources, read_row
+from ..data.prepare import Sorted
 from ..rewards.sandbox import find_sandbox
-from .findings import Finding, differs, ok, unknown
-from .probes import clip_file, picture_file
+from ..rewards.scorer import Scorer
+from ..run.build import describe_model, training_prompts
+from ..tasks.pans import PansRecipe, encode
+from . import Finding
 
 CUDA = "pip install 'fluxjax[cuda12]', or 'fluxjax[cuda13]' for drivers since 580"
+FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "<think></think><answer>\\boxed{{{}}}</answer>")  # of an answer
 
 
-def installation(config: Config | None = None) -> Iterator[Finding]:
-    """Yields the findings of this machine. A missing sandbox counts as a difference if `config` has rewards of code."""
-    devices, driver = jax.local_devices(), _driver()
-    platform = devices[0].platform
-    kinds = f"{len(devices)} x {devices[0].device_kind}, JAX {jax.__version__}"
-    blind = driver and platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
-    yield differs("devices", f"{kinds}, though there is a GPU", CUDA) if blind else ok("devices", kinds)
-    yield from _cuda(driver)
-    if platform == "cpu":
-        yield unknown("jax-triton", "there is no GPU, so that its kernels are not needed")
-    elif trouble := triton_trouble():
-        yield differs("jax-triton", trouble, CUDA)
-    else:
-        yield ok("jax-triton", importlib.metadata.version("jax-triton"))
-    yield ok("memory", _memory(devices[0]))
-    yield _sandbox(config is not None and any("code" in s.reward_names for s in config.data.sources.values()))
+async def installation(config: Config | None, samples: int) -> AsyncIterator[Finding]:
+    """Yields the findings of this machine, and one for each source of a configuration. Raises what `inspected` does."""
+    driver, device = _driver(), jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    blind = driver and on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu"
+    yield Finding("devices", f"{jax.local_device_count()} x {device.device_kind}", CUDA if blind else "")
+    yield _driver_and_cuda(driver)
+    trouble = "there is no GPU that needs it" if on_cpu else triton_trouble()
+    yield Finding("jax-triton", trouble or "can be imported", CUDA if trouble else "", asked=not on_cpu)
+    stats, scratch = device.memory_stats() or {}, scratch_folder()
+    free = {str(scratch): shutil.disk_usage(scratch).free}
+    free["host"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free |= {"device": stats["bytes_limit"] - stats["bytes_in_use"]} if "bytes_limit" in stats else {}
+    yield Finding("memory", "free GiB: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in free.items()))
     try:
-        for kind, data in (("image", picture_file(0)), ("video", clip_file())):
+        find_sandbox("bubblewrap", slots=1)
+        yield Finding("bubblewrap", "runs code of responses")
+    except (ConfigError, OSError) as error:
+        yield Finding("bubblewrap", f"needed by rewards that run code (docs/rewards.md): {error}", asked=False)
+    try:
+        for kind, data in (("image", picture_file()), ("video", clip_file())):
             MediaSettings().load(kind, data)
-        yield ok("decoder", "an image and a video")
+        yield Finding("decoder", "an image and a video")
     except Exception as error:  # whatever a library that is built otherwise raises
-        yield differs("decoder", repr(error), "pip install --force-reinstall av pillow")
+        yield Finding("decoder", repr(error), "pip install --force-reinstall av pillow")
+    if config is not None:
+        async for name, (prompts, troubles) in inspected(config, samples):
+            source, tokens = config.data.sources[name], max((len(prompt.inputs) for prompt in prompts), default=0)
+            detail = f"{len(prompts)} prompts of {source.path or name}, up to {tokens} tokens, {source.reward_names}"
+            lines = [f"row {prompt.row} ({prompt.id}): {why}" for prompt, why in troubles]
+            fix = "mend these records, or choose a reward that grades them (docs/rewards.md)"
+            many = len(troubles) > config.rewards.max_unreadable * len(prompts)
+            yield Finding(f"data {name}", "; ".join([detail, *lines]), fix if many else "")
 
 
 def _driver() -> str:
@@ -55,40 +76,54 @@ def _driver() -> str:
     return ""
 
 
-def _cuda(driver: str) -> Iterator[Finding]:
-    """Compares the CUDA that the driver knows with that of JAX's plugin, and the plugin's version with JAX's."""
+def _driver_and_cuda(driver: str) -> Finding:
+    """Compares the CUDA that the driver supports with that of JAX's plugin, and the plugin's version with jaxlib's."""
     versions: dict[str, str] = {}
-    for package in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+    for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    told = ", ".join(map(" ".join, versions.items()))
-    known = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
-    if known is None:
-        yield unknown("driver and CUDA", f"nvidia-smi shows no GPU; {told}")
-        return
-    detail = f"driver {known[1]} (CUDA {known[2]}), {told}"
-    plugins = {int(package[8:10]): version for package, version in versions.items() if package != "jaxlib"}
-    if plugins and min(plugins) <= int(known[2]) and versions["jaxlib"] in plugins.values():
-        yield ok("driver and CUDA", detail)
-    else:
-        yield differs("driver and CUDA", detail, CUDA)
+    stated = re.search(r"Driver Version: (\S+).*?CUDA Version: (\d+)", driver)
+    driver = f"driver {stated[1]}, CUDA {stated[2]}" if stated else "nvidia-smi shows no GPU"
+    detail = ", ".join([driver, *map(" ".join, versions.items())])
+    usable = [versions.get(f"jax-cuda{cuda}-plugin") for cuda in (12, 13) if stated and cuda <= int(stated[2])]
+    return Finding("driver and CUDA", detail, "" if versions["jaxlib"] in usable else CUDA, asked=bool(stated))
 
 
-def _memory(device: Device) -> str:
-    """The free memory of a device, of the host, and of the folder in which servers read weights."""
-    stats = device.memory_stats() or {}
-    free = {"host": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    free[str(scratch_folder())] = shutil.disk_usage(scratch_folder()).free
-    if "bytes_limit" in stats:
-        free["a device, of what JAX may take"] = stats["bytes_limit"] - stats["bytes_in_use"]
-    return "free GiB: " + ", ".join(f"{place} {size / 2**30:.1f}" for place, size in free.items())
+def picture_file(turns: int = 0) -> bytes:
+    """A PNG file whose colours differ; each number of turns gives another picture."""
+    ramp = Image.linear_gradient("L").rotate(90 * turns)
+    picture = Image.merge("RGB", [ramp, ramp.rotate(90), ramp.rotate(180)])
+    picture.resize((180, 120)).save(file := io.BytesIO(), "PNG")  # no patch divides the sides
+    return file.getvalue()
 
 
-def _sandbox(needed: bool) -> Finding:
+def clip_file() -> bytes:
+    """An MP4 file of a second, in which a picture moves to the side."""
+    pixels = np.asarray(Image.open(io.BytesIO(picture_file())).resize((128, 96)))
+    return encode(np.stack([np.roll(pixels, 6 * frame, axis=1) for frame in range(8)]), PansRecipe())
+
+
+async def inspected(config: Config, samples: int) -> AsyncIterator[tuple[str, Sorted]]:
+    """Reads `samples` records of each source, evenly spread. Yields (name of the source, (prompts as engines get them,
+    records that a run would skip or whose rewards are in trouble, with the reason)). Raises ConfigError, DataError."""
+    sources = open_sources(config)
+    _, processor = describe_model(config, sources)
+    training = {name: dataclasses.replace(source, eval_reward="") for name, source in config.data.sources.items()}
+    scorer, preparer = Scorer(training, processor.decode, config.rewards), training_prompts(config, sources, processor)
     try:
-        find_sandbox("bubblewrap", slots=1)
-        return ok("bubblewrap", "runs code of responses")
-    except (ConfigError, OSError) as error:
-        if needed:
-            return differs("bubblewrap", str(error), "apt-get install bubblewrap, or see docs/rewards.md")
-        return unknown("bubblewrap", f"needed by rewards that run code only: {error}")
+        for name, source in sources.items():
+            rows = np.unique(np.linspace(0, len(source) - 1, samples).astype(int)).tolist()
+            prompts, troubles = preparer.prepare_all(read_row(source, name, row) for row in rows)
+            scored = [(prepared.prompt, await _trouble(scorer, prepared.prompt)) for prepared in prompts]
+            yield name, (prompts, [*troubles, *((prompt, why) for prompt, why in scored if why)])
+    finally:
+        scorer.close()
+
+
+async def _trouble(scorer: Scorer, prompt: Prompt) -> str:
+    """The trouble with a prompt's rewards of its reference answer, in the usual forms, and of an empty answer."""
+    empty, *given = [await scorer.score_text(prompt, form.format(prompt.answer)) for form in ("", *FORMS)]
+    if reasons := [reward.reason for reward in (empty, *given) if reward.reason]:
+        return reasons[0]
+    wrong = "" if any(reward.correct for reward in given) else f"the reference {prompt.answer[:40]!r} is not correct"
+    return "an empty answer is correct" if empty.correct else wrong

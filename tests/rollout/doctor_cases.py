@@ -74,9 +74,6 @@ class FakeSGLang:
         body = json.loads(raw) if raw else {}
         if path == "/tokenize":
             return await JSONResponse({"tokens": self._tokens(body)})(scope, receive, send)
-        if path == "/detokenize":
-            text = self.processor.decode(body["tokens"], skip_special_tokens=body["skip_special_tokens"])
-            return await JSONResponse({"text": text})(scope, receive, send)
         if path == "/generate":
             raw = json.dumps(self._computed(body)).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
@@ -101,8 +98,6 @@ class FakeSGLang:
 
     def _computed(self, body: Body) -> Body:
         """The body with the inputs on which this server computes."""
-        if "return_hidden_states" in body:
-            return body
         (ids, *_), n = body["input_ids"], len(body["input_ids"])
         entries = {field: body.pop(field)[0] for field in wire.FIELDS if field in body}
         if not entries:

@@ -1,0 +1,292 @@
+"""Compares a server with the trainer on probes, in the order of cause.
+
+The server tokenises texts and chats, states checksums of its weights, and samples answers, whose log-probs the trainer
+computes again. If the log-probs of a probe differ, the trainer computes them once more for the request of each suspect,
+which a faulty server would compute in its place: the suspect with the server's log-probs is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from models.parity import Probe
+from models.processing import MediaError, Processor, PromptError
+from rollout.engine import EngineError, GenerateRequest, SamplingParams
+from rollout.listening import TOKEN
+from rollout.requests import EngineLimits, checked
+from rollout.sglang import ServerClient
+from rollout.weights.published import SharedFolders
+from rollout.wire import request_body
+from sharding.mesh import make_mesh
+
+from ..algorithms import find_algorithm
+from ..base.errors import said
+from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
+from ..batch.composer import Composer
+from ..config import Config, DType
+from ..learner.gradients import Gradients, TrainingPhase
+from ..learner.loss_inputs import logprobs_of
+from . import Finding
+from .installation import clip_file, picture_file
+
+Answered: TypeAlias = tuple[GenerateRequest, list[Response]]
+Suspect: TypeAlias = tuple[str, str, GenerateRequest]  # the part that would differ, the fault, the faulty request
+BOX = " [14, 28, 83, 55] <|box_start|>(14,28),(83,55)<|box_end|>"
+TOKENS, SAMPLES = 12, 2  # of each probe's answers
+EXACT, ROUGH = 1e-3, 0.05  # tolerances of mean differences of log-probs: in float32, and in narrower dtypes
+COOL = 0.6  # the temperature of the check of sampling
+NORMALISATIONS = {  # mean and deviation
+    "from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "by mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+FIXES = {  # by a word of the part that differs
+    "token ids": "give both the same tokenizer.json, or send token ids and never text",
+    "template": "give both the same chat_template.jinja, or send token ids and never messages",
+    "weights": "the last update did not arrive, or the server has another checkpoint: update or restart it",
+    "pixels": "see which media reach the server, and give both the same preprocessor_config.json",
+    "positions": "update the server, or send it the trainer's positions (rollout.serve, rollout/sglang_plugin)",
+    "temperature": "log-probs must be of the sampled distribution: SGLANG_RETURN_ORIGINAL_LOGPROB must be unset",
+    "sampling": "the server must apply logit_bias, to log-probs too: compare its logits processors",
+    "packed rows": "the trainer's packing or kernels are at fault: please report it",
+    "": "if `python -m models.parity` finds nothing, compare the server's version, quantisation and kernels",
+}
+
+
+class ServerComparison:
+    """Compares `options.server` with the trainer, which has the checkpoint folder `options.model`. Raises ValueError or
+    OSError for a folder, a text or a file that can't be used."""
+
+    _trainer: Trainer  # loaded when the server has stated its dtype
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._folder, self._tolerance, self._processor = options.model, options.tolerance, Processor.load(options.model)
+        self._probes = {"text": Probe(self._processor, options.text, [])}
+        self._refused: list[Finding] = []  # probes that this checkpoint can't have
+        image, video = [("image", picture_file())], [("video", clip_file())]
+        media = {"image": image, "boxes": [*image, ("image", picture_file(turns=1))], "video": video}
+        media |= {file: [("image", pathlib.Path(file).read_bytes())] for file in options.image}
+        media |= {file: [("video", pathlib.Path(file).read_bytes())] for file in options.video}
+        for name, files in media.items():
+            try:
+                self._probes[name] = Probe(self._processor, options.text + BOX * (name == "boxes"), files)
+            except (PromptError, MediaError) as error:
+                self._refused.append(Finding(name, str(error), asked=False))
+        self._client = ServerClient(options.server, token=os.environ.get(TOKEN, ""))
+        self._agreed: list[Answered] = []  # answers with equal log-probs
+
+    async def findings(self) -> AsyncIterator[Finding]:
+        """Yields findings, in the order of cause. Raises EngineError for a server that can't be reached."""
+        try:
+            info = {**await self._client.ask("/model_info"), **await self._client.ask("/server_info")}
+            names, exact = ("version", "model_path", "dtype", "weight_version"), info.get("dtype") == "float32"
+            yield Finding("server", ", ".join(f"{name} {info.get(name)}" for name in names))
+            self._tolerance = self._tolerance or (EXACT if exact else ROUGH)
+            self._trainer = Trainer(self._folder, "float32" if exact else "bfloat16")
+            checks = {"token ids": self._tokens, "template": self._tokens, "weights": self._weights}
+            checks |= dict.fromkeys(self._probes, self._log_probs)
+            checks |= {f"{name} as files": self._log_probs for name, probe in self._probes.items() if probe.media}
+            checks |= {"packed rows": self._packed_rows, "sampling": self._sampling}
+            for name, check in checks.items():
+                try:
+                    finding = await check(name)
+                except (EngineError, OSError, KeyError, TypeError) as error:  # the last two: an odd answer
+                    finding = Finding(name, " ".join(said(error).split())[:300], asked=False)
+                yield finding
+            for finding in self._refused:
+                yield finding
+        finally:
+            await self._client.close()
+
+    async def _tokens(self, name: str) -> Finding:
+        """Compares the ids of the probes as texts (`token ids`) or, once these agree, as messages (`template`)."""
+        if name == "template" and not self._processor.chat_template:
+            return Finding(name, f"{self._folder} has no chat template", asked=False)
+        decode = functools.partial(self._processor.decode, skip_special_tokens=False)
+        for of_probe, probe in self._probes.items():
+            text = {"prompt": decode(probe.ids), "add_special_tokens": False}
+            body = {"messages": [_message(probe)]} if name == "template" else text
+            theirs = (await self._client.ask("/tokenize", body))["tokens"]
+            if theirs != probe.ids:
+                server, trainer = (f"{decode(ids)!r} {ids}" for ids in (theirs, probe.ids))
+                return _differs(name, f"{of_probe}: the server has {server}, the trainer {trainer}")
+        return Finding(name, f"of {len(self._probes)} prompts")
+
+    async def _weights(self, name: str) -> Finding:
+        ranks = await self._client.checksums()
+        folders = SharedFolders(self._trainer.model.config, self._trainer.dtype)
+        try:
+            names, count = folders.write(0, self._trainer.params).checksums.differing(ranks)
+        finally:
+            folders.close()
+        if not names:
+            return Finding(name, f"checksums of {count} tensors")
+        *_, part, first = min((*_part_of(tensor), tensor) for tensor in names)
+        detail = f"{len(names)} of {count} checksums, first that of {first}"
+        return _differs("weights" if 2 * len(names) > count else f"{part} (weights)", detail)
+
+    async def _log_probs(self, name: str) -> Finding:
+        """Compares log-probs of a probe, whose media the server gets as patches or, as files, decodes itself."""
+        probe, files = self._probes[name.removesuffix(" as files")], name.endswith(" as files")
+        sampling = SamplingParams(TOKENS, forbidden_ids=self._processor.media_token_ids)  # as in a run
+        request = GenerateRequest("doctor", probe.inputs, sampling, SAMPLES)
+        rest = "pixels" if files else "tower" if probe.media else "decoder"
+        faulty = suspects(self._processor, probe, request)
+        return await self._compared(name, rest, request, faulty, probe if files else None)
+
+    async def _packed_rows(self, name: str) -> Finding:
+        if not self._agreed:
+            return Finding(name, "there are no answers on which both sides agree", asked=False)
+        gap = self._trainer.gap(self._agreed)
+        detail = f"log-probs of all answers in one row differ by {gap:.1e} on average"
+        return Finding(name, detail) if gap <= self._tolerance else _differs(name, detail)
+
+    async def _sampling(self, name: str) -> Finding:
+        """Compares log-probs at a low temperature, with likely tokens forbidden."""
+        if not self._agreed:
+            return Finding(name, "there are no answers on which both sides agree", asked=False)
+        plain, likely = self._agreed[0]  # of the text
+        never = plain.sampling.forbidden_ids
+        mask = (*never, *sorted({id for answer in likely for id in answer.token_ids})[:TOKENS])
+        asked, hot, free = (
+            dataclasses.replace(plain, sampling=SamplingParams(TOKENS, temperature, forbidden_ids=forbidden))
+            for temperature, forbidden in ((COOL, mask), (1.0, mask), (COOL, never))
+        )
+        faulty = [("temperature", "without temperature", hot), ("sampling mask", "without sampling mask", free)]
+        faulty.append(("temperature", "without temperature and sampling mask", plain))
+        return await self._compared(name, name, asked, faulty)
+
+    async def _compared(
+        self, name: str, rest: str, request: GenerateRequest, faulty: Iterable[Suspect], files: Probe | None = None
+    ) -> Finding:
+        """Compares log-probs, and finds the suspect that explains a difference; `rest` differs if there is none."""
+        answers, tokens = await self._answers(request, files)
+        if tokens != len(request.prompt):
+            return _differs("pixels", f"{name}: the prompt has {tokens} tokens, the trainer's {len(request.prompt)}")
+        if broken := {id for answer in answers for id in answer.token_ids} & {*request.sampling.forbidden_ids}:
+            return _differs("sampling mask", f"{name}: forbidden tokens are sampled: {sorted(broken)}")
+
+        def gap_of(request: GenerateRequest) -> float:  # each answer in a row of its own
+            return float(np.mean([self._trainer.gap([(request, [answer])]) for answer in answers]))
+
+        tolerance = max(self._tolerance, ROUGH) if files else self._tolerance  # libraries resize with other rounding
+        gap = gap_of(request)
+        detail = f"log-probs differ by {gap:.1e} on average"
+        if gap <= tolerance:
+            self._agreed += [(request, answers)] if files is None else []
+            return Finding(name, detail)
+        least, part, fault = min((gap_of(asked), part, fault) for part, fault, asked in [*faulty, (rest, "", request)])
+        if least > min(tolerance, gap / 3):
+            return _differs(rest, f"{name}: {detail}; no suspect explains it")
+        return _differs(part, f"{name}: {fault}: {detail}, and by {least:.1e} if so here")
+
+    async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
+        """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
+        the probe `files`, if given, in the place of patches, and expands placeholders itself."""
+        config, rids = self._trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(SAMPLES)]
+        limits = EngineLimits.of(config, SAMPLES, len(request.prompt) + TOKENS)
+        body = request_body(checked(request, limits), dict(enumerate(rids)), config, interval=TOKENS)
+        if files is not None:
+            body["input_ids"] = [files.ids] * SAMPLES
+            for kind in dict(files.media):
+                media = [base64.b64encode(data).decode() for of_kind, data in files.media if of_kind == kind]
+                body[f"{kind}_data"] = [media] * SAMPLES
+        answers, replies = [], await self._client.ask("/generate", body | {"stream": False})
+        for sample, (rid, reply) in enumerate(zip(rids, replies, strict=True)):
+            ids, entries = tuple(reply["output_ids"]), reply["meta_info"]["output_token_logprobs"]
+            logprobs = tuple(float(entry[0]) for entry in entries)
+            answers.append(Response(rid, 0, sample, ids, logprobs, (0,) * len(ids), "length"))
+        return answers, int(replies[0]["meta_info"]["prompt_tokens"])
+
+
+def _differs(part: str, detail: str) -> Finding:
+    return Finding(part, detail, next(fix for word, fix in FIXES.items() if word in part))
+
+
+def _message(probe: Probe) -> dict[str, Any]:
+    """The probe as a user's message of OpenAI's API."""
+    content = [
+        {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
+        for kind, data in probe.media
+    ]
+    return {"role": "user", "content": [*content, {"type": "text", "text": probe.text}] if content else probe.text}
+
+
+def _part_of(tensor: str) -> tuple[int, int, str]:
+    """The place of a tensor in the order of computation, and the part of the model that has it."""
+    if "visual" in tensor:
+        return 1, 0, "tower"
+    if layer := re.search(r"layers\.(\d+)\.", tensor):
+        return 2, int(layer[1]), f"layer {layer[1]}"
+    return (0, 0, "embedding") if "embed_tokens" in tensor else (3, 0, "final norm or head")
+
+
+def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> Iterator[Suspect]:
+    """Yields the suspects for the request of a probe with media; none for a probe of text."""
+    if not probe.media:
+        return
+    inputs, positions_3T, shown_T = probe.inputs, probe.inputs.positions_3T, probe.inputs.feature_index_T >= 0
+    blind = dataclasses.replace(inputs, vision=None, feature_index_T=np.full_like(inputs.feature_index_T, -1))
+    yield "pixels", "it computes without the media", dataclasses.replace(request, prompt=blind)
+    for words, (mean, std) in NORMALISATIONS.items():
+        image, video = (dataclasses.replace(kind, mean=mean, std=std) for kind in (processor.image, processor.video))
+        prompt = dataclasses.replace(processor, image=image, video=video).prepare_ids(probe.ids, probe.media)
+        yield "pixels", f"its pixels are {words}", dataclasses.replace(request, prompt=prompt)
+    misplaced = {
+        ("all axes", "it counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
+        ("height and width", "they are dropped: both are those of time"): positions_3T[[0, 0, 0]],
+        ("height and width", "they are exchanged"): positions_3T[[0, 2, 1]],
+    }
+    for (axis, name), by in itertools.product(enumerate(("time", "height", "width")), (1, -1)):
+        shift_3T = by * np.outer(np.arange(3) == axis, shown_T)
+        misplaced[name, f"those of the media are shifted by {by:+d}"] = positions_3T + shift_3T
+    for (axes, fault), faulty_3T in misplaced.items():
+        following = int(faulty_3T[0, -1]) + 1  # a text ends the prompt
+        prompt = dataclasses.replace(inputs, positions_3T=faulty_3T.astype(np.int32), next_position=following)
+        yield f"positions ({axes})", fault, dataclasses.replace(request, prompt=prompt)
+
+
+class Trainer:
+    """A checkpoint as a training step computes it in `dtype`, on one device."""
+
+    def __init__(self, folder: str, dtype: str) -> None:
+        self.model, self.dtype, self._config = models.load(folder, jnp.float32), dtype, Config()
+        self.params = models.split(self.model)[1]
+        self._config.model.compute_dtype, self._config.packing.rows_per_device = DType(dtype), 1
+        self._gradients = functools.cache(self._gradients_of)
+
+    def gap(self, answered: Sequence[Answered]) -> float:
+        """Returns the mean difference between the log-probs of the answers and the trainer's, in nats. One packed row
+        has all prompts, each once, and all answers; the requests have the same sampling parameters."""
+        groups, prepared, tokens = [], {}, 0
+        for draw, (request, answers) in enumerate(answered):
+            prompt = Prompt(str(draw), "doctor", "", "", draw=draw)
+            samples = [Sample(dataclasses.replace(answer, draw=draw), Reward(0.0, False), 1.0) for answer in answers]
+            groups.append(Group(prompt, tuple(samples)))
+            prepared[draw] = PreparedPrompt(prompt, request.prompt)
+            tokens += len(request.prompt) + sum(answer.num_tokens for answer in answers)
+        sizes, packing, sampling = self.model.config, self._config.packing, answered[0][0].sampling
+        packing.tokens_per_row = 1 << tokens.bit_length()
+        packing.patches_per_device = packing.tokens_per_row * (sizes.vision.merge_unit if sizes.vision else 1)
+        composition = Composer(self._config, 1, sizes.vision, sizes.text).compose(groups, prepared)
+        gradients = self._gradients(sampling.temperature, sampling.forbidden_ids)
+        ours = composition.of_responses(logprobs_of(composition, gradients, gradients.strategy.shard(self.params)))
+        theirs = composition.of_responses([batch.behaviour_logprobs_BT for batch in composition.batches])
+        return float(np.abs(ours - theirs).mean())
+
+    def _gradients_of(self, temperature: float, never_sampled: tuple[int, ...]) -> Gradients:
+        phase = TrainingPhase(find_algorithm(self._config.algorithm).token_loss, temperature, never_sampled)
+        return Gradients(self._config, self.model, phase, make_mesh(1))
