@@ -66,7 +66,9 @@ def processor(kind: str) -> Processor:
 
 def _settings(kind: str) -> ModelConfig:
     if kind != "vl":
-        return ModelConfig(tiny={**TINY, "vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
+        return ModelConfig(
+            tiny={**TINY, "architecture": "qwen2", "tie_word_embeddings": True, "intermediate_size": 128}
+        )
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
     return ModelConfig(tiny={**TINY, **own})
