@@ -231,17 +231,14 @@ def tiny_vision(model: ModelConfig) -> VisionConfig | None:
         raise ModelConfigError(f"architecture {architecture!r} is not among {', '.join(ARCHITECTURES)}")
     if ARCHITECTURES[architecture].rope_index is None:
         return None
-    names = ("hidden_size", "intermediate_size", "depth", "num_heads")
-    sizes = {
-        "out_hidden_size": tiny["hidden_size"],
-        **{name: tiny[name] for name in ("patch_size", "initializer_range")},
-        **{name: tiny[f"vision_{name}"] for name in names},
-    }
+    sizes = {name.removeprefix("vision_"): size for name, size in tiny.items() if name.startswith("vision_")}
+    full = sizes.pop("full_attention_layers")
+    sizes |= {name: tiny[name] for name in ("patch_size", "initializer_range")}
+    sizes["out_hidden_size"] = tiny["hidden_size"]
     if architecture == "qwen3_vl":
-        deep = tuple(range(tiny["vision_depth"] - 1))
-        return DeepVisionConfig(position_grid=POSITION_GRID, deepstack_layers=deep, **sizes)
-    windows = {"window_size": tiny["window_size"], "full_attention_layers": tiny["vision_full_attention_layers"]}
-    return VisionConfig(**windows, **sizes)
+        before_last = tuple(range(sizes["depth"] - 1))
+        return DeepVisionConfig(position_grid=POSITION_GRID, deepstack_layers=before_last, **sizes)
+    return VisionConfig(window_size=tiny["window_size"], full_attention_layers=full, **sizes)
 
 
 def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> DecoderConfig:

@@ -60,8 +60,9 @@ def processor(kind: str) -> Processor:
     if kind != "vl":
         return build_processor(text)
     settings = _settings(kind)
-    layout = PatchLayout.of(tiny_vision(settings))
-    return build_processor(text, layout=layout, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+    vision = tiny_vision(settings)
+    assert vision is not None
+    return build_processor(text, layout=PatchLayout.of(vision), min_pixels=28 * 28, max_pixels=28 * 28 * 16)
 
 
 def _settings(kind: str) -> ModelConfig:
