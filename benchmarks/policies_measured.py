@@ -69,7 +69,7 @@ def configuration(folder: pathlib.Path, policy: str, sizes: Sizes) -> Config:
     config = Config(name=policy, run_dir=str(folder / policy))
     source = SourceConfig(path=str(folder / "train.jsonl"), eval_path=str(folder / "eval.jsonl"), reward="positions")
     config.data.sources = {"strings": source}
-    config.model.tiny |= {"vision": False, "rope_theta": 100.0}
+    config.model.tiny |= {"architecture": "qwen2", "rope_theta": 100.0}
     config.steps = sizes.steps * sizes.turns
     config.warm_start.steps, config.warm_start.batch_size = sizes.warm_start, 64
     config.rollout.prompts_per_step, config.rollout.group_size = sizes.prompts, sizes.responses

@@ -249,7 +249,7 @@ def _check(options: argparse.Namespace, config: Config) -> None:
         raise ConfigError("--peer compares in float32; leave model.compute_dtype as it is")
     if options.peer == "trl" and options.lengths == "natural":
         raise ConfigError("--peer trl can't be told how long each response is; leave --lengths as it is")
-    if options.peer == "tunix" and (config.model.tiny["vision"] or config.algorithm.kl_coefficient):
+    if options.peer == "tunix" and (config.model.tiny["architecture"] != "qwen2" or config.algorithm.kl_coefficient):
         raise ConfigError("--peer tunix compares text models without a KL term: --size, or --config=configs/text.py")
     probe = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
     try:

@@ -13,7 +13,7 @@ from fluxjax.config import Config, ConfigError, LossAggregation, Schedule, Sourc
 def get_config(variant: str = "") -> Config:
     config = Config(name="text")
     config.data.sources = {"reverse": SourceConfig(reward="positions")}
-    config.model.tiny["vision"] = False
+    config.model.tiny["architecture"] = "qwen2"
     config.steps = 200
     config.warm_start.steps = 60
     config.rollout.prompts_per_step = 32

@@ -3,6 +3,7 @@
     python -m fluxjax.train --config=configs/vlm.py
     python -m fluxjax.train --config=configs/vlm.py:debug      (the whole loop in less than a minute)
     python -m fluxjax.train --config=configs/vlm.py:digits     (the strips alone)
+    python -m fluxjax.train --config=configs/vlm.py:qwen3_vl   (the same with a tiny Qwen3-VL)
 
 Expect, in 425 to 450 s on two idle CPU cores (eleven minutes on slow ones): strips from about 35 % held out after the
 warm start to between 90 and 97 % by RL, clips from about 38 % to between 97 and 99 %; one seed of ten ends with one
@@ -48,6 +49,9 @@ def get_config(variant: str = "") -> Config:
     elif variant == "digits":
         config.name = "vlm-digits"
         del config.data.sources["pans"]
+    elif variant == "qwen3_vl":
+        config.name = "vlm-qwen3_vl"
+        config.model.tiny |= {"architecture": "qwen3_vl", "num_heads": 2, "mrope_section": (6, 5, 5)}
     elif variant:
-        raise ConfigError(f"configs/vlm.py has the variants '', 'debug' and 'digits', not {variant!r}")
+        raise ConfigError(f"configs/vlm.py has the variants '', 'debug', 'digits' and 'qwen3_vl', not {variant!r}")
     return config

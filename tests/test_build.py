@@ -1,5 +1,6 @@
 """A model from a checkpoint folder: what `model.path` reads, what an export keeps, and which paths are refused."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -11,9 +12,11 @@ from packing_cases import MODEL
 import models
 from fluxjax.base.timeline import under_way
 from fluxjax.config import Config, ConfigError
-from fluxjax.run.build import build_model
+from fluxjax.data.loader import open_source
+from fluxjax.run.build import build_model, describe_model
 from models.config import PatchLayout
 from models.processing import tiny
+from models.registry import write_config
 
 GENERATION = {"do_sample": True, "eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.95, "transformers_version": "4"}
 
@@ -43,6 +46,31 @@ def test_an_export_of_a_checkpoint_is_the_checkpoint(folder, tmp_path) -> None:
     again, _ = build_model(config_of(tmp_path / "export"), {})
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, models.split(again)[1], models.split(models.create(MODEL, seed=4))[1])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_tiny_model_of_each_architecture_is_read_back(architecture: str, tmp_path) -> None:
+    """Sizes, and what its processor does with text, pictures and clips, as from the folder that a run exports."""
+    config, media = Config(), {} if architecture in ("qwen2", "qwen3") else {"images": ["a.png"], "videos": ["a.mp4"]}
+    config.model.tiny["architecture"] = architecture
+    question = "<image><video>which?" if media else "which?"
+    (tmp_path / "all.jsonl").write_text(json.dumps({"id": "1", "prompt": question, "answer": "a", **media}))
+    sizes, processor = describe_model(config, {"all": open_source(tmp_path / "all.jsonl", "all")})
+    processor.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(write_config(sizes)))
+    config.model.path = str(tmp_path)
+    again, loaded = describe_model(config, {})
+    assert again == dataclasses.replace(sizes, names=again.names)
+    assert loaded.architecture == processor.architecture == architecture
+    assert loaded.layout == processor.layout and (not media or loaded.settings == processor.settings)
+    assert processor.vision == bool(media) and ("seconds" in processor.tokenizer.get_vocab()) == processor.layout.timed
+
+
+def test_a_tiny_model_of_an_unknown_architecture_is_refused() -> None:
+    config = Config()
+    config.model.tiny["architecture"] = "qwen9"
+    with pytest.raises(ConfigError, match=r"^model\.tiny: architecture 'qwen9' is not among qwen2, .*qwen3_vl"):
+        describe_model(config, {})
 
 
 def test_loading_says_how_far_it_is(folder, monkeypatch) -> None:

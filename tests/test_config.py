@@ -24,10 +24,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 TEXTS = ("qwen2_5_7b", "qwen3_8b", "qwen3_32b")
-REAL = [f"configs/{name}.py" for name in ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", *TEXTS)]
+VISUAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen3_vl_8b")
+REAL = [f"configs/{name}.py" for name in (*VISUAL, *TEXTS)]
 ONE_GPU = ["configs/qwen2_5_vl_3b.py:one_gpu", "configs/qwen2_5_vl_3b.py:one_gpu_full"]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
-TINY = ["configs/vlm.py", "configs/vlm.py:debug", "configs/text.py", "configs/text.py:debug"]
+TINY = [f"configs/{name}" for name in ("vlm.py", "vlm.py:debug", "vlm.py:qwen3_vl", "text.py", "text.py:debug")]
 SHIPPED = [*TINY, *REAL, *ONE_GPU, *FLEET]
 
 
@@ -141,7 +142,7 @@ def test_settings_that_may_be_unread_exist_and_are_named_once_each():
         ("config.learning_rate = 3", "did you mean optim.lr?"),
         ("config.model.vision = False", "ModelConfig has no field 'vision'; it has path, "),
         ("config.zzz = 1", "Config has no field 'zzz'; it has name, seed, "),
-        ("config.model.tiny['layers'] = 1", "model.tiny has no field 'layers'; it has vision, hidden_size, "),
+        ("config.model.tiny['layers'] = 1", "model.tiny has no field 'layers'; it has architecture, hidden_size, "),
         ("config.model.tiny['num_layers'] = 1.5", "model.tiny.num_layers is 1.5; it must be of type int"),
         ("config.data.sources['digits'].columns['image'] = 'x'", "columns is {'image': 'x'}; it must name prompt, "),
         ("config.steps = '5'", "steps is '5'; it must be of type int"),
@@ -257,7 +258,7 @@ def test_help_has_words_for_every_setting_and_filters():
     assert "--config.optim.warmup_steps=" in found and "--config.steps" not in found
     assert help_text("", config, "xyzzy") == "no setting has 'xyzzy' in its name or its words"
     with_values = help_text("", config)
-    assert "--config.steps=200" in with_values and "--config.model.tiny.vision=False" in with_values
+    assert "--config.steps=200" in with_values and "--config.model.tiny.architecture=qwen2" in with_values
 
 
 def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
-from fluxjax.sizing.run_programs import ATTENTION_CALL, RunShapes, bytes_on_device
+from fluxjax.sizing.run_programs import ATTENTION_CALL, UNTILED, Compiled, RunShapes, bytes_on_device
 from fluxjax.sizing.schedule import CollectiveTraffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from rollout.device import DeviceState
@@ -33,7 +33,7 @@ from sharding.kernels.tiles import tile_size
 from sharding.mesh import Target, compiling_for, make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REAL = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen2_5_7b", "qwen3_8b", "qwen3_32b")
+REAL = sorted(file.stem for file in (ROOT / "configs").glob("*_[0-9]*b.py"))
 
 SCHEDULE = """HloModule jit_step, is_scheduled=true
 
@@ -97,6 +97,27 @@ def test_the_schedule_of_a_compiled_program_is_read():
     found = traffic(jax.jit(mapped).lower(weights, x).compile().as_text() or "")
     assert found["all-gather"].count == 6 and found["all-gather"].bytes == 6 * 64 * 64 * 4
     assert found["all-reduce"].bytes == 4
+
+
+class Refusing(jax.stages.Lowered):
+    """A program that does not compile, for this `reason`, unless XLA's Triton kernels of products are off."""
+
+    reason: str
+
+    def compile(self, compiler_options=None, **more):
+        if compiler_options != {"xla_gpu_enable_triton_gemm": False}:
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {self.reason}")
+        return super().compile(**more)  # on CPUs there is no such option
+
+
+def test_products_that_triton_cannot_compile_are_compiled_without_it():
+    lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    lowered.__class__ = Refusing
+    lowered.reason = f"{UNTILED} that satisfy hlo: %dot.97"
+    assert Compiled.of(lowered).results == 4 * 8 * 8
+    lowered.reason = "out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        Compiled.of(lowered)
 
 
 RESIDENT = {"master weights": 4, "moments": 8, "reference weights": 0, "engine weights": 15, "KV cache": 14}
@@ -305,6 +326,7 @@ def test_a_missing_plugin_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_sizes_are_found_without_weights(tmp_path):
+    assert len(REAL) >= 8
     for name in REAL:
         sizes = model_sizes(cli.load([f"--config=configs/{name}.py"]))
         assert sizes.text.num_layers >= 28 and (sizes.vision is not None) == ("vl" in name)

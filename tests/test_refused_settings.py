@@ -151,6 +151,7 @@ UNREAD = [  # (settings, the last of which is ignored; what it would need to be 
     ("algorithm.name=dpo algorithm.entropy_coefficient=0.1", "algorithm.name another, not dpo"),
     ("critic.lr=0.1", "algorithm.name ppo, not grpo"),
     ("model.path=here model.tiny.num_layers=5", "model.path empty, not here"),
+    ("model.tiny.architecture=qwen3_vl model.tiny.window_size=32", "model.tiny.architecture qwen2_5_vl, not qwen3_vl"),
 ]
 
 
@@ -201,6 +202,7 @@ NOT_THE_CHOICE = [  # settings of a choice that was not made; of earlier release
             ("parallelism.enabled", "parallelism.min_degree"),
             ("schedules.temperature", "rollout.temperature"),
             ("model.num_layers", "model.tiny.num_layers"),
+            ("model.tiny.vision", "model.tiny.architecture"),
         )
     ),
 ]

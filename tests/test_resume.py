@@ -154,10 +154,11 @@ def test_every_device_at_its_own_pace(reference, tmp_path):
     assert_goes_on(complete, tmp_path / "resumed", TEXT, odc, 6)
 
 
-def test_images_and_videos(tmp_path):
+@pytest.mark.parametrize("config", [VLM, "configs/vlm.py:qwen3_vl"])
+def test_images_and_videos(config, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
     settings = flags(steps=4, checkpoint__every=2, algorithm__kl_coefficient=0.01, **colours(tmp_path))
     complete = tmp_path / "complete"
-    trained(complete, VLM, settings)
-    resumed = assert_goes_on(complete, tmp_path / "resumed", VLM, settings, 2)
+    trained(complete, config, settings)
+    resumed = assert_goes_on(complete, tmp_path / "resumed", config, settings, 2)
     assert any("reference" in name for name in checkpoint_arrays(resumed, 4))

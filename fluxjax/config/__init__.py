@@ -102,9 +102,9 @@ class Schedule(enum.Enum):
     COSINE = "cosine"
 
 
-# Sizes of the tiny model, a Qwen2.5-VL, or a Qwen2 if `vision` is off.
+# Architecture and sizes of the tiny model. In a tiny Qwen3-VL, the decoder reads every layer of the tower.
 TINY: Mapping[str, object] = {
-    "vision": True,
+    "architecture": "qwen2_5_vl",  # or qwen3_vl; of text alone: qwen2, qwen3
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_layers": 3,
@@ -127,7 +127,7 @@ TINY: Mapping[str, object] = {
 @dataclasses.dataclass(slots=True)
 class ModelConfig:
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
-    # The sizes of the tiny model, by the names of `fluxjax.config.TINY`.
+    # The architecture and the sizes of the tiny model, by the names of `fluxjax.config.TINY`.
     tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
     compute_dtype: DType = DType.FLOAT32  # type of the computation; master weights stay float32
 

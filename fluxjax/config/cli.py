@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import difflib
 import enum
-import operator
 import pathlib
 import re
 import runpy
@@ -36,7 +35,7 @@ class Need(NamedTuple):
     rule: Callable[[Config], bool] | None = None
 
     def current(self, config: Config) -> str:
-        return _text(operator.attrgetter(self.setting)(config))
+        return _text(_value(config, self.setting))
 
     def met(self, config: Config) -> bool:
         if self.rule is not None:
@@ -44,8 +43,15 @@ class Need(NamedTuple):
         if self.setting == _ALGORITHM and not config.algorithm.built_in:
             return True  # a user's own algorithm may read any field
         if self.wanted == "above 0":
-            return operator.attrgetter(self.setting)(config) > 0
+            return _value(config, self.setting) > 0
         return self.current(config) in re.split(", | or ", self.wanted)
+
+
+def _value(config: Config, setting: str) -> Any:
+    value: Any = config
+    for name in setting.split("."):
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
 
 
 def _text(value: object) -> str:
@@ -93,6 +99,7 @@ NEEDS = (
     Need("algorithm.importance.decay", "policy.name", "april or adaptive_async (or replay.share above 0)", _stale),
     Need("replay.max_age", "replay.share", "above 0"),
     Need("model.tiny", "model.path", "empty"),  # else the architecture is the checkpoint's
+    Need("model.tiny.window_size model.tiny.vision_full_attention_layers", "model.tiny.architecture", "qwen2_5_vl"),
     Need("algorithm.normalize_std", _ALGORITHM, "grpo, dr_grpo, dapo, gspo or cispo"),
     Need("algorithm.dual_clip", _ALGORITHM, "another", lambda config: config.algorithm.label not in ("gspo", "cispo")),
     Need("critic", _ALGORITHM, "ppo"),
@@ -161,6 +168,7 @@ _NAMES = """learning_rate=optim.lr lr=optim.lr max_steps=steps output_dir=run_di
     composer.lengths=policy.prefer schedules.tail_prompts=policy.prompts schedules.tail_responses=policy.responses
     optim.beta1=optim.betas optim.beta2=optim.betas algorithm.importance.low=algorithm.importance.bounds
     algorithm.importance.high=algorithm.importance.bounds parallelism.enabled=parallelism.min_degree
+    model.tiny.vision=model.tiny.architecture
     report.prometheus_port=report.prometheus report.prometheus_host=report.prometheus"""
 _OTHER_NAMES = dict(re.findall(r"(\S+)=(\S+)", _NAMES))  # names of settings in verl, TRL and earlier releases
 _GONE = {

@@ -14,13 +14,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from models.config import DecoderConfig, ModelConfigError, PatchLayout, RopeConfig, TextConfig, VisionConfig
+from models.config import (
+    DecoderConfig,
+    DeepVisionConfig,
+    ModelConfigError,
+    PatchLayout,
+    RopeConfig,
+    TextConfig,
+    VisionConfig,
+)
 from models.decoder import Decoder, parameter_count, shapes_only
 from models.folder import why_missing
 from models.processing import Processor
 from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
+from models.registry import ARCHITECTURES
 from rollout.engine import SamplingParams
 from sharding.links import Links
 from sharding.mesh import MeshError, make_mesh
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
     from .pixels import Pixels
 
 AnyPixels: TypeAlias = "NoPixels | Pixels"
+POSITION_GRID = 4  # rows, and columns, of the learned positions of a tiny tower: pictures have a few patches a side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,15 +171,17 @@ def describe_model(config: Config, sources: Mapping[str, Source]) -> tuple[Decod
 
         return model_sizes(config), processor
     try:
-        vision = tiny_vision(config.model) if config.model.tiny["vision"] else None
+        vision = tiny_vision(config.model)
+        times = ["seconds"] if vision and vision.timed else []
         processor = build_processor(
             all_texts(sources.values()),
-            words=common_words(sources.values()),
+            words=[*common_words(sources.values()), *times],
             layout=PatchLayout.of(vision) if vision else None,
             num_frames=data.video_frames,
             **({"max_pixels": data.max_pixels} if data.max_pixels else {}),
         ).configured(limits=DecodeLimits())
-        return tiny_model(config.model, processor, vision), processor
+        sizes = tiny_model(config.model, processor, vision)
+        return sizes, dataclasses.replace(processor, architecture=sizes.architecture)
     except ModelConfigError as error:
         raise ConfigError(f"model.tiny: {error}") from error
 
@@ -211,33 +223,47 @@ def sampling_params(config: Config, processor: Processor) -> SamplingParams:
     )
 
 
-def tiny_vision(model: ModelConfig) -> VisionConfig:
-    """Returns the tower of a tiny model. Raises ModelConfigError for sizes that no tower has."""
+def tiny_vision(model: ModelConfig) -> VisionConfig | None:
+    """Returns the tower of a tiny model; None for an architecture that reads text only. Raises ModelConfigError for an
+    unknown architecture, and for sizes that no tower has."""
     tiny = cast(Mapping[str, Any], model.tiny)
-    return VisionConfig(
-        out_hidden_size=tiny["hidden_size"],
-        **{name: tiny[name] for name in ("patch_size", "window_size", "initializer_range")},
-        **{name.removeprefix("vision_"): size for name, size in tiny.items() if name.startswith("vision_")},
-    )
+    if (architecture := tiny["architecture"]) not in ARCHITECTURES:
+        raise ModelConfigError(f"architecture {architecture!r} is not among {', '.join(ARCHITECTURES)}")
+    if ARCHITECTURES[architecture].rope_index is None:
+        return None
+    sizes = {name.removeprefix("vision_"): size for name, size in tiny.items() if name.startswith("vision_")}
+    full = sizes.pop("full_attention_layers")
+    sizes |= {name: tiny[name] for name in ("patch_size", "initializer_range")}
+    sizes["out_hidden_size"] = tiny["hidden_size"]
+    if architecture == "qwen3_vl":
+        before_last = tuple(range(sizes["depth"] - 1))
+        return DeepVisionConfig(position_grid=POSITION_GRID, deepstack_layers=before_last, **sizes)
+    return VisionConfig(window_size=tiny["window_size"], full_attention_layers=full, **sizes)
 
 
 def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | None) -> DecoderConfig:
     """Returns the architecture of a tiny model with the sizes that the configuration gives. Raises ModelConfigError for
     sizes that no model has."""
     tiny = cast(Mapping[str, Any], model.tiny)
+    architecture = tiny["architecture"]
+    qwen3 = architecture in ("qwen3", "qwen3_vl")
+    section = tiny["mrope_section"] if vision else ()
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
         head_dim=tiny["hidden_size"] // tiny["num_heads"],
-        rope=RopeConfig(theta=tiny["rope_theta"], mrope_section=tiny["mrope_section"] if vision else ()),
+        qkv_bias=not qwen3,
+        head_norm=qwen3,
+        rope=RopeConfig(tiny["rope_theta"], section, interleaved=architecture == "qwen3_vl"),
         **{name: size for name, size in tiny.items() if name in TextConfig.__dataclass_fields__},
     )
     if vision is None:
-        return DecoderConfig(processor.architecture, text)
+        return DecoderConfig(architecture, text)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     return DecoderConfig(
-        processor.architecture,
+        architecture,
         text,
         vision,
+        names=ARCHITECTURES[architecture].published,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],

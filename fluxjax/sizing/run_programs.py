@@ -36,6 +36,7 @@ from .schedule import CollectiveTraffic, traffic
 
 # A call of a kernel of `sharding/kernels/flash_kernels.py`, as jax-triton (0.4: the second name) and `launch` name it.
 ATTENTION_CALL = re.compile(r'custom_call_target="triton_kernel_call(?:_ffi)?".*[/(]flash_kernels_\w+\)*/')
+UNTILED = "Couldn't find output tile sizes"  # XLA's words for such a kernel, openxla/xla pull request 36792
 Progress = Callable[[str], None]  # takes the name of the program that is compiled next
 
 
@@ -54,8 +55,15 @@ class Compiled:
 
     @staticmethod
     def of(lowered: jax.stages.Lowered) -> Compiled:
+        """Compiles a program. If XLA chose a Triton kernel for a matrix product and can't compile it, the program is
+        compiled again with products of cuBLAS: without a GPU, XLA does not try out kernels before it chooses."""
         began = time.perf_counter()
-        compiled = lowered.compile()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if UNTILED not in str(error):
+                raise
+            compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
         memory, seconds = compiled.memory_analysis(), time.perf_counter() - began
         assert memory is not None, "XLA says what a program allocates"
         results, hlo = float(memory.output_size_in_bytes - memory.alias_size_in_bytes), compiled.as_text() or ""

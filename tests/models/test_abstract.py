@@ -10,6 +10,7 @@ import pytest
 from media_files import parity
 
 import models
+from fluxjax.sizing.model_sizes import SHIPPED
 from models.config import NameLayout
 from models.decoder import hidden_states, logprobs, parameter_count
 from models.hf import tensor_names
@@ -86,6 +87,7 @@ FILES = {
     ),
     "Qwen3-0.6B": (qwen3_file(1024, 3072, 28, 16, 8, 151936, True), 596_049_920),
     "Qwen3-8B": (qwen3_file(4096, 12288, 36, 32, 8, 151936, False), 8_190_735_360),
+    "Qwen3-VL-8B": (json.loads((SHIPPED / "Qwen3-VL-8B-Instruct.json").read_text()), 8_767_123_696),
 }
 
 
@@ -94,11 +96,7 @@ def test_published_parameter_counts(name: str) -> None:
     file, count = FILES[name]
     config = read_config(file)
     assert parameter_count(models.abstract(config)) == count
-    on_disk = sum(
-        int(np.prod(entry.disk_shape)) * (1 if not entry.stacked else depth)
-        for entry in tensor_names(config)
-        for depth in [config.vision.depth if entry.path[0] == "visual" else config.text.num_layers]  # type: ignore[union-attr]
-    )
+    on_disk = sum(int(np.prod(entry.disk_shape)) * len(entry.full_names) for entry in tensor_names(config))
     assert on_disk == count, "every weight has exactly one name on disk"
 
 
@@ -180,4 +178,4 @@ def test_config_comes_back(name: str) -> None:
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     written = json.loads(json.dumps(write_config(bare)))
     assert read_config(written) == config
-    assert (config.vision is not None) == ("VL" in name) == (config.architecture == "qwen2_5_vl")
+    assert (config.vision is not None) == ("VL" in name) == config.architecture.endswith("_vl")

@@ -60,13 +60,16 @@ def processor(kind: str) -> Processor:
     if kind != "vl":
         return build_processor(text)
     settings = _settings(kind)
-    layout = PatchLayout.of(tiny_vision(settings))
-    return build_processor(text, layout=layout, min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+    vision = tiny_vision(settings)
+    assert vision is not None
+    return build_processor(text, layout=PatchLayout.of(vision), min_pixels=28 * 28, max_pixels=28 * 28 * 16)
 
 
 def _settings(kind: str) -> ModelConfig:
     if kind != "vl":
-        return ModelConfig(tiny={**TINY, "vision": False, "tie_word_embeddings": True, "intermediate_size": 128})
+        return ModelConfig(
+            tiny={**TINY, "architecture": "qwen2", "tie_word_embeddings": True, "intermediate_size": 128}
+        )
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
     return ModelConfig(tiny={**TINY, **own})
