@@ -44,7 +44,7 @@ CORE = ("fluxjax", "models", "sharding", "rollout")
 PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in CORE)
 FLAGS = ["--config=configs/text.py:debug", "--config.steps=1", "--config.warm_start.steps=0"]
 BUDGETS = {
-    "core lines": 50_000,
+    "core lines": 52_500,  # 50,000, and 2,500 for Qwen3-VL and Qwen3.5
     "settings": 130,
     "files that a run imports": 200,
     "files of a step": 25,
