@@ -103,7 +103,7 @@ async def _findings(options: argparse.Namespace, config: Config | None) -> Async
 
 
 async def _shown(findings: AsyncIterator[Finding], as_json: bool, stops: bool) -> int:
-    """Prints findings, up to the first difference if it `stops`, and the conclusion. Returns the exit status."""
+    """Prints findings, up to the first difference if `stops` is set, and the conclusion. Returns the exit status."""
     from .diagnosis.findings import State
 
     seen: list[Finding] = []

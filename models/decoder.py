@@ -113,7 +113,7 @@ class DeepFeatures:
 class Decoder(nnx.Module):
     """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
-    Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
+    Architectures differ in `embed` and `features`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """
 
     config: DecoderConfig

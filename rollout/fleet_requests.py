@@ -1,4 +1,4 @@
-"""A request of a fleet: it runs on a server, and continues on another if that server is lost."""
+"""A request of a fleet: it runs on a server, and continues on another server if that one is lost."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FleetJob:
         return (*self._begun[sample], *self._came[sample].ids)
 
     def _settle(self) -> bool:
-        """Ends samples that need no server any more. Returns whether some do."""
+        """Ends samples that need no server any more. Returns whether samples are left."""
         for sample in sorted(self.open):
             if (finish := ended_before(self._ids(sample), self._request.sampling)) is not None:
                 self._end(sample, finish)
@@ -167,7 +167,7 @@ class FleetJob:
                 self._keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in self._aborted:
                     self._end(sample, finish)
-        if self.open & replies.keys():  # none of our orders ended them
+        if self.open & replies.keys():  # no call of `abort` ended them
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
     def _body(self, rids: Mapping[int, str]) -> wire.Json:

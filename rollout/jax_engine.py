@@ -98,7 +98,7 @@ class JaxEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held while the device works; fair: no task waits longer than a turn
+        self._turn = asyncio.Lock()  # held while the device works; tasks get it in the order of asking
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class JaxEngine:
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """The size of the cache, and the most of it that was ever in use."""
+        """The size of the cache, and the most of it that was in use since it got this size."""
         return CacheUsage(self._device.cache_bytes, self._scheduler.pool.total, self._scheduler.pool.peak)
 
     @property

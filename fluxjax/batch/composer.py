@@ -248,8 +248,8 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from its shares, `shares[process]`: one for each minibatch of a
-        training step or, without `update`, of a portion of a step."""
+        """Sends every other process an order to learn from `shares[process]`: a share for each minibatch of a training
+        step or, without `update`, of a portion of a step."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with

@@ -50,7 +50,7 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` on this machine. Each medium is decoded once, however many threads ask for it.
+    """A `MediaStore` on this machine. Threads that ask for a medium at the same time wait for one decoding.
 
     Slices are cached by the content of their file, not by its path: two files with the same content share them.
     """
@@ -273,7 +273,7 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Groups neighbouring numbers that rise by one."""
+    """Yields the runs of neighbouring numbers that rise by one."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)

@@ -47,8 +47,8 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources
-    occur."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that
+    several sources occur."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]

@@ -134,7 +134,7 @@ class CodeReward(BuiltIn):
         return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds, output=self.limits.output + output)
 
     async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
-        """Runs a program for each input, until an output is not the expected one (with `partial`, for all inputs)."""
+        """Runs a program for each input, until one fails (with `partial`, for all inputs that the time allows)."""
         results: list[_Result] = []
         for number, (given, expected) in enumerate(zip(task.inputs, task.outputs, strict=True)):
             case, left = f"{name}#{number}", self.seconds - sum(result.seconds for result in results)

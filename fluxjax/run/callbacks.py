@@ -240,8 +240,8 @@ def write_pictures(
     pool: EnginePool | FleetPool,
     pixels: AnyPixels,
 ) -> None:
-    """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
-    medium when. `metrics` is the run's `metrics.jsonl`."""
+    """Writes the learning curve; if this run made steps, also the timeline of the last steps, and a picture of which
+    preprocessor held which medium when. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
     if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its picture

@@ -46,7 +46,7 @@ class EnginePool:
 
     Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
     Raises `ConfigError` if there are too few devices, if the devices of engines that are lent to training could not
-    hold its rows, and for a profile of another model.
+    hold its rows, for `adaptive_async` with engines of several devices, and for a profile of another model.
     """
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:

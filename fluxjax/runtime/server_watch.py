@@ -1,5 +1,5 @@
-"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and draws when each was
-busy or down. Servers join and leave the running job by a file in the run's folder, with a line for each server."""
+"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and has the times when
+each was busy or down. Servers join and leave the running job by a file in the run's folder, with a line a server."""
 
 from __future__ import annotations
 
