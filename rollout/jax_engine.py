@@ -59,7 +59,7 @@ class JaxEngine:
     dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
     `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are
     copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`, from
-    several threads, in the turn that prefills them or the turn before. If `fetch` fails, the request is lost.
+    several threads, in the turn that prefills them or in turns before. If `fetch` fails, the request is lost.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class JaxEngine:
         Layers are copied. Other arrays are shared if they have the engine's dtype and layout: do not donate them before
         the next update.
 
-        Raises EngineError, naming the tensor, if names, shapes or dtypes differ or a value is not finite; the old
-        weights then stay. An update that fails later (no memory) loses all weights and requests.
+        Raises EngineError, naming the tensor, if names or shapes differ, a dtype differs and isn't cast, or a value
+        is not finite; the old weights then stay. An update that fails later (no memory) loses all weights and requests.
         """
         async with self._between_turns():
             try:

@@ -81,8 +81,8 @@ class LocalStore:
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes media, as `MediaStore.look` says. Raises DataError for a URL if fsspec or its driver is not
-        installed."""
+        """Decodes media, as `MediaStore.look` says. Raises DataError if no process that decodes can be
+        started."""
         return [self._judged(ref) for ref in refs]
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:

@@ -71,8 +71,8 @@ class ReportedRun(Run, Protocol):
 
 
 class Callback:
-    """Override the methods that you need. They run on the event loop of the run, between two steps: keep them short.
-    `on_checkpoint` is called when a checkpoint begins to be written. `trainer` is the `FluxTrainer`.
+    """Override the methods that you need. They run on the event loop of the run: keep them short. `on_checkpoint`
+    is called when a checkpoint begins to be written. `trainer` is the `FluxTrainer`.
 
     An exception in a callback ends the run; `trainer.stop()` ends it cleanly, with a checkpoint.
     """

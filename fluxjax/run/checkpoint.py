@@ -33,7 +33,7 @@ _THREADS = 8  # threads that read files: xxHash releases the interpreter's lock
 
 
 class ResumeError(RuntimeError):
-    """A checkpoint can't be written or read. Names the folder, the cause and what to do."""
+    """A checkpoint can't be written or read. The message names the folder, the cause and what to do."""
 
 
 class Checkpoints:

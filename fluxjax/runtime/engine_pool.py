@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
     """Returns the number of engines of a run that has these devices in each of its processes: as configured, one a
-    server, or as many as there are accelerators for."""
+    server, one a process on CPUs, or as many as there are accelerators for."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
