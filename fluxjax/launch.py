@@ -216,8 +216,8 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Returns True if the process is stopped. The others would miss its heartbeats, but only once it has connected with
-    them."""
+    """Returns True if the process is stopped. The other processes would miss its heartbeats, but only once it has
+    connected with them."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -51,7 +51,7 @@ class FleetJob:
                     raise EngineError(f"request {self._request.rid!r} was lost {lost} times: {error}") from error
 
     def abort(self, samples: Collection[int] = ()) -> None:
-        """Ends these samples; without samples, all."""
+        """Ends these samples, or all samples if none is given."""
         chosen = self.open.intersection(samples or self.open)
         self._aborted |= chosen
         self._fleet.tell()
@@ -88,7 +88,7 @@ class FleetJob:
     # --- servers --------------------------------------------------------------------------------
 
     async def _choose_server(self) -> Server | None:
-        """The server that lost the request least often; among equals one of the seat, then the least loaded. Waits
+        """The server that lost the request least often; among equals a server of the seat, then the least loaded. Waits
         until a server is usable; None if a sample is aborted meanwhile."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience

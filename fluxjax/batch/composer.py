@@ -281,8 +281,8 @@ class Team:
         does nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest known status of each process, by process: this process's and, in process 0, those of the
-        others; empty if the process is alone."""
+        """Returns the newest known statuses, by process: the status of this process and, in process 0, the statuses of
+        the others; empty if the process is alone."""
         return []
 
     def close(self) -> None:

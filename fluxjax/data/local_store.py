@@ -90,8 +90,8 @@ class LocalStore:
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: views of cached slices, copies
-        only of rows that lie in several slices. Raises the errors of `fetch`."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, not to be changed: views of cached slices,
+        copies only of rows that lie in several slices. Raises the errors of `fetch`."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # a URL is checked only if it is read again: its server is far

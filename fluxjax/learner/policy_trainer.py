@@ -133,8 +133,8 @@ class PolicyTrainer:
         prepared: Mapping[int, PreparedPrompt],
         engines: Sequence[int] = (),
     ) -> None:
-        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
-        on the learner's). Groups that teach nothing count for the normaliser only."""
+        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (no engines:
+        on the learner's devices). Groups that teach nothing count for the normaliser only."""
         latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
@@ -142,8 +142,8 @@ class PolicyTrainer:
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Metrics are those of the learner,
-        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups`: how many groups of the step
-        `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
+        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups` counts the groups of the step
+        that `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []

@@ -153,7 +153,7 @@ _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
     """Returns the stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not
-    reported that step yet has none."""
+    reported that step yet has no lane."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts

@@ -81,7 +81,7 @@ class CodeReward(BuiltIn):
     # bubblewrap, subprocess (which protects nothing), or an object of the protocol `Sandbox`
     sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
     _: dataclasses.KW_ONLY
-    python: str = ""  # the interpreter of tests and code; empty: this process's
+    python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import the interpreter's site packages; it then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
     # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.

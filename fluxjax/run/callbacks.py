@@ -120,7 +120,7 @@ class Reporter(Observer):
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
+        # Measured from step to step, because the stages of a step overlap with each other and with the next step.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()

@@ -140,7 +140,7 @@ class Checkpoints:
             self._begin_afresh(error)
 
     def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, when a run goes on from an older one."""
+        """Removes the checkpoints of later steps, when a run goes on from an older checkpoint."""
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
@@ -252,8 +252,8 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if none
-    does. Files that were written later do not count."""
+    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if no
+    file differs. Files that were written later do not count."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:

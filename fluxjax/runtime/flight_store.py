@@ -75,8 +75,8 @@ class FlightStore(Places):
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches of these rows, `[P, 3, n]` (uint8), read-only, from the places that hold them. Raises
-        MediaError, StaleTicket for a file that has changed; raises DataError if no place can give them."""
+        """Returns the patches of these rows, `[P, 3, n]` (uint8), not to be changed, from the places that hold them.
+        Raises MediaError (StaleTicket for a file that has changed), and DataError if no place can give them."""
         longest = max(1, MOST_BATCH // self.settings.patch_bytes)
         parts: list[_Part] = []
         numbers: list[range] = []  # the numbers of the parts of each of `rows`

@@ -86,7 +86,7 @@ class ServerWatch:
         lines: list[str] = []
         if known.up and (not server.up or server.restarts > known.restarts):
             known.up, known.since, known.told = False, now, ""
-        if server.restarts > known.restarts:  # only then the reason is that of this loss
+        if server.restarts > known.restarts:  # only then `reason` is the reason of this loss
             known.restarts = server.restarts
             reason = first_line(server.reason)
             if reason != known.told:

@@ -266,7 +266,7 @@ def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: 
 
 
 def increasing(times: Sequence[int | None]) -> bool:
-    """Says whether every frame has a time, later than that of the frame before."""
+    """Says whether every frame has a time, and the times increase."""
     known = [time for time in times if time is not None]
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 
