@@ -112,9 +112,10 @@ class DataConfig:
     video_frames: int = positive(4)  # frames sampled from a video
     chat_template: bool = False  # render prompts with the checkpoint's chat template, else plain text
     preprocessors: int = not_negative(0)  # processes that a trainer process starts; 0: it decodes media itself
-    # Processes that decode for a preprocessor (0: one a core), or for a run without preprocessors (0: the run's threads
-    # decode). A process that takes too long or too much memory for a file is killed. A script that trains with workers
-    # needs `if __name__ == "__main__":`, since each process imports the script.
+    # Processes that decode for a preprocessor (0: as many as its share of the cores), or for a run without
+    # preprocessors (0: the run's threads decode). A process that takes too long or too much memory for a file is
+    # killed. A script that trains with workers needs `if __name__ == "__main__":`, since each process imports the
+    # script.
     workers: int = not_negative(0)
     cache_gib: float = positive(4.0)  # decoded media in memory, of a preprocessor or of a run without preprocessors
     # Decoded media that each process of a run with preprocessors keeps, to have them before they are needed: half of
