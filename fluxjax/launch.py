@@ -73,15 +73,15 @@ class Supervisor:
 
     def __init__(self, processes: Sequence[int], restarts: int, train: Sequence[str], folder: pathlib.Path) -> None:
         """`processes` has the number of processes of each attempt, the last one for all further attempts; `folder` is
-        the run's."""
+        the run's folder."""
         self._processes, self._restarts, self._folder = processes, restarts, folder
         self._train = [*train, f"--config.run_dir={folder}"]
         self._run: Processes | None = None
         self._signals = self._number = 0  # signals heard, and the number of the last
 
     def run(self) -> int:
-        """Returns the exit status: 0, or that of the process that failed first in the last attempt; after two signals,
-        128 + the signal's number."""
+        """Returns the exit status: 0; USER for an error that only the user can mend; 128 + the number of the second
+        signal; otherwise the status of the process that failed first in the last attempt."""
         attempt, idle, status = 0, 0, 0
         while not self._signals:
             attempt += 1
@@ -216,8 +216,8 @@ class Processes:
 
 
 def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
-    """Returns True if the process is stopped. The others would miss its heartbeats, but only once it has connected with
-    them."""
+    """Returns True if the process is stopped. The other processes would miss its heartbeats, but only once it has
+    connected with them."""
     with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no `waitid` before Python 3.13
         return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False

@@ -113,7 +113,7 @@ class DeepFeatures:
 class Decoder(nnx.Module):
     """The model that a strategy or an engine walks: the text models, and the base of all other architectures.
 
-    Architectures differ in `embed`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
+    Architectures differ in `embed` and `features`. A model without `mrope_section` reads row 0 of `positions_3BT` only.
     """
 
     config: DecoderConfig
@@ -286,7 +286,7 @@ def first_weights(policy: Params, critic: Params) -> Params:
 
 
 def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T"]:
-    """The value, float32, of the state in which each token was chosen, which is the tokens before it.
+    """The value, float32, of the tokens before each token, the state in which that token was chosen.
 
     If a token has no predecessor (the first of a segment, padding), the number is finite and meaningless.
     """

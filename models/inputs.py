@@ -35,9 +35,9 @@ else:
 class VisionInput:
     """Patches of any number of images and videos, packed into one axis, **in window order**.
 
-    Each group of `merge_size ** 2` patches becomes one merged feature. Groups are ordered by window, windows by frame
-    pair. So both attention patterns of the tower are contiguous runs, and feature `m` comes from patches `m *
-    merge_size**2 ...`.
+    Each `merge_unit` (U) patches become one merged feature. Features are ordered by window, windows by frame pair. So
+    both attention patterns of the tower are contiguous runs, and feature `m` comes from the patches `m * U` to
+    `m * U + U - 1`.
 
     No frame pair has more than `frame_bound` patches, so that attention skips patches further apart. The bound is part
     of the compiled shape; 0 means unknown (correct, but slow). Code that packs inputs sets
@@ -172,8 +172,8 @@ class PackedTokens:
     `feature_index_BT` counts from the start of the shard's own features (after routing, if they are routed).
 
     A `spread` says that devices share sequences; each device then has one row. An index in the row then means, in the
-    rules above, an index in the packed stream of the sequence group. Segments are numbered through all rows, and a
-    predecessor of `T` or more is a hidden state that another device exports.
+    rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
+    and a predecessor of `T` or more is a hidden state that another device exports.
 
     `temperatures_BT` is each token's sampling temperature, if tokens differ in it.
     """

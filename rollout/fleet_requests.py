@@ -1,4 +1,4 @@
-"""A request of a fleet: it runs on a server, and continues on another if that server is lost."""
+"""A request of a fleet: it runs on a server, and continues on another server if that one is lost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FleetJob:
                     raise EngineError(f"request {self._request.rid!r} was lost {lost} times: {error}") from error
 
     def abort(self, samples: Collection[int] = ()) -> None:
-        """Ends these samples; without samples, all."""
+        """Ends these samples, or all samples if none is given."""
         chosen = self.open.intersection(samples or self.open)
         self._aborted |= chosen
         self._fleet.tell()
@@ -63,7 +63,7 @@ class FleetJob:
         return (*self._begun[sample], *self._came[sample].ids)
 
     def _settle(self) -> bool:
-        """Ends samples that need no server any more. Returns whether some do."""
+        """Ends samples that need no server any more. Returns whether samples are left."""
         for sample in sorted(self.open):
             if (finish := ended_before(self._ids(sample), self._request.sampling)) is not None:
                 self._end(sample, finish)
@@ -88,7 +88,7 @@ class FleetJob:
     # --- servers --------------------------------------------------------------------------------
 
     async def _choose_server(self) -> Server | None:
-        """The server that lost the request least often; among equals one of the seat, then the least loaded. Waits
+        """The server that lost the request least often; among equals a server of the seat, then the least loaded. Waits
         until a server is usable; None if a sample is aborted meanwhile."""
         seat, patience = self._seat, self._fleet.options.start_seconds
         deadline = time.monotonic() + patience
@@ -167,7 +167,7 @@ class FleetJob:
                 self._keep(sample, reply)
                 if finish is not FinishReason.ABORT or sample in self._aborted:
                     self._end(sample, finish)
-        if self.open & replies.keys():  # none of our orders ended them
+        if self.open & replies.keys():  # no call of `abort` ended them
             raise ServerError(f"{server!r} aborted {len(self.open)} samples, which nobody asked for")
 
     def _body(self, rids: Mapping[int, str]) -> wire.Json:

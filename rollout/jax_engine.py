@@ -59,7 +59,7 @@ class JaxEngine:
     dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
     `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are
     copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`, from
-    several threads, in the turn that prefills them or the turn before. If `fetch` fails, the request is lost.
+    several threads, in the turn that prefills them or in turns before. If `fetch` fails, the request is lost.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class JaxEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held while the device works; fair: no task waits longer than a turn
+        self._turn = asyncio.Lock()  # held while the device works; tasks get it in the order of asking
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class JaxEngine:
         Layers are copied. Other arrays are shared if they have the engine's dtype and layout: do not donate them before
         the next update.
 
-        Raises EngineError, naming the tensor, if names, shapes or dtypes differ or a value is not finite; the old
-        weights then stay. An update that fails later (no memory) loses all weights and requests.
+        Raises EngineError, naming the tensor, if names or shapes differ, a dtype differs and isn't cast, or a value
+        is not finite; the old weights then stay. An update that fails later (no memory) loses all weights and requests.
         """
         async with self._between_turns():
             try:
@@ -268,7 +268,7 @@ class JaxEngine:
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """The size of the cache, and the most of it that was ever in use."""
+        """The size of the cache, and the most of it that was in use since it got this size."""
         return CacheUsage(self._device.cache_bytes, self._scheduler.pool.total, self._scheduler.pool.peak)
 
     @property

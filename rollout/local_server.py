@@ -56,7 +56,7 @@ class LocalProcess:
         return self._process.pid
 
     def ended(self) -> int | None:
-        """The exit status, None while it runs."""
+        """The exit status; None while the command runs, before `begin` and after `kill`."""
         return None if self._process is None else self._process.poll()
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class LocalServer(LocalProcess):
 
 
 def bind() -> None:
-    """Makes this process end when its parent does."""
+    """On Linux, makes this process end when the thread that started it ends."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -376,7 +376,7 @@ class Scheduler:
             job.samples[int(index)].aborted = True
 
     def reap(self) -> list[Delivery]:
-        """Ends all marked samples, running or waiting. Must not be called while a round is on the device."""
+        """Ends all marked samples, running or waiting. Must not be called while a turn is in flight."""
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)

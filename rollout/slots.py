@@ -23,7 +23,7 @@ LEAST_IDS = 8  # least columns for stop and forbidden ids; doubled when a reques
 
 
 def doubling(size: int, least: int, most: int | None = None) -> int:
-    """The smallest of `least, 2 least, 4 least, ...` that holds `size`, but at most `most`.
+    """The smallest of `least, 2 least, 4 least, ...` that holds `size`; at most `most`, unless `size` is larger.
 
     The size depends on nothing that an engine did before, since the last bits of a result depend on the shape.
     """

@@ -154,7 +154,7 @@ class StreamedModel:
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Work[list[tuple[float, ...]]]:
-        """For each prompt, the log-probability (nats) of each answer behind this prompt, summed over its tokens.
+        """For each prompt, the log-probability (nats) of each answer behind it, summed over the answer's tokens.
 
         All answers take one pass: each is a branch behind the prompt."""
         self.check("prompt", prompts)
@@ -341,7 +341,7 @@ def layer_weights(text: TextConfig) -> int:
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """About the most device memory of a pass beside weights, if attention stores no scores: hidden states, one layer's
-    projections, MLP and unpacked weights, and all keys and values if there are `room` columns for a response."""
+    projections, MLP and unpacked weights, and, with `room` columns for a response, all keys and values."""
     width = 4 * text.hidden_size + 2 * text.head_dim * (text.num_heads + text.num_kv_heads) + 3 * text.intermediate_size
     kept = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (tokens + room) if room else 0
     return value_bytes * (rows * (tokens * width + kept) + layer_weights(text))
@@ -383,7 +383,7 @@ def travel(layers: int, streamed: Sequence[int]) -> list[tuple[int, tuple[int, .
     """Returns, for each layer, (a streamed layer, the numbers of its parts that travel meanwhile).
 
     A streamed layer travels from the start of the streamed layer before it; the first streamed layer of a pass travels
-    from the start of the last one in the pass before. The parts are spread evenly over that time."""
+    from the start of the pass before's last streamed layer. The parts are spread evenly over that time."""
     plan: list[tuple[int, tuple[int, ...]]] = [(0, ())] * layers
     for start, following in zip(streamed, [*streamed, layers][1:], strict=True):
         gap = following - start

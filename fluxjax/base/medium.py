@@ -1,4 +1,4 @@
-"""A medium of a prompt, by reference. JAX is not imported: processes that decode need none."""
+"""A medium of a prompt, by reference. JAX is not imported: processes that decode need no JAX."""
 
 import dataclasses
 import enum

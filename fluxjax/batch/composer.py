@@ -248,8 +248,8 @@ class Team:
         return contextlib.nullcontext()
 
     def hand_out(self, shares: Sequence[Sequence[Share]], size: int = 0, update: bool = True) -> None:
-        """Sends every other process an order to learn from its shares, `shares[process]`: one for each minibatch of a
-        training step or, without `update`, of a portion of a step."""
+        """Sends every other process an order to learn from `shares[process]`: a share for each minibatch of a training
+        step or, without `update`, of a portion of a step."""
 
     def agree(self, compositions: Sequence[Composition]) -> None:
         """Compares the programs that this process is about to run, its settings and the shapes of its arrays, with
@@ -281,8 +281,8 @@ class Team:
         does nothing. `idle`: see `HostStatus`. Raises LinkError if a process has failed."""
 
     def statuses(self) -> list[HostStatus]:
-        """Returns the newest known status of each process, by process: this process's and, in process 0, those of the
-        others; empty if the process is alone."""
+        """Returns the newest known statuses, by process: the status of this process and, in process 0, the statuses of
+        the others; empty if the process is alone."""
         return []
 
     def close(self) -> None:

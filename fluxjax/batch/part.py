@@ -27,8 +27,8 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 from .share import Groups, Outline, Piece
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
-# token. A prompt's last token in the chunk predicts the first tokens of responses beyond it: at most one sequence of a
-# chunk goes on beyond it.
+# token. A prompt's last token in the chunk predicts the first tokens of responses beyond the chunk. At most one
+# sequence of a chunk goes on beyond the chunk's end.
 EXPORTS = 2
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -134,7 +134,7 @@ class SpreadMedia:
     """The media of a part: the device that computes each frame pair, and the row where each token finds its feature.
 
     `first_feature` numbers the merged features of each item of the microbatch, as if there were one device. Each
-    replica with pieces of an item computes its features: they never leave a replica.
+    replica with pieces of an item computes the item's features: features never leave a replica.
     """
 
     def __init__(

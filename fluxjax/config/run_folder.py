@@ -118,8 +118,8 @@ def _plain(value: object) -> object:
 
 
 def from_json(values: Mapping[str, Any]) -> Config:
-    """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields that this version
-    lacks."""
+    """Returns the configuration from the result of `to_json`. Raises `ConfigError` for fields, choices
+    and values that this version lacks."""
     config = Config()
     _fill(config, values, "")
     return config

@@ -277,7 +277,7 @@ def _by_source(parts: Sequence[str]) -> dict[str, RunSchedule]:
 
 _CALL = re.compile(r"(\w+)\s*\((.*)\)")
 _GAINS = {"kp": 0.1, "ki": 0.01, "kd": 0.05}  # the gains of Flux
-_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default between the bounds
+_PID = ("metric", "target", "low", "high", "start", *_GAINS)  # `start`: the first value, by default midway
 
 
 def _number(text: str) -> float:

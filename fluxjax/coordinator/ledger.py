@@ -113,7 +113,7 @@ class Ledger:
         self.trained_responses = 0
         self.skipped: list[Skipped] = []
         self.skipped_in_a_row = 0  # prompts that could not be prepared since the last usable one
-        # scored groups skipped since the last step, by source and reward; a group's responses have equal rewards
+        # scored groups skipped since the last step, by source and the reward of the group's first response
         self.dropped: collections.Counter[tuple[str, float]] = collections.Counter()
         self.dropped_in_a_row = 0  # scored groups skipped since the last group whose rewards differ
         self.accepted = 0  # complete responses that were accepted

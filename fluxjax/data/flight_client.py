@@ -38,14 +38,14 @@ class PlaceSilent(PlaceLost):
 
 
 class PlaceRefuses(DataError):
-    """The preprocessor answers, but will never serve this client: another token, another release."""
+    """The preprocessor will never serve this client: another token, another release, no valid address."""
 
 
 class FlightPlace:
     """The preprocessor at `address`, HOST:PORT; each question carries `settings`. The first question connects.
 
-    `seconds` bound a question. The methods may be called from any thread. They raise PlaceLost, PlaceRefuses, and
-    DataError for a failure within the preprocessor.
+    A method's `seconds` bound its question. The methods may be called from any thread. They raise PlaceLost,
+    PlaceRefuses, and DataError for a failure within the preprocessor.
     """
 
     def __init__(self, address: str, settings: MediaSettings, token: str = "") -> None:

@@ -50,7 +50,7 @@ class StoreStats:
 
 
 class LocalStore:
-    """A `MediaStore` on this machine. Each medium is decoded once, however many threads ask for it.
+    """A `MediaStore` on this machine. Threads that ask for a medium at the same time wait for one decoding.
 
     Slices are cached by the content of their file, not by its path: two files with the same content share them.
     """
@@ -81,8 +81,8 @@ class LocalStore:
         return 2 * self._workers if self._workers else min(8, max(2, os.cpu_count() or 1))
 
     def look(self, refs: Sequence[MediaRef]) -> list[Ticket | MediaError]:
-        """Decodes media, as `MediaStore.look` says. Raises DataError for a URL if fsspec or its driver is not
-        installed."""
+        """Decodes media, as `MediaStore.look` says. Raises DataError if no process that decodes can be
+        started."""
         return [self._judged(ref) for ref in refs]
 
     def fetch(self, rows: Sequence[Rows]) -> list[np.ndarray]:
@@ -90,8 +90,8 @@ class LocalStore:
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, read-only: views of cached slices, copies
-        only of rows that lie in several slices. Raises the errors of `fetch`."""
+        """Returns the patches `[P, 3, n]` (uint8) of these rows of tickets, not to be changed: views of cached slices,
+        copies only of rows that lie in several slices. Raises the errors of `fetch`."""
         tickets = {wanted.ticket: self._ticket(wanted) for wanted in rows}
         for ticket in tickets.values():
             if not is_url(ticket.ref.path):  # a URL is checked only if it is read again: its server is far
@@ -273,7 +273,7 @@ def _hashed(ref: MediaRef, source: Source) -> bytes:
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[range]:
-    """Groups neighbouring numbers that rise by one."""
+    """Yields the runs of neighbouring numbers that rise by one."""
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield range(run[0], run[-1] + 1)

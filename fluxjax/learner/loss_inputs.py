@@ -205,7 +205,7 @@ def _decided(
     values: Sequence[Arrays],
     decide: OfTokens,
 ) -> list[dict[str, np.ndarray]]:
-    """`counts` has how many entries of a composition's `values` each response has."""
+    """`counts` has, for each composition, the number of its `values` that belong to each response."""
     every = np.concatenate(counts)
     keys = np.array([key for composition in compositions for key in composition.keys], np.int64).reshape(-1, 2)
     numbers = {name: np.concatenate([part[name] for part in values]) for name in values[0]}

@@ -133,8 +133,8 @@ class PolicyTrainer:
         prepared: Mapping[int, PreparedPrompt],
         engines: Sequence[int] = (),
     ) -> None:
-        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (none given:
-        on the learner's). Groups that teach nothing count for the normaliser only."""
+        """Computes gradients of these groups for the `train` of this step, on the devices of these engines (no engines:
+        on the learner's devices). Groups that teach nothing count for the normaliser only."""
         latest = self._sized(Portion(self._algorithm.advantages(groups, self._config.algorithm), prepared))
         place = self._place(engines)
         parts = [latest] if has_gradient(latest.groups, self._skip_idle) else []
@@ -142,8 +142,8 @@ class PolicyTrainer:
 
     def train(self, step: int, groups: Sequence[Group], prepared: Mapping[int, PreparedPrompt]) -> TrainedStep:
         """See `Trainer.train`; `TrainedStep.groups` has no replayed groups. Metrics are those of the learner,
-        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups`: how many groups of the step
-        `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
+        `reward_metrics`, `packing_metrics` and `ReplayBuffer.metrics`. `stream/groups` counts the groups of the step
+        that `accumulate` had, if any; metrics of packing and plans are then of the portion that was computed last."""
         learner, place, settings = self._learner, self._place(), self._config.algorithm
         early = self._joined_early(place)
         replayed: list[Group] = []
@@ -174,8 +174,8 @@ class PolicyTrainer:
 
     def follow(self, shares: Sequence[Share], size: int, update: bool) -> None:
         """Does, in another process, what process 0 does in `accumulate` or, with `update`, in `train`; `shares` are
-        this process's shares of the minibatches. `size` is the part of groups outside of earlier portions in the step's
-        normaliser."""
+        this process's shares of the minibatches. `size` is the part of the step's normaliser that belongs to the
+        groups of no earlier portion."""
         place, rest = self._place(), Portion(size=size)
         compositions = self._team.laid_out(self._composer, shares)
         if update:
@@ -205,8 +205,8 @@ class PolicyTrainer:
         compositions: Sequence[Composition],
         place: _Place,
     ) -> tuple[Portion, dict[str, float]]:
-        """Makes the optimizer steps of a training step; returns all its portions, joined, and metrics. The compositions
-        are those of the `parts`: all minibatches, or, if gradients were computed early, at most one of the `rest`."""
+        """Makes the optimizer steps of a training step; returns all its portions, joined, and metrics. There is a
+        composition for each of `parts`: all minibatches or, if gradients were computed early, the `rest` or none."""
         if early.outcome is None:
             metrics = self._update(parts, compositions, place)
             whole = joined(place.gradients, [early, rest])
@@ -222,7 +222,7 @@ class PolicyTrainer:
         return whole, metrics
 
     def _update(self, parts: Sequence[Portion], compositions: Sequence[Composition], place: _Place) -> dict[str, float]:
-        """Makes all optimizer steps of a training step. Every minibatch is scored before the first optimizer step."""
+        """Makes all optimizer steps of a training step. `_scored` completes every minibatch before the first step."""
         settings, learner = self._config.algorithm, self._learner
         scored = self._scored(parts, compositions, place)
         resting = self._critic is not None and learner.version < self._config.critic.warmup_steps
@@ -416,7 +416,7 @@ def has_gradient(groups: Iterable[Group], skip_idle: bool) -> bool:
 
 def joined(gradients: Gradients, portions: Sequence[Portion]) -> Portion:
     """Joins portions into one. Its outcome, if any portion has one, is on the mesh of `gradients`; the portions'
-    outcomes are donated. A portion without an outcome counts for the normaliser only."""
+    outcomes may be donated. A portion without an outcome counts for the normaliser only."""
     size = sum(portion.size for portion in portions)
     compositions: Sequence[Composition] = ()
     total: Outcome | None = None
@@ -440,8 +440,8 @@ def _scaled(outcome: Outcome, share: jax.Array | np.float32) -> Outcome:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the share
-    of groups that teach nothing."""
+    """Returns mean rewards, over all groups and by source; accuracies by source; response lengths in tokens; the shares
+    of responses that were cut off, and of groups that teach nothing."""
     samples = [(group.prompt.source, sample) for group in groups for sample in group.samples]
     lengths = [sample.response.num_tokens for _, sample in samples]
     metrics = {

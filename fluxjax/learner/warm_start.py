@@ -25,7 +25,7 @@ async def warm_start(
     proxy: ProxyMedia | None = None,
     team: Team | None = None,
 ) -> AsyncIterator[tuple[int, dict[str, float]]]:
-    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) after each.
+    """Trains the learner on `config.warm_start.steps` batches of given answers; yields (step, metrics) of steps made.
 
     The warm start has its own data order: RL starts with a fresh epoch. It also has its own optimizer and schedule;
     `learner.reset` begins RL. Prompts and answers that cannot be used are left out of their batch and reported to

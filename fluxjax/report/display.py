@@ -98,8 +98,8 @@ class Display:
         self._servers, self._hosts, self._preprocessors = servers, hosts, preprocessors
 
     def _drawn(self) -> Group:
-        """Returns the panel: new tables of statuses, and the last step's. A thread of `Live` calls it several times a
-        second."""
+        """Returns the panel: new tables of statuses, and the last step's table. A thread of `Live` calls it several
+        times a second."""
         tables = host_table(self._hosts()), preprocessor_table(self._preprocessors()), server_table(self._servers())
         return Group(self._progress, *self._step_tables, *chain.from_iterable(tables))
 
@@ -116,7 +116,7 @@ class Display:
         self._eval = dict(accuracy)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Shows that `step` steps are done, with its `metrics` as in `metrics.jsonl` and its `seconds` by stage."""
+        """Shows that step `step` is done, with its `metrics` as in `metrics.jsonl` and its `seconds` by stage."""
         self._ended.append(working_time())
         self._rewards.append(metrics.get("reward/mean", -metrics.get("loss", 0.0)))
         self._seconds = {name: value + 0.9 * self._seconds.get(name, 0.0) for name, value in seconds.items()}

@@ -47,8 +47,8 @@ def read(file: pathlib.Path) -> list[dict[str, Any]]:
 def dump_samples(
     folder: pathlib.Path, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str], count: int
 ) -> None:
-    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that all sources
-    occur."""
+    """Writes `count` responses of `step` to `folder/<step>.jsonl`: one of each group in turn, so that
+    several sources occur."""
     folder.mkdir(exist_ok=True)
     most = max(len(group.samples) for group in groups)
     turns = [(g, g.samples[turn]) for turn in range(most) for g in groups if turn < len(g.samples)]
@@ -153,7 +153,7 @@ _FIGURES += ("prepare_seconds", "train_seconds", "wait_seconds", "own_seconds")
 
 def host_lanes(hosts: Sequence[HostStatus], step: int) -> list[Span]:
     """Returns the stages of the last step as bars of the Gantt picture, a lane for each process; a process that has not
-    reported that step yet has none."""
+    reported that step yet has no lane."""
     return [
         Span(stage.name, f"process {host.process}", stage.start, stage.end, step)
         for host in hosts

@@ -186,7 +186,7 @@ def look_lanes(history: Iterable[Transition], spans: Sequence[Span], end: float,
 
 def media_picture(history: Sequence[Transition], end: float, file: pathlib.Path) -> None:
     """Draws a row for each medium, in the order of first requests: light while a preprocessor measures it, dark while a
-    preprocessor holds it. `history` is a `FlightStore`'s up to `end`, on its clock."""
+    preprocessor holds it. `history` is that of a `FlightStore`, up to `end` on the store's clock."""
     bars = bars_of(history, end)
     rows = 1 + max((bar.row for bar in bars), default=0)
     every = -(-rows // MOST_ROWS)

@@ -81,7 +81,7 @@ class CodeReward(BuiltIn):
     # bubblewrap, subprocess (which protects nothing), or an object of the protocol `Sandbox`
     sandbox: str | Sandbox = dataclasses.field(default="bubblewrap", metadata=_OBJECT)
     _: dataclasses.KW_ONLY
-    python: str = ""  # the interpreter of tests and code; empty: this process's
+    python: str = ""  # the interpreter of tests and code; empty: this process's interpreter
     packages: bool = False  # tests and code may import the interpreter's site packages; it then starts more slowly
     slots: int = positive(8)  # responses that are tested at a time
     # Limits of each process; `time_limits` replaces the time, and a program's expected output adds to `output`.
@@ -134,7 +134,7 @@ class CodeReward(BuiltIn):
         return dataclasses.replace(self.limits, seconds=seconds, cpu=seconds, output=self.limits.output + output)
 
     async def _program(self, name: str, task: CodeTask, code: str) -> list[_Result]:
-        """Runs a program for each input, until an output is not the expected one (with `partial`, for all inputs)."""
+        """Runs a program for each input, until one fails (with `partial`, for all inputs that the time allows)."""
         results: list[_Result] = []
         for number, (given, expected) in enumerate(zip(task.inputs, task.outputs, strict=True)):
             case, left = f"{name}#{number}", self.seconds - sum(result.seconds for result in results)

@@ -71,8 +71,8 @@ class ReportedRun(Run, Protocol):
 
 
 class Callback:
-    """Override the methods that you need. They run on the event loop of the run, between two steps: keep them short.
-    `on_checkpoint` is called when a checkpoint begins to be written. `trainer` is the `FluxTrainer`.
+    """Override the methods that you need. They run on the event loop of the run: keep them short. `on_checkpoint`
+    is called when a checkpoint begins to be written. `trainer` is the `FluxTrainer`.
 
     An exception in a callback ends the run; `trainer.stop()` ends it cleanly, with a checkpoint.
     """
@@ -120,7 +120,7 @@ class Reporter(Observer):
         tokens = sum(response.num_tokens for response in responses)
         seconds = dict(report.seconds)
         metrics = dict(report.metrics) | {f"seconds/{name}": value for name, value in seconds.items()}
-        # Measured from step to step, because the stages of a step overlap with each other and with the next step's.
+        # Measured from step to step, because the stages of a step overlap with each other and with the next step.
         before, self._since = self._since, working_time()
         metrics["tokens_per_second"] = tokens / max(self._since - before, 1e-9)
         hosts = run.gang.statuses()
@@ -240,8 +240,8 @@ def write_pictures(
     pool: EnginePool | FleetPool,
     pixels: AnyPixels,
 ) -> None:
-    """Writes three pictures: the learning curve, the timeline of the last steps, and which preprocessor held which
-    medium when. `metrics` is the run's `metrics.jsonl`."""
+    """Writes the learning curve; if this run made steps, also the timeline of the last steps, and a picture of which
+    preprocessor held which medium when. `metrics` is the run's `metrics.jsonl`."""
     controls = {"blind": summary.blind, "chance": summary.chance}
     pictures.learning_curve(read(metrics), controls, run_dir / "learning.png")
     if stages := pictures.of_steps(timeline.spans()):  # a run that was already complete keeps its picture

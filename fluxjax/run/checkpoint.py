@@ -2,7 +2,7 @@
 
 A checkpoint holds everything that decides the rest of the run: arrays (parameters, optimizer state) and a JSON part
 (coordinator, data position, weight version, what the summary has counted so far). Checksums of all its files are
-written before it gets its final name, and compared before it is restored. Older checkpoints stay until then.
+compared before it is restored. They are written before it gets its final name; older checkpoints stay until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _THREADS = 8  # threads that read files: xxHash releases the interpreter's lock
 
 
 class ResumeError(RuntimeError):
-    """A checkpoint can't be written or read. Names the folder, the cause and what to do."""
+    """A checkpoint can't be written or read. The message names the folder, the cause and what to do."""
 
 
 class Checkpoints:
@@ -69,7 +69,7 @@ class Checkpoints:
             raise ResumeError(f"cannot create {self.folder}: {error.strerror}; set run_dir elsewhere") from error
 
     def holds(self, part: str) -> bool:
-        """Returns True if the newest undamaged checkpoint, if there is one, has arrays of this name."""
+        """Returns True if the newest undamaged checkpoint has arrays of this name; False without checkpoints."""
         step = self.undamaged()
         metadata = None if step is None else self._manager.item_metadata(step)["arrays"]
         return metadata is not None and part in metadata.tree
@@ -77,7 +77,7 @@ class Checkpoints:
     def undamaged(self) -> int | None:
         """Waits for a write under way; returns the newest step whose checkpoint is undamaged, or None if there are no
         checkpoints. Logs each newer checkpoint with its damaged file. If none has the right checksums, returns the
-        newest that has no checksums, as in an earlier release. Raises `ResumeError` if all are damaged."""
+        newest checkpoint of an earlier release, which has no checksums. Raises `ResumeError` if all are damaged."""
         self.wait()
         steps = self._there()
         for step in steps:
@@ -140,7 +140,7 @@ class Checkpoints:
             self._begin_afresh(error)
 
     def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, when a run goes on from an older one."""
+        """Removes the checkpoints of later steps, when a run goes on from an older checkpoint."""
         for later in sorted(self._manager.all_steps(), reverse=True):  # the newest first: a kill leaves no gap
             if later > step:
                 self._manager.delete(later)
@@ -160,11 +160,11 @@ class Checkpoints:
     def restore(
         self, abstract: PyTree, step: int | None = None, make_room: Callable[[], None] = lambda: None
     ) -> tuple[int, PyTree, dict[str, Any]]:
-        """Reads the checkpoint of `step` (the newest by default) as `(step, arrays, state)`.
+        """Reads the checkpoint of `step` (default: the newest undamaged one) as `(step, arrays, state)`.
 
         `abstract` is a pytree of `ShapeDtypeStruct` with the shardings of this run. `make_room` is called after the
-        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no checkpoint, or if its
-        arrays do not fit the model of the configuration.
+        arrays' shapes are checked, before any array is read. Raises `ResumeError` if there is no undamaged
+        checkpoint, or if its arrays do not fit the model of the configuration.
         """
         self.wait()  # Orbax can't describe a checkpoint that it is still writing
         step = self.chosen() if step is None else step
@@ -252,8 +252,8 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path) -> str:
-    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if none
-    does. Files that were written later do not count."""
+    """Returns the name and the damage of a file below `folder` that differs from what `write_sums` read; "" if no
+    file differs. Files that were written later do not count."""
     try:
         sums = json.loads((folder / SUMS).read_bytes())
         with ThreadPoolExecutor(_THREADS) as threads:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def engine_count(config: Config, devices: Sequence[Any], processes: int = 1) -> int:
     """Returns the number of engines of a run that has these devices in each of its processes: as configured, one a
-    server, or as many as there are accelerators for."""
+    server, one a process on CPUs, or as many as there are accelerators for."""
     if config.rollout.engines:
         return config.rollout.engines
     if config.rollout.engine is not RolloutEngine.JAX:
@@ -46,7 +46,7 @@ class EnginePool:
 
     Engines of one device may share devices; engines of several devices do not. `model` and `fetch`: see `JaxEngine`.
     Raises `ConfigError` if there are too few devices, if the devices of engines that are lent to training could not
-    hold its rows, and for a profile of another model.
+    hold its rows, for `adaptive_async` with engines of several devices, and for a profile of another model.
     """
 
     def __init__(self, config: Config, model: Decoder, *, fetch: Fetch | None = None) -> None:

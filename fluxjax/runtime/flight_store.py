@@ -1,9 +1,8 @@
 """The media store of a process whose media are decoded by preprocessors, on this host or others.
 
-This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. The place that holds a
-medium looks at it, or else the least busy place, and its slices come from there. Any place can answer any question: if
-it does not hold the medium, it decodes it first. Questions to a place that is lost, or does not answer in
-time, are asked of other places.
+This is FlexRL's Proxy Dataloader and Materializer (section 4). A "place" is a preprocessor. Questions about a medium go
+to the place that holds the medium, or else to the least busy place. Any place can answer any question: a place without
+the medium decodes it first. Questions to a place that is lost, or does not answer in time, are asked of other places.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ..data.flight_wire import MOST_BATCH, MOST_RANGES
 from ..data.tickets import MediaRef, Ticket, normalised
 from .places import Places, PlaceSeat, settle, started
 
-_LOOKS = 8  # looks that each place is asked for at a time
-_LOOKERS = 32  # threads that look, for each place
+_LOOKS = 8  # threads that call `look` at a time, for each place (`concurrency`)
+_LOOKERS = 32  # the most threads that look, for each place
 _MOST_FETCHED = 256 << 20  # bytes that a question asks for
 _ATTEMPTS = 4  # times that places may fail to look at a medium
 _LOSSES = 8  # times that the places of a question may be lost, or not answer it in time
@@ -76,11 +75,11 @@ class FlightStore(Places):
         return normalised(self.settings, rows, self.fetch_bytes(rows))
 
     def fetch_bytes(self, rows: Sequence[Rows]) -> list[np.ndarray]:
-        """Returns the patches of these rows, `[P, 3, n]` (uint8), read-only, from the places that hold them. Raises
-        MediaError, StaleTicket for a file that has changed; raises DataError if no place can give them."""
+        """Returns the patches of these rows, `[P, 3, n]` (uint8), not to be changed, from the places that hold them.
+        Raises MediaError (StaleTicket for a file that has changed), and DataError if no place can give them."""
         longest = max(1, MOST_BATCH // self.settings.patch_bytes)
         parts: list[_Part] = []
-        numbers: list[range] = []  # the numbers of each row's parts
+        numbers: list[range] = []  # the numbers of the parts of each of `rows`
         for piece in rows:
             ref = Ticket.parse(piece.ticket).ref
             starts = range(piece.start, piece.stop, longest)
@@ -134,7 +133,7 @@ class FlightStore(Places):
             settle(look, lambda ref=ref: self._looked(ref))
 
     def _looked(self, ref: MediaRef) -> Ticket | MediaError:
-        """Asks a place to look at a medium; other places, if that one fails, is lost or does not answer in time."""
+        """Asks a place to look at a medium, and other places if it fails, is lost or does not answer in time."""
         failed: list[PlaceSeat] = []
         lost: list[PlaceSeat] = []
         try:

@@ -1,5 +1,5 @@
-"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and draws when each was
-busy or down. Servers join and leave the running job by a file in the run's folder, with a line for each server."""
+"""Watches the rollout servers of a run: tells users when a server comes up, is lost or leaves, and has the times when
+each was busy or down. Servers join and leave the running job by a file in the run's folder, with a line a server."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ServerWatch:
         lines: list[str] = []
         if known.up and (not server.up or server.restarts > known.restarts):
             known.up, known.since, known.told = False, now, ""
-        if server.restarts > known.restarts:  # only then the reason is that of this loss
+        if server.restarts > known.restarts:  # only then `reason` is the reason of this loss
             known.restarts = server.restarts
             reason = first_line(server.reason)
             if reason != known.told:

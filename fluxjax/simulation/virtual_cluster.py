@@ -32,7 +32,7 @@ Watch = Callable[[float, messages.Event | messages.Instruction], None]  # takes 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
     """One step of a run. Seconds are virtual. A step lasts from the end of the previous step's training to the end of
-    its own."""
+    its own training."""
 
     step: int
     round: str  # short or long; empty for policies without such rounds
@@ -80,7 +80,7 @@ class Cluster:
         self._heard = 0.0  # the time of the last event
 
     def run(self) -> messages.Finish:
-        """Runs until the coordinator is finished. Raises StuckError if it never will be, and the coordinator's
+        """Runs until the coordinator is finished. Raises StuckError if it waits for ever, and the coordinator's
         errors."""
         self.clock.at(0.0, partial(self.post, messages.Started(0)))
         meet_incidents(self.rollout, self.faults, over=lambda: self.clock.now - self._heard > PATIENCE)
@@ -254,7 +254,7 @@ class Cluster:
 
     def utilisation(self) -> dict[str, float]:
         """Returns shares of the time of all GPUs so far. `busy`: the engine or the trainer on the GPU works.
-        `throughput`: the same, but an engine counts by its decoded tokens, as a share of those that its peak allows."""
+        `throughput`: the same, but an engine counts by its decoded tokens as a share of those at its peak."""
         gpus, span = self.settings.gpus, max(self.clock.now, math.ulp(1.0))
         worked, decoded = self.rollout.utilisation()
         engines, trainer = self.settings.rollout_gpus / gpus, self.train_gpu_seconds / (gpus * span)

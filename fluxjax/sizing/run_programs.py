@@ -178,7 +178,7 @@ class RunShapes:
     def resident(self) -> dict[str, float]:
         """Returns the bytes on the fullest device of all arrays that stay through a step, without caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic
-        reference = params if settings.reference else self.learner.trained(params)  # other weights are the learner's
+        reference = params if settings.reference else self.learner.trained(params)  # it shares frozen weights
         return {
             "master weights": bytes_on_device(params),
             "moments": bytes_on_device(self.learner.opt_state),

@@ -37,7 +37,7 @@ class CollectiveTraffic:
     """The collectives of one kind in a run of a program; a loop's collectives count for each iteration."""
 
     count: float = 0.0
-    bytes: float = 0.0  # bytes of the larger side: a gather's result, a scatter's operand
+    bytes: float = 0.0  # bytes of the larger side, or of a synchronous collective's result
     exposed: float = 0.0  # collectives that no long work hides
     exposed_bytes: float = 0.0
 

@@ -77,7 +77,7 @@ def digest(recipe: Recipe) -> str:
 def build_once(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
     """Creates `folder` by `write(temporary folder)`, unless it exists already.
 
-    Raises `DataError` if the disk is full or the folder cannot be written to; then no file remains.
+    Raises `DataError` if the disk is full or the folder cannot be written to; then there is no `folder`.
     """
     if folder.is_dir():
         return

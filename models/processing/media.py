@@ -1,4 +1,4 @@
-"""Turns a medium, or some of its frame pairs, into patches. They depend on its file and `MediaSettings` only.
+"""Turns a medium, or some of its frame pairs, into patches, which depend only on its file and `MediaSettings`.
 
 Patches of one medium stand in window order. Windows never cross a frame pair, so that frame pair `k` of a medium of the
 grid `(pairs, rows, columns)` begins at row `k * rows * columns`. A prompt's patches are those of its media, one medium

@@ -84,7 +84,7 @@ def _environment() -> jinja2.Environment:
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """The tag around an assistant's turns, which training code reads. Its content is rendered like any other."""
+        """The tag around an assistant's messages, which training code reads. Its content is rendered like any other."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -61,7 +61,7 @@ class _Plan:
     first: int  # number of the first packet that is decoded
     expected: list[int]  # the times of the frames from that packet on
     wanted: list[int]  # indices in `expected` of the requested frames
-    count: int  # of sampled frames in the video
+    count: int  # number of sampled frames in the video
 
 
 class _Unexpected(Exception):
@@ -75,7 +75,7 @@ class VideoSlicer(VideoReader):
     medium: Medium
 
     def slice(self, pairs: range) -> Slice | None:
-        """The sampled frames of one frame pair, or of several neighbouring ones.
+        """The sampled frames of one frame pair, or of several neighbouring frame pairs.
 
         None if the frames can't be identified without a complete decoding, also if the file has changed. Raises
         MediaError for a file that can't be used.

@@ -227,7 +227,7 @@ def rated(count: int, stream: VideoStream) -> float | None:
 
 
 def duration_of(times: Sequence[int | None], durations: Sequence[int], base: Any, stream: VideoStream) -> float | None:
-    """The seconds that frames of these times and durations, in ticks of `base`, span, as `span` has it."""
+    """The result of `span`, in seconds, for frames of these times and durations, in ticks of `base`."""
     ticks = fractions.Fraction(base.numerator, base.denominator) if base else None  # PyAV 19 has its own class
     return span(times, durations, ticks, rated(len(times), stream))
 
@@ -266,13 +266,13 @@ def bounded(settings: PixelSettings, frames: FrameSettings, count: int, layout: 
 
 
 def increasing(times: Sequence[int | None]) -> bool:
-    """Says whether every frame has a time, later than that of the frame before."""
+    """Says whether every frame has a time, and the times increase."""
     known = [time for time in times if time is not None]
     return 0 < len(known) == len(times) and all(a < b for a, b in itertools.pairwise(known))
 
 
 def _sorted(times: Sequence[int | None]) -> Sequence[int | None]:
-    """The times sorted, since packets are in the order of decoding; unchanged if one is unknown."""
+    """The times sorted, since packets are in the order of decoding; unchanged if a time is unknown."""
     return times if None in times else sorted(time for time in times if time is not None)
 
 
@@ -299,7 +299,7 @@ def span(
 def video_facts(source: Source, limits: DecodeLimits, *, count: bool = False) -> Facts:
     """The facts of a video. Reads all packets with `count`, or if the header has no credible number of frames.
 
-    Raises MediaError for a file that can't be used, as far as that can be told without decoding.
+    Raises MediaError for a file that can't be used, as far as packets and the first frame tell.
     """
     name = source_name(source)
     with opened(source) as file:

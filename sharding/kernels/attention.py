@@ -128,8 +128,8 @@ def segment_attention(
 ) -> Float[Array, "P N H"]:
     """Bidirectional attention within segments; `bound` is static: the longest segment, 0 if unknown.
 
-    A `bound` smaller than a segment would cut the segment silently: take it from the data (`inputs.frame_bound`) or
-    from the architecture (the window size). Padding returns zeros.
+    A `bound` smaller than a segment would cut the segment silently: take it from the data (`models.inputs.frame_bound`)
+    or from the architecture (the window size). Padding returns zeros.
     """
     if bound and 3 * bound < q.shape[0] and not flash.chosen(q, k, v):
         return jax.checkpoint(functools.partial(_blocked, block=bound))(q, k, v, segments)

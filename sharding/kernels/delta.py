@@ -72,7 +72,7 @@ class DeltaInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-    """The state behind sequences: that of all heads, float32, and the inputs of the convolution of the last three
+    """The state behind sequences: the states of all heads, float32, and the inputs of the convolution of the last three
     tokens, oldest first."""
 
     heads_BVHJ: Any
@@ -187,7 +187,7 @@ def _block(heads: DeltaHeads, conv_XS: Array, carry: tuple[Array, Array], chunks
 def _states(
     corrections: Array, reads: Array, writes: Array, decay: Array, start: Array, carry: tuple[Array, Array]
 ) -> tuple[Array, Array, tuple[Array, Array]]:
-    """The recurrence from chunk to chunk. `corrections` are those of a chunk that begins with zero `[n, ..., C, J]`;
+    """The recurrence from chunk to chunk. `corrections` `[n, ..., C, J]` are those of a chunk that begins with S = 0;
     `reads @ S` is subtracted from them, `writes^T @ corrections` is added to the decayed S.
 
     Returns (the state S with which each chunk begins, corrections, carry).

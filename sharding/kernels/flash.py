@@ -155,8 +155,8 @@ def tile_lists(
     active: Bool[Array, "B Q K"], whole: Bool[Array, "B Q K"]
 ) -> tuple[Int[Array, "B Q K"], Int[Array, "B Q 2"]]:
     """Lists the indices of the active tiles of each line of the tables: first the tiles that need the mask, then the
-    `whole` tiles. Also returns (number that need the mask, number in all). Entries behind a list's end are never
-    read."""
+    `whole` tiles. Also returns (number of tiles that need the mask, number of active tiles). Entries behind a
+    list's end are never read."""
     masked = active & ~whole
     several = masked.sum(axis=2, dtype=jnp.int32)
     place = jnp.where(whole, several[:, :, None] + jnp.cumsum(whole, axis=2), jnp.cumsum(masked, axis=2)) - 1

@@ -89,7 +89,8 @@ class Wires:
     order, and `gone(process, why)` once, after the last message; both from the thread that listens to this peer.
 
     A peer that sends no byte for `timeout` seconds is gone. A thread of every process sends at least five heartbeats in
-    this time: they stop only if the process is stopped, is cut off, or holds the interpreter lock that long.
+    this time: they stop only if the process is stopped, is cut off, holds the interpreter lock that long, or has a
+    peer that reads nothing.
     """
 
     def __init__(

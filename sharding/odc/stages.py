@@ -136,7 +136,7 @@ class MarkingWalk(Walk):
         step: Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]],
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
-        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` with results `y`."""
+        """Marks a stack in a `Trace`; `Walk.scan` would run it. Raises StageError for a `step` that returns a `y`."""
         given, start = jax.tree.flatten(carry)
         bodies: dict[str, LayerBody] = {}
         inputs: list[Any] = []
@@ -270,7 +270,7 @@ class Program:
     def _layer_stage(
         self, body: LayerBody, carries: Sequence[Var], rest: Sequence[Var | Constant]
     ) -> tuple[Stage, list[int], list[int]]:
-        """(the stage of a kind of layers, the slots of the values that it reads, the carried ones' places among them);
+        """(the stage of a kind of layers, the slots of its inputs, the indices of carried values among these slots);
         `rest` are the variables that the body captures or takes apart."""
         shared = body.captured + len(carries)
         consts: list[np.ndarray] = []

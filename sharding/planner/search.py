@@ -28,7 +28,7 @@ DUST = 0.04  # share of a device's limit: smaller sequences only follow the best
 EVENS = (0.001, 0.1, 0.4, 1.0) * 2  # the weight of unevenness in each try of a round of repair; tries run side by side
 TOUCHED = 3  # blocks of devices whose sequences a try may move; two, if blocks are larger than `LARGE`
 LARGE = 8
-FREED = 12  # sequences that a try places anew
+FREED = 12  # the most sequences that a try places anew
 FEW = 16  # ways that the beams of repair keep
 
 

@@ -39,8 +39,8 @@ class ExchangeRoute:
 
 
 def crossings(wanted_DD: np.ndarray) -> Sizes:
-    """The number of features that cross each axis, as `send/<axis>`, if device `i` has `wanted_DD[i, j]` features for
-    device `j`. The number is too large if several devices need one feature."""
+    """The most features that one device sends across each axis, as `send/<axis>`, if device `i` has `wanted_DD[i, j]`
+    features for device `j`. The number is too large if several devices need one feature."""
     num_devices = len(wanted_DD)
     block, device = replica_size(num_devices), np.arange(num_devices)
     at_DD, needs = wanted_DD.astype(np.int64), {}

@@ -1,8 +1,8 @@
 """Plain data as lines of JSON: the only data between tests and the code that they test.
 
 A received value consists of built-in types, whatever object was sent: it cannot claim to equal everything, nor run code
-when it is compared, printed or unpacked. A value of JSON's types stands for itself, any other value is a dict with one
-key, the name of its type. No code is evaluated and no data unpickled.
+when it is compared, printed or unpacked. Texts, lists, None, booleans and most numbers stand for themselves; any other
+value is a dict with one key, the name of its type. No code is evaluated and no data unpickled.
 """
 
 import collections
