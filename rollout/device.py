@@ -124,7 +124,7 @@ class DeviceState:
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
-        The weights are the present ones, and stay in memory until the iterator has ended."""
+        These are the present weights, which stay in memory until the iterator has ended."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")

@@ -249,7 +249,7 @@ class SampleAnswer:
     finish: FinishReason | None = None
     preemptions: int = 0
     told: int = 0  # tokens in the last event
-    complete: bool = False  # the last event was the final one
+    complete: bool = False  # the final event was made
 
     def add(self, chunk: TokenChunk) -> None:
         self.token_ids += chunk.token_ids

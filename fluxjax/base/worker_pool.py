@@ -279,7 +279,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # else somebody else starts a process: one start at a time
+                    break  # else another call starts a process: one start at a time
             self._check_open()
             if self._idle:
                 return self._idle.pop()

@@ -105,7 +105,7 @@ class OwnPace:
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
         """Returns the microbatches that all devices compute together, their groups, and the rest of `groups`.
 
-        Raises ConfigError, naming prompt and field, for sequences that `degree` devices can't hold or plan.
+        Raises ConfigError, naming prompt and field, for sequences too long for `degree` devices, and without a plan.
         """
         large, rest = self._split(groups)
         if not large:

@@ -87,7 +87,7 @@ class VersionFolders:
         self.last = None
 
     def publish(self, published: Published) -> None:
-        """Writes a version, unless it is the last one. Raises OSError if there is no room. Blocks."""
+        """Writes a version, unless it is the last version. Raises OSError if there is no room. Blocks."""
         with self._lock:
             if published is self.last:
                 return
