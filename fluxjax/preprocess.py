@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def local_stores(options: argparse.Namespace) -> Callable[[MediaSettings], SliceStore]:
-    """Makes the stores of this process, each with workers and a cache of its own."""
+    """Returns the function that makes stores in this process, each with workers and a cache of its own."""
 
     def make_store(settings: MediaSettings) -> SliceStore:
         from .data.local_store import LocalStore

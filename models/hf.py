@@ -36,7 +36,7 @@ from .tensor_names import TensorName, name_layout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
-SHARD_BYTES = 5_000_000_000  # as `transformers` splits by default
+SHARD_BYTES = 5_000_000_000  # the most bytes of a file, as `transformers` split by default before version 5
 HEAD = "lm_head.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old files, derived from the configuration
 
@@ -83,7 +83,7 @@ class _Files:
         return self.folder / self.where.get(name, INDEX if len(self.open) > 1 else next(iter(self.open)))
 
     def check_dtypes(self) -> None:
-        """Raises CheckpointError, naming the tensor, for a quantised one, before any tensor is read."""
+        """Raises CheckpointError, naming the tensor, for a quantised tensor, before any tensor is read."""
         for name, file in self.where.items():
             dtype = self.open[file].get_slice(name).get_dtype()
             if dtype not in DTYPES.values() and not name.endswith(IGNORED_SUFFIXES):
@@ -122,7 +122,7 @@ def _tied_or_not(files: _Files, config: DecoderConfig, raw: JsonObject) -> Decod
     """The configuration, untied if the files store a head that differs from the embedding.
 
     transformers ties if config.json says so at the top or in `text_config`. It keeps a stored head that differs from
-    the embedding, but SGLang drops it. Only `false` at the top of config.json settles this; else CheckpointError.
+    the embedding, but SGLang drops it. Raises CheckpointError unless `false` at the top of config.json settles this.
     """
     if not config.text.tie_word_embeddings or HEAD not in files.where or _is_tied_copy(files, config):
         return config

@@ -4,10 +4,11 @@
 
 The parts, in order: template or token ids, patches of images (not of videos: transformers needs torchvision for them),
 positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. They are of a
-prompt of text, then of a prompt with media if the model reads media. A part differs if its largest difference is above
-the tolerance; for all parts but log-probs, the tolerance is multiplied by the part's largest magnitude if that is above
-1. The first part that differs, but for known differences, ends the comparison with exit status 1. Wrong input, and no
-torch or transformers, is one line on stderr and exit status 2.
+prompt of text, then of a prompt with media if the model reads media; positions of both prompts precede all embeddings.
+A part differs if its largest difference is above the tolerance; for all parts but log-probs, the tolerance is
+multiplied by the part's largest magnitude if that is above 1. The first part that differs, but for known differences,
+ends the comparison with exit status 1. Wrong input, and no torch or transformers, is one line on stderr and exit
+status 2.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def architecture_of(config: JsonObject) -> str:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` dictionary of a configuration: the one that it was read from, if that still means the same."""
+    """The `config.json` dictionary of a configuration: the dictionary that was read, if that still means the same."""
     source = json.loads(config.extra)
     # `names` is a property of the weight files, not of config.json
     if source and dataclasses.replace(read_config(source), names=config.names) == config:

@@ -65,7 +65,7 @@ def _ids(sampling: SlotSampling) -> tuple[int, int]:
 
 
 class DeviceState:
-    """Weights and cache on the devices. Layers of `model` are copied, other weights only if they need another layout;
+    """Weights and cache on the devices. Layers of `model` are copied, other weights only for another layout or dtype;
     all are cast to `dtype` (None: not cast). With an abstract model, `params` is None until the first update."""
 
     params: LayerParams | None  # None: before the first update, or after a failure that lost weights
@@ -124,7 +124,7 @@ class DeviceState:
 
     def disk_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Returns (name, tensor) of every weight, in the checkpoint layout that servers read and in the served dtype.
-        The weights are the present ones, and stay in memory until the iterator has ended."""
+        These are the present weights, which stay in memory until the iterator has ended."""
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
@@ -145,7 +145,7 @@ class DeviceState:
 
     def update(self, params: Mapping[str, Any]) -> None:
         """Replaces the weights (`split_layers`). Raises EngineError, naming the tensor, if names, shapes or dtypes
-        differ from the old weights or a value is not finite; the old weights then stay."""
+        (floats may be cast) differ from the old weights, or a value is not finite; the old weights then stay."""
         old, new = self._served, by_name(dict(params))
         check_shapes(old, new)
         for name, weight in new.items():

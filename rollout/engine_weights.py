@@ -232,7 +232,7 @@ class EngineLayout:
     """The devices that one engine computes on, and the way its arrays lie on them.
 
     A dimension is cut into as many parts as the largest power of two, up to the number of devices, that divides it. If
-    parts are few, each lies on several devices: each of 2 KV heads on 2 of 4, beside the query heads that read it.
+    parts are fewer than devices, each part is on several: each of 2 KV heads on 2 of 4 devices, with its query heads.
     """
 
     devices: tuple[Device, ...]

@@ -264,8 +264,8 @@ class FleetEngine(Seat):
     async def sleep(self) -> None:
         """Has the seat's servers give their memory back, weights included. Until the seat wakes, no server starts: a
         server that is about to start, or that ends meanwhile, waits. The seat first waits for servers that are
-        starting: if rounds are shorter than a start, they would never come up. Samples of other seats on these servers
-        end first. Raises EngineError if samples of this seat run."""
+        starting: with rounds shorter than a start, these would never come up. Samples of other seats on this seat's
+        servers end first. Raises EngineError if samples of this seat run."""
         if self._running:
             raise EngineError(f"can't sleep: {self._running} samples are running; abort them first")
         fleet, starting = self.fleet, {server: server.restarts for server in self.servers if server.starting}

@@ -129,7 +129,7 @@ class RolloutServer:
         await self._end(found)
 
     async def _end(self, answers: Iterable[SampleAnswer]) -> None:
-        # All at once, since each abort waits for the turn in flight.
+        # Aborts all at once, since each abort waits for the turn in flight.
         await asyncio.gather(*(self._engine.abort(answer.engine_id) for answer in answers if answer.engine_id))
 
     async def _abort_request(self, request: Request) -> Response:
@@ -249,7 +249,7 @@ class SampleAnswer:
     finish: FinishReason | None = None
     preemptions: int = 0
     told: int = 0  # tokens in the last event
-    complete: bool = False  # the last event was the final one
+    complete: bool = False  # the final event was made
 
     def add(self, chunk: TokenChunk) -> None:
         self.token_ids += chunk.token_ids
@@ -297,7 +297,7 @@ class Call(Response):
         self._news = asyncio.Event()
 
     def submit(self, incoming: Sequence[tuple[GenerateRequest, list[int]]]) -> None:
-        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the good ones."""
+        """Queues all requests in the engine. Raises EngineError for a bad request; `close` ends the queued requests."""
         for request, places in incoming:
             self._streams.append((places, self._engine.generate(request)))
             for index, place in enumerate(places):

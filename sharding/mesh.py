@@ -1,7 +1,7 @@
 """Devices: the mesh that a program runs on, and the target that it is traced for.
 
-The target may differ from the device that traces the program. A mesh has one outer axis (replicas or hosts), then axes
-of size two. A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size
+The target may differ from the device that traces the program. A mesh has one outer axis (replicas), then axes of
+size two. A sequence-parallel group of any power-of-two degree `p` is the product of the last `log2(p)` axes of size
 two, so that nested groups need no mesh of their own. FSDP shards over all axes at once.
 
 This module launches Triton kernels, through jax-triton, if the target can run them. Triton is imported, and its absence

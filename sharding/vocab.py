@@ -52,7 +52,7 @@ def token_logprobs(
     Results are float32 and in nats, differentiable in `hidden_BTD` and `head_VD`; products accumulate in float32
     whatever the dtype of these two. `chunk` is the number of tokens whose logits exist at once; 0 chooses by V. If the
     kernels compute (`chosen`), logits are never in memory, and at most about `chunk * V` gradients of logits at once.
-    Raises ValueError for a negative chunk, or a temperature that is not positive.
+    Raises ValueError for a negative chunk, or a single temperature that is not positive.
     """
     if chunk < 0:
         raise ValueError(f"chunk must not be negative, got {chunk}")

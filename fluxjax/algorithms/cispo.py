@@ -21,7 +21,8 @@ class CISPO(GRPO):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss in the head of this file. Metrics: `ratio`, r; `clip_fraction`, 1 if r is cut."""
+        """Returns the loss in the head of this file, with the terms of `regularised`. Metrics: `ratio`, r;
+        `clip_fraction`, 1 if r is cut; and the metrics of `regularised`."""
         trained_BT = batch.loss_weights_BT != 0.0
         log_ratio_BT, weight_BT = correction(logprobs_BT, batch, cfg.importance)
         ratio_BT = jnp.exp(log_ratio_BT)

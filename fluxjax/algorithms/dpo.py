@@ -79,7 +79,7 @@ class DPO(RLAlgorithm):
         return -batch.advantages_BT * change_BT, {"reference_kl": kl_estimate(behind_BT, cfg.kl_estimator)}
 
     def idle_without_advantage(self, cfg: AlgorithmConfig) -> bool:
-        """Returns True: a response without a pair has no gradient."""
+        """Returns True: a response outside all pairs has no gradient."""
         return True
 
 

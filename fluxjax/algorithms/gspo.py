@@ -25,7 +25,8 @@ class GSPO(GRPO):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns this file's loss, times the importance weight. Metrics: `ratio`, s_i; `clip_fraction`."""
+        """Returns this file's loss, times the importance weight, with the terms of `regularised`. Metrics: `ratio`,
+        s_i; `clip_fraction`, 1 if the bound cuts the gradient off; and the metrics of `regularised`."""
         assert batch.policy_log_ratios_BT is not None, "filled in by fluxjax.learner.loss_inputs.with_policy_ratios"
         trained_BT = batch.loss_weights_BT != 0.0
         _, weight_BT = correction(logprobs_BT, batch, cfg.importance)

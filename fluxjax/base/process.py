@@ -2,7 +2,7 @@
 
 XLA's CPU client allocates the temporary buffers of a program at each execution. By default glibc maps and unmaps blocks
 of that size, so that every step touches fresh pages: a quarter to a third of the CPU time of a tiny model's train step
-was page faults. The price is that resident memory stays at its peak.
+was page faults. `keep_freed_memory` avoids them; resident memory then stays at its peak.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import jax
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _DEFAULT_MMAP_MAX, _LARGE_BLOCK = 65536, 32 << 20  # a number of mappings; bytes, glibc's largest threshold
-LARGE_MODEL = 1 << 30  # bytes of its weights
+LARGE_MODEL = 1 << 30  # bytes of weights from which a model counts as large
 
 
 def keep_freed_memory() -> bool:
@@ -35,8 +35,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_large_blocks() -> bool:
-    """Undoes `keep_freed_memory` for blocks of at least 32 MB. For large models: the holes that their arrays leave add
-    up to more than a second copy of the weights, and their steps take longer than page faults.
+    """Undoes `keep_freed_memory` for blocks of at least 32 MB. Large models need this: the holes that their arrays
+    leave add up to more than a second copy of the weights, and their steps take longer than page faults.
 
     Returns False, and changes nothing, if the C library is not glibc.
     """
@@ -58,7 +58,7 @@ def settle_heap() -> None:
     """Hides all living objects from the garbage collector: it would look at the objects of imports and compiled
     programs again and again, which takes a tenth of a tiny model's step.
 
-    For a process that ends with its run: a hidden object that becomes garbage in a circle is never freed.
+    It suits only a process that ends with its run: a hidden object that becomes garbage in a circle is never freed.
     """
     gc.collect()
     gc.freeze()
@@ -66,8 +66,8 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the search for garbage in circles, in all threads. For work that makes many objects and no circles: the
-    collector would look at all of them, again and again."""
+    """Pauses the search for garbage in circles, in all threads. It suits work that makes many objects and no circles:
+    the collector would look at all these objects, again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,7 +101,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def use_compile_cache() -> None:
-    """Stores compiled programs in `cache_folder()`, or in `JAX_COMPILATION_CACHE_DIR`."""
+    """Stores compiled programs in the folder `JAX_COMPILATION_CACHE_DIR`, by default `xla` in `cache_folder()`."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -111,12 +111,12 @@ def use_compile_cache() -> None:
 @functools.cache
 def share_between_devices() -> bool:
     """Lets CPU devices and processes load each other's compiled programs, as JAX does between GPUs. Returns False if
-    JAX's functions have other parameters than expected.
+    JAX's functions are missing or have other parameters than expected.
 
-    Otherwise programs that run on one device (ODC's) are compiled once for each device, because JAX's key of a program
-    holds the device's number, except on GPUs; and all but the first process of a run compile everything at each start,
-    because the key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these
-    keys, so its functions are replaced here.
+    Without it, programs that run on one device (ODC's) are compiled once for each device: JAX's key of a program holds
+    the device's number, except on GPUs. And all but the first process of a run compile everything at each start: the
+    key holds the process's number, and only the first process writes. No option of JAX 0.10.2 changes these keys, so
+    its functions are replaced here.
     """
     try:
         from jax._src import cache_key

@@ -215,7 +215,7 @@ class WorkerPool:
             self._changed.notify_all()
             for process in self._processes:
                 process.kill()
-            self._changed.wait_for(lambda: not self._load.busy, CLOSING_SECONDS)  # a start ends once it is ready
+            self._changed.wait_for(lambda: not self._load.busy, CLOSING_SECONDS)  # calls that start processes, too
             ended, self._processes = self._processes, set()
         for process in ended:
             process.end()
@@ -224,7 +224,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _turn(self, urgent: bool) -> Iterator[None]:
-        """Waits until this call may have a process; counts the call as busy within its body."""
+        """Waits until this call may have a process; counts the call as busy within the `with` statement."""
         with self._changed:
             self._count(waiting=1)
             self._urgent += urgent
@@ -279,7 +279,7 @@ class WorkerPool:
                 if not self._changed.wait_for(
                     lambda: self._idle or self._closed or self._starting, self._start_seconds
                 ):
-                    break  # else somebody else starts a process: one start at a time
+                    break  # else another call starts a process: one start at a time
             self._check_open()
             if self._idle:
                 return self._idle.pop()

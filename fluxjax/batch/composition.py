@@ -68,7 +68,7 @@ class Composition:
         return np.concatenate(flat)[self.cells] if flat else np.zeros(0, dtype)
 
     def summed(self, values: np.ndarray) -> np.ndarray:
-        """Returns the sum over the tokens of each response, of one value a token, response after response."""
+        """Returns each response's sum of `values`, which has one value a token, response after response."""
         responses = np.repeat(np.arange(len(self.keys)), self.lengths)
         return np.bincount(responses, values, minlength=len(self.keys))
 
@@ -84,7 +84,7 @@ class Composition:
 
     def replaced(self, arrays: Mapping[str, PerToken]) -> Composition:
         """Returns the composition with other arrays, by the field of `TrainBatch`, one for each microbatch of this
-        process; the microbatches of other processes get the shapes."""
+        process; the microbatches of other processes get shapes instead of arrays."""
 
         def with_fields(microbatch: Microbatch, fields: Mapping[str, Any]) -> Microbatch:
             return dataclasses.replace(microbatch, batch=dataclasses.replace(microbatch.batch, **fields))
@@ -110,11 +110,11 @@ def packing_metrics(compositions: Sequence[Composition], num_devices: int) -> di
     """Returns the number of microbatches, the used share of the token buffers and of the patch buffers, between 0 and 1
     (patches of text models: 0), and, if sequences are packed by plans, metrics of these plans.
 
-    Plans have the share of tokens in sequences on more than one device, and the padding of the rows. If devices keep
-    their own pace, plans have the share of all devices' time that is predicted to be spent waiting for the busiest
-    device, at the step's end and in collective microbatches; the most and fewest microbatches of a device, collective
-    microbatches included; the number of collective microbatches. Else they have largest over mean attention work and
-    tokens of a device, and the padding of the all-to-alls.
+    Metrics of plans are the share of tokens in sequences on more than one device, and the padding of the rows. If
+    devices keep their own pace, there are the share of all devices' time that is predicted to be spent waiting for the
+    busiest device, at the step's end and in collective microbatches; the most and fewest microbatches of a device,
+    collective microbatches included; the number of collective microbatches. Else there are largest over mean attention
+    work and tokens of a device, and the padding of the all-to-alls.
     """
     elsewhere = [microbatch for composition in compositions for microbatch in composition.elsewhere]
     microbatches = [microbatch for composition in compositions for microbatch in composition.microbatches] + elsewhere

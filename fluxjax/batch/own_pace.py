@@ -56,8 +56,8 @@ class OwnPace:
         microbatch first.
 
         With `packing.share_prompts` a group is one sequence, and its responses are branches behind one copy of the
-        prompt, unless it exceeds a device's row or would make devices wait; otherwise each response is a sequence. A
-        device may have no microbatch of its own.
+        prompt, unless the group exceeds a device's row or would make devices wait; otherwise each response is a
+        sequence. A device may have no microbatch of its own.
 
         Raises ConfigError, naming prompt and field, for a sequence or media that the devices of a sequence do not hold.
         """
@@ -105,7 +105,7 @@ class OwnPace:
     def _together(self, groups: Sequence[TrainGroup]) -> tuple[list[Part], list[TrainGroup], list[TrainGroup]]:
         """Returns the microbatches that all devices compute together, their groups, and the rest of `groups`.
 
-        Raises ConfigError, naming prompt and field, for sequences that all devices can't hold, and if no plan exists.
+        Raises ConfigError, naming prompt and field, for sequences too long for `degree` devices, and without a plan.
         """
         large, rest = self._split(groups)
         if not large:
@@ -132,7 +132,7 @@ class OwnPace:
         A group may be in both lists, with different responses.
 
         With `packing.share_prompts`, responses that one device could hold join the others of their group if further
-        copies of the prompt would be more tokens than they have.
+        copies of the prompt would have more tokens than these responses.
         """
         room, share, patches = self._room.tokens, self._room.share_prompts, self._room.whole_patches
         degree, replica = self.degree, self._replica
@@ -225,8 +225,8 @@ def work_of(estimate: Estimate, pieces: Sequence[Piece]) -> np.ndarray:
 
 
 def _followed(item: Item, beyond: set[int], room: int, all_room: int) -> set[int]:
-    """Returns the responses `beyond` one device, plus those that share their copy of the prompt if joining them saves
-    more tokens than they have."""
+    """Returns `beyond`, the responses too long for one device. Adds the responses that share a copy of the prompt with
+    them if the copies saved have more tokens than the added responses."""
     responses = set(range(len(item.responses)))
 
     def copies(together: set[int]) -> int:

@@ -220,7 +220,7 @@ class AlgorithmConfig:
         return cls(**{"name": name, **OWN_SETTINGS.get(name, {}), **settings})
 
     def choose(self, name: str) -> None:
-        """Sets the algorithm's own settings, and resets the previous algorithm's settings; other fields stay."""
+        """Sets the algorithm's own settings, and resets the previous algorithm's unless changed; other fields stay."""
         fresh = AlgorithmConfig()
         for field, value in OWN_SETTINGS.get(self.label, {}).items():
             if getattr(self, field) == value:

@@ -100,7 +100,7 @@ class Coordinator:
 
     @property
     def progress(self) -> float:
-        """The progress of the run, in [0, 1]: 0 at the first step and 1 at the last."""
+        """The progress of the run: 0 at the first step and 1 at the last."""
         return self.step / max(self.settings.steps - 1, 1)
 
     def scheduled(self, name: str, otherwise: T, prompt: Prompt | None = None) -> float | T:

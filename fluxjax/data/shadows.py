@@ -49,7 +49,7 @@ class MediaIndex:
 
     def __init__(self) -> None:
         self._media = Recent[_KnownMedium](KNOWN)
-        self._lock = threading.Lock()  # held for changes
+        self._lock = threading.Lock()  # held while an entry is replaced
 
     def ref(self, media: Media) -> MediaRef:
         """Returns the reference of a medium from the index, without reading the medium's file, or else from `ref_of`.
@@ -73,7 +73,7 @@ class MediaIndex:
 
     def medium(self, ref: MediaRef, settings: MediaSettings) -> tuple[Medium, bool] | None:
         """Returns the medium, and whether decoding it or counting its frames has confirmed its size (else the size is
-        its header's); None if the index does not have it. Raises MediaError for a medium that can't be used."""
+        its header's); None if only reading the file can tell. Raises MediaError for a medium that can't be used."""
         said = self.verdict(ref, settings.digest)
         if isinstance(said, MediaError):
             raise said

@@ -151,7 +151,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, word: str) -> Ticket:
-        """Reads a ticket from its word. Raises ValueError for other words."""
+        """Reads a ticket from its word. Raises ValueError or TypeError for other words."""
         try:
             kind, path, stamp, cell, settings, pairs, rows, columns, seconds, seekable, *times = json.loads(word)
         except (ValueError, TypeError) as error:

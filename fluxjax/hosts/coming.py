@@ -1,6 +1,6 @@
 """Drawn prompts in all processes: process 0 announces them while engines answer them, and each process prepares them.
 
-Else a process would tokenise and lay out a step's prompts at the beginning of the step, while all other processes wait.
+So no process tokenises and lays out a step's prompts at the beginning of the step, while all other processes wait.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _metrics(tally: Tally, report: np.ndarray) -> dict[str, float]:
 def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics of a training step from those of its optimizer steps: sums of tokens, seconds and skipped
     steps; the last learning rate; the largest of maxima; for each other metric, the mean over the optimizer steps that
-    have it, weighted by trained tokens. `updates` is the number of optimizer steps. The metrics of a single optimizer
-    step stay unchanged."""
+    have it, weighted by trained tokens. The metric `updates` is the number of optimizer steps. The metrics of a single
+    optimizer step stay unchanged."""
     if len(updates) == 1:
         return dict(updates[0])
     merged = {"updates": float(len(updates))}
@@ -321,8 +321,8 @@ def of_all_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Optimizer step (from 0) -> learning rate: linear warm-up that starts above zero, then the schedule down to
-    zero at `steps`."""
+    """Returns the learning rate by optimizer step (from 0): linear warm-up that starts above zero, then the schedule,
+    which ends with zero at `steps` unless it is constant."""
     decay_steps = max(steps - optim.warmup_steps, 1)
     if optim.schedule is Schedule.LINEAR:
         decay = optax.linear_schedule(optim.lr, 0.0, decay_steps)
@@ -351,7 +351,7 @@ def optimizer(optim: OptimConfig, schedule: optax.Schedule, decayed: Params) -> 
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with products instead of quotients: XLA fuses products, but stores quotients."""
+    """Does as `optax.clip_by_global_norm`, with products instead of quotients: XLA fuses products only."""
 
     def clipped(grads: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         norm = optax.tree_utils.tree_norm(grads)
@@ -363,7 +363,7 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 def decayed(model: Decoder) -> Params:
     """Returns for each trained weight whether it decays: matrices and embeddings do; norms and biases do not (biases of
-    queries have two axes, and all have one more in a stack of layers)."""
+    queries have two axes, and all weights have one more in a stack of layers)."""
 
     def matrix(path: tuple, variable: nnx.Variable) -> bool | None:
         spec: WeightSpec = variable.get_metadata("spec")
@@ -374,7 +374,7 @@ def decayed(model: Decoder) -> Params:
 
 
 def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights` with a mask, without a masked state: earlier checkpoints have no such state."""
+    """Does as `optax.add_decayed_weights` with a mask, without its masked state, which earlier checkpoints lack."""
 
     def added(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda u, p, matrix: u + weight_decay * p if matrix else u, updates, params, decayed)
@@ -383,7 +383,7 @@ def _decay(weight_decay: float, decayed: Params) -> optax.GradientTransformation
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` with moments in `moments_dtype`, written in the place of the old moments.
+    """Does as `optax.scale_by_adam`, with moments in `moments_dtype`, written in the place of the old moments.
 
     Updates are computed from the rounded moments. All moments are finished first, or else XLA would compute them twice,
     for the update and for the state, and hold old and new moments of all weights at once.

@@ -22,7 +22,7 @@ from math_verify import grader
 
 from .extraction import last_place, near
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out: the pool has one
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of a missing time-out: the pool bounds calls
 _PERCENT = re.compile(r"([0-9.]+)\s?\\?%")
 # `notation` has removed units; without this list, plain expressions would be searched for in unreadable LaTeX.
 _LATEX = [

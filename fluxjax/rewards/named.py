@@ -1,4 +1,4 @@
-"""Finds rewards, built-in ones by name in `REWARDS` or a user's by import path, and checks their answers.
+"""Finds rewards by their names in `REWARDS`, or a user's rewards by import path, and checks their answers.
 
 A reward is one of these:
 

@@ -64,10 +64,10 @@ class Runtime:
         self._streams: dict[str, tuple[Engine, asyncio.Task[None]]] = {}  # by request id, while they are open
         self._asleep: set[int] = set()  # engines that sleep: lent, or colocated and without new weights
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._engine_error: EngineError | None = None  # the last one, as the cause when the coordinator gives up
+        self._engine_error: EngineError | None = None  # the last error, as the cause when the coordinator gives up
         self._compiled = time.perf_counter()  # the end of the last compilation in the timeline
         self._reports: list[StepReport] = []  # of steps trained, not yet published
-        self._weights: dict[int, Mapping[str, Any]] = {}  # by version: the coordinator's and newer ones
+        self._weights: dict[int, Mapping[str, Any]] = {}  # by version, from the coordinator's version on
 
     async def run(self) -> messages.Finish:
         """Runs until the coordinator is finished; may be called once. Raises what a collaborator raised, or

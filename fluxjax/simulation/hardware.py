@@ -1,6 +1,6 @@
 """Seconds that the stages of RL training take on a cluster of GPUs: decoding, prefill, training, rewards, weight sync.
 
-A time is bytes read and FLOPs, divided by a data sheet's rates; overheads and utilisations are constants below, some
+A time is bytes read or FLOPs, divided by a data sheet's rates; overheads and utilisations are constants below, some
 fitted to Flexes' figures for H800 clusters. Table 1 gives the shares of a synchronous step, 14B/16k on 32
 GPUs, for three tasks. Rewards of code are 13 % of it; they end with the sandbox's time-out of 30 s, which 5 % of the
 responses hit (figure 7a). So a step takes about 235 s. Table 3 gives 124.2 s for a long round, 7B/8k on 16 GPUs, math,
@@ -68,7 +68,7 @@ class Hardware:
 
     def step_seconds(self, batch: int, degree: int) -> float:
         """Returns the seconds of a decode step of `batch` > 0 samples, without reading the cache: the longer of reading
-        the weights and computing; two all-reduces a layer; the engine's own overhead."""
+        the weights and computing, plus two all-reduces a layer, plus the engine's own overhead."""
         model, speed = self.model, self.scale * degree
         read = 2 * (parameters(model) - model.vocabulary * model.width) / (BANDWIDTH * BANDWIDTH_UTILISATION * speed)
         compute = batch * model.linear_flops() / (PEAK_FLOPS * LINEAR_UTILISATION * speed)

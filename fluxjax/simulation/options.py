@@ -1,4 +1,4 @@
-"""The configuration of `python -m fluxjax.simulate`: the sections of a run, and one for the cluster.
+"""The configuration of `python -m fluxjax.simulate`: the sections of a run, and a section for the cluster.
 
 A simulation reads only the sections that schedule work. The other sections, which say how tokens are computed, must
 keep their defaults: another value is refused, because it would have no effect.

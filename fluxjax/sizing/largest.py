@@ -95,7 +95,7 @@ def _made_up_step(
     config: Config, model: DecoderConfig, room: Room, num_devices: int, step: int
 ) -> tuple[list[Group], dict[int, PreparedPrompt]]:
     """Returns groups that fill nine tenths of the devices' rows, and their prompts by draw. Many groups are short and
-    few long; in step 0 all are as long as allowed."""
+    few long; in step 0 all prompts are as long as allowed."""
     rollout, dice = config.rollout, np.random.default_rng(step)
     left = int(0.9 * room.tokens * num_devices)
     patches_left = int(0.8 * room.whole_patches * num_devices)

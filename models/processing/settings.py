@@ -42,8 +42,8 @@ class PixelSettings:
 class FrameSettings:
     """The choice of a video's frames: `num_frames` spread evenly, or `fps` a second, or all if both are 0.
 
-    `max_video_tokens` > 0 caps the pixels of a frame. A video then has at most 90 % of the pixels of so many tokens, or
-    in a timed layout (`PatchLayout.timed`) a frame those of so many tokens.
+    `max_video_tokens` > 0 caps the pixels of a frame: a video then has at most 90 % of the pixels of so many tokens. In
+    a timed layout (`PatchLayout.timed`), each frame has at most the pixels of so many tokens.
     """
 
     num_frames: int = 0
@@ -93,7 +93,7 @@ def read_pixels(config: JsonObject, default: PixelSettings) -> PixelSettings:
 
 
 def read_frames(config: JsonObject, *, timed: bool = False) -> FrameSettings:
-    """The settings in a video processor's dictionary; `timed` are those of a timed layout."""
+    """The settings in a video processor's dictionary; `timed` says whether its layout is timed."""
     tokens = 768 if timed else 128000
     num_frames = 0 if config.get("do_sample_frames") is False else int(config.get("num_frames") or 0)
     return FrameSettings(

@@ -1,8 +1,8 @@
 """Versions of the weights on a file system that hosts share: written by the trainer, pulled by hosts of servers.
 
-`SOURCE/weight_v000007` is a whole version, an Orbax item with the model's configuration, or the delta from the version
-before, whichever is smaller. A folder appears under its name when it is complete. `pull` makes a checkpoint folder of a
-version in a host's own memory, for servers to read.
+`SOURCE/weight_v000007` is the delta from the version before, or a whole version (an Orbax item with the model's
+configuration) if there is no smaller delta, or the last `FULL_EVERY` versions are deltas. A folder appears under its
+name when it is complete. `pull` makes a checkpoint folder of a version in a host's own memory, for servers to read.
 
 A delta is lossless: XOR of the words of two versions, compressed by zstd. After a small step, most weights are the same
 in bfloat16: the XOR is zeros with a few bits between. Its folder has the layout of SGLang's `/pull_weights` (pull
@@ -48,7 +48,7 @@ DTYPES = {name: jnp.dtype(dtype) for dtype, name in NAMES.items()}
 ITEM = "params"  # name of the Orbax item in the folder of a whole version
 SUMS = "checksums.json"  # checksums of a whole version's tensors and configuration
 FULL_EVERY = 32  # most deltas behind a whole version; a late host applies all of them
-AT_ONCE = 4  # tensors in memory, beside the one that is written
+AT_ONCE = 4  # tensors in memory, beside the tensor that is written
 PLACE = "fluxjax-pulled-"  # begins the name of a host's folder of copies; the name of their source follows
 SOURCE = "source.txt"  # holds the path of the source
 KEPT = 2  # versions on a host: the newest, and another version that a server may still be reading
@@ -87,7 +87,7 @@ class VersionFolders:
         self.last = None
 
     def publish(self, published: Published) -> None:
-        """Writes a version, unless it is the last one. Raises OSError if there is no room. Blocks."""
+        """Writes a version, unless it is the last version. Raises OSError if there is no room. Blocks."""
         with self._lock:
             if published is self.last:
                 return
@@ -149,7 +149,7 @@ class VersionFolders:
 
 
 def pull(local: pathlib.Path, source: pathlib.Path, version: int) -> pathlib.Path:
-    """Returns a checkpoint folder of a version, below `local`. If possible, deltas are applied to a version from there.
+    """Returns a checkpoint folder of a version, below `local`. If possible, applies deltas to a version that is there.
 
     Processes of a host may pull at once. Raises PullError, DeltaError and OSError; versions in `local` then stay.
     """

@@ -351,7 +351,7 @@ def leave(error: BaseException, links: Links | None = None, code: int = 1) -> No
     """Reports `error` to the peers, and ends this process with one line on standard error and exit status `code`.
 
     The process ends at once and without Python's exit handlers, so files must be written before. One of the handlers is
-    JAX's shutdown: it waits for all processes, for dead ones until its heartbeat time-out (100 s), and then aborts.
+    JAX's shutdown: it waits for all processes, for dead processes until the heartbeat time-out (100 s), and aborts.
     Also, a thread that waits within JAX for arrays that never arrive aborts an interpreter that is about to end.
     """
     error = error if links is None else links.explain(error)

@@ -1,8 +1,9 @@
-"""Parameters as a parameter server holds them: one flat row on each device for each unit of weights.
+"""Parameters as a parameter server holds them: one flat row on each device for each unit, or each layer of a unit.
 
-A unit is the weights of one layer, or some weights outside all stacks; it is fetched at once. Its row on a device holds
-FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push is one
-transfer to each. Programs on the mesh make rows from parameters, and gradients in the parameters' layout from rows.
+A unit is some weights of a stack of layers, fetched layer by layer, or weights outside all stacks, fetched at once. A
+row holds FSDP's slices of these weights, one after another, so that a fetch is one transfer from each owner and a push
+is one transfer to each. Programs on the mesh make rows from parameters, and gradients in the parameters' layout from
+rows.
 
 A weight that FSDP can't cut over all devices has copies. Each holder of a copy owns a part of it, padded to equal
 lengths, so that every element has one owner. If `group` is less than the number of devices, the devices of a group (a
@@ -50,7 +51,7 @@ class RowPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Weights that are fetched together and lie one after another in a row; `layers` is their number of layers, 0 for
+    """Weights that lie one after another in a row, one row for each layer; `layers` is their number of layers, 0 for
     weights outside all stacks."""
 
     pieces: tuple[RowPiece, ...]
@@ -173,7 +174,7 @@ class ParameterRows:
 
 def _modules(declared: Sequence[WeightSpec], params: Params) -> list[list[int]]:
     """Groups the leaves that are fetched together: the leaves of the largest modules whose weights are either all
-    stacked or all not. A decoder has four groups: its embedding, its layers, its last norm, its head."""
+    stacked or all not. A text decoder has four such modules: its embedding, its layers, its last norm, its head."""
     leaves, tree = jax.tree.flatten(params)
     stacked = [len(leaf.shape) - len(spec.shape) for leaf, spec in zip(leaves, declared, strict=True)]
     found: list[list[int]] = []

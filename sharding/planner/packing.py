@@ -152,7 +152,7 @@ def swapped(
         full = int(loads.argmax())
         inside, outside = np.flatnonzero(bins_I == full), np.flatnonzero(bins_I != full)
         empty_handed = np.arange(0 if equal_size else count)
-        partner = np.concatenate([bins_I[outside], empty_handed])  # the item given in return, or nothing
+        partner = np.concatenate([bins_I[outside], empty_handed])  # the bin that gives this item in return, or nothing
         if not len(inside) or not len(partner):
             return bins_I.tolist()
         given = work_I[inside][:, None] - np.concatenate([work_I[outside], np.zeros(len(empty_handed))])[None]

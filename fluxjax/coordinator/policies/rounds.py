@@ -87,7 +87,7 @@ class Rounds(Base, abc.ABC):
 
     stream: StreamTrainer | None = None
     speculative: SpeculativeSync | None = None
-    max_staleness = 0  # a constant of the class, unless it is a setting
+    max_staleness = 0  # a constant, unless a subclass makes it a field
 
     def decide(self, coordinator: Coordinator) -> Sequence[messages.Instruction]:
         if urgent := self._urgent(coordinator):
@@ -118,7 +118,7 @@ class Rounds(Base, abc.ABC):
         """Returns the instructions within a round. Must not end the round unless `coordinator.awaiting` is empty."""
 
     def _given_up(self, coordinator: Coordinator) -> bool:
-        """Returns whether a stop ends the round at once: with dynamic sampling, its step may end late or never. Scored
+        """Returns whether a stop ends the round at once: dynamic sampling may end the step late or never. Scored
         groups stay in the books, and the resumed run continues with them."""
         return bool(coordinator.stop_reason and coordinator.ledger.dropped and self._missing(coordinator) > 0)
 

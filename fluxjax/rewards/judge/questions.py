@@ -133,7 +133,7 @@ class Rubric:
         values = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in material.items()}
         values |= {"nonce": nonce, "verdict": form.replace("{nonce}", nonce)}
         values |= {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
-        # In one pass: a response that has the name of a field in braces keeps it.
+        # Fills in all fields in one pass: a response that has the name of a field in braces keeps this text.
         return _FIELD.sub(lambda field: f"{{{field[1]}}}" if field[1] else values[field[2]], self.template), nonce
 
 
@@ -211,7 +211,7 @@ class VerdictReader:
 
 
 def last_line(text: str, nonce: str) -> float | None:
-    """Returns the number of the last `VERDICT nonce: NUMBER`, with or without marks of emphasis; None without one."""
+    """Returns the number of the last `VERDICT nonce: NUMBER`, with or without marks of emphasis, or None."""
     found = re.findall(
         rf"VERDICT[\s*`_\[(]{{0,4}}{nonce}(?![0-9A-Za-z])[\s*`_\])]{{0,4}}[:=]?[\s*`_\[(\"']{{0,4}}({_NUMBER})", text
     )

@@ -226,7 +226,7 @@ async def _converse(asking: Command, answering: Command) -> tuple[Outcome, Outco
     """Runs two processes, the output of each the input of the other; both are ended when the asking process ends."""
     (hear, answer), (listen, ask) = os.pipe(), os.pipe()
     async with contextlib.AsyncExitStack() as stack:
-        with contextlib.ExitStack() as ends:  # closed here: else no process would see an end of file
+        with contextlib.ExitStack() as ends:  # closes the ends here: else no process would see an end of file
             for end in (hear, answer, listen, ask):
                 ends.callback(os.close, end)
             partner = await Process.start(answering, listen, answer)
