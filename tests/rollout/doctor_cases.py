@@ -45,10 +45,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ?.0123456789[](),<|_>"
 Body = dict[str, Any]
 
 
-def same(value: Any) -> Any:
-    return value
-
-
 class FakeSGLang:
     """The application. `inputs` and `sampling` change the prompt and the sampling parameters on which the engine
     computes; `refused` are routes that it does not have. A `plain` one is `rollout.serve` itself."""
@@ -59,8 +55,8 @@ class FakeSGLang:
 
     def reset(self) -> None:
         self.processor = self._processor
-        self.inputs: Callable[[ModelInput], ModelInput] = same
-        self.sampling: Callable[[Body], Body] = same
+        self.inputs: Callable[[ModelInput], ModelInput] = lambda prompt: prompt
+        self.sampling: Callable[[Body], Body] = lambda params: params
         self.refused: tuple[str, ...] = ()
         self.plain = False
 
@@ -77,7 +73,6 @@ class FakeSGLang:
         if path == "/generate":
             raw = json.dumps(self._computed(body)).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-
         sent = iter([{"type": "http.request", "body": raw, "more_body": False}])
 
         async def body_then_rest() -> Any:
