@@ -44,7 +44,7 @@ from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
-# All rules hold for a model that reads text and media; the text models have only those of their tokens and weights.
+# All rules hold for Qwen2.5-VL; other models have only those of their tokens and weights, and of media if they read any.
 # `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is asked in
 # every turn.
 WITH_MEDIA = [
@@ -58,7 +58,12 @@ OF_TEXT = [
     pytest.param(("serve", "qwen3"), id="serve-qwen3", marks=[*LONG, pytest.mark.turn(2)]),
     pytest.param(("sglang", "qwen3"), id="sglang-qwen3", marks=[*LONG, pytest.mark.turn(0)]),
 ]
-every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
+QWEN3_VL = [
+    pytest.param(("serve", "qwen3_vl"), id="serve-qwen3_vl", marks=[*LONG, pytest.mark.turn(1)]),
+    pytest.param(("sglang", "qwen3_vl"), id="sglang-qwen3_vl", marks=[*LONG, pytest.mark.turn(1)]),
+]
+every_model = pytest.mark.parametrize("engine", WITH_MEDIA + QWEN3_VL + OF_TEXT, indirect=True, scope="module")
+reads_media = pytest.mark.parametrize("engine", WITH_MEDIA + QWEN3_VL, indirect=True, scope="module")
 HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]
 
 
@@ -260,6 +265,7 @@ async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
 
 
 @pytest.mark.slow
+@reads_media
 async def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
     """By their shape, their time, and whether they are images or frames."""
     prepare = processor(engine.kind).prepare
