@@ -56,7 +56,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--image", nargs="+", action="extend", default=[], metavar="FILE")
     parser.add_argument("--video", nargs="+", action="extend", default=[], metavar="FILE")
     positive, largest = number(int, 1), 2**31 - 1
-    media = parser.add_argument_group("images and videos (default: as the checkpoint says)")
+    media = parser.add_argument_group(
+        "images and videos (default: as the checkpoint says)",
+        "Qwen3-VL bounds the pixels of all frames of a video together, other models those of each frame",
+    )
     media.add_argument("--min-pixels", type=positive, metavar="N", help="of an image or a frame; smaller ones grow")
     media.add_argument("--max-pixels", type=positive, metavar="N", help="of an image or a frame; larger ones shrink")
     media.add_argument("--fps", type=number(float, 0, above=True), metavar="X", help="frames read a second of video")

@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of architectures that SGLang and `transformers` have, prompts for them, and both sides.
+"""Tiny random checkpoints of architectures that SGLang and `transformers` have, prompts for them, and all sides.
 
-The trainer's own model may take the place of `TransformersModel`, which says what log-probs are right.
+`TransformersModel` says what log-probs are right, and so does `TrainerModel` for architectures that the trainer has.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from typing import Any
 
 import numpy as np
 from protocol_cases import client_at, command
+from rollout_cases import full_logprobs, prompt_of
 
-from models.config import PatchLayout
+import models
+from models.config import Grid, PatchLayout
 from models.hf import SINGLE
+from models.inputs import ModelInput
 from models.processing import Processor
 from models.processing.processor import PADS
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
+from models.registry import ARCHITECTURES
 from rollout import wire
 from rollout.engine import EngineError
 from rollout.local_server import LocalServer
@@ -196,7 +200,7 @@ PROMPTS = {
 }
 
 
-# --- the side that is right -----------------------------------------------------------------------
+# --- the sides that are right ---------------------------------------------------------------------
 
 
 class TransformersModel:
@@ -237,6 +241,56 @@ class TransformersModel:
         """f32 [R]."""
         logits = self._torch.as_tensor(self.logits(prompt, response))
         return self._torch.log_softmax(logits, -1)[range(len(response)), list(response)].numpy()
+
+
+class TrainerModel:
+    """The trainer's model of a checkpoint, whose videos are single frame pairs."""
+
+    def __init__(self, checkpoint: pathlib.Path) -> None:
+        self._model = models.load(checkpoint, "float32")
+
+    def positions(self, prompt: PromptArrays) -> tuple[np.ndarray, int]:
+        """See `TransformersModel.positions`."""
+        pairs, config = {kind: frame_pairs(grids) for kind, grids in prompt.grids.items()}, self._model.config
+        rope_index = ARCHITECTURES[config.architecture].rope_index
+        assert rope_index is not None and config.vision is not None
+        positions, following = rope_index(
+            np.asarray(prompt.ids, np.int32),
+            pairs.get("image", []),
+            pairs.get("video", []),
+            [0.0] * len(pairs.get("video", [])),
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            spatial_merge_size=config.vision.spatial_merge_size,
+            tokens_per_second=config.vision.tokens_per_second,
+        )
+        return positions, following - len(prompt.ids)
+
+    def logprobs(self, prompt: PromptArrays, response: Sequence[int]) -> np.ndarray:
+        """See `TransformersModel.logprobs`."""
+        never = tuple(token_ids().values())
+        return full_logprobs(self._model, self._input(prompt), response, never=never)
+
+    def _input(self, prompt: PromptArrays) -> ModelInput:
+        """The prompt that `rollout.serve` would read of a request."""
+        if not prompt.patches:
+            return prompt_of(prompt.ids)
+        positions, delta = self.positions(prompt)
+        media = {
+            f"{kind}_data": {
+                "patches": wire.array_json(patches),
+                "grid_thw": wire.array_json(np.asarray(frame_pairs(prompt.grids[kind]), np.int32)),
+                "positions": wire.array_json(positions),
+                "position_delta": delta,
+            }
+            for kind, patches in prompt.patches.items()
+        }
+        return wire.given_prompt(prompt.ids, 0, media, self._model.config)
+
+
+def frame_pairs(grids: np.ndarray) -> list[Grid]:
+    """The grids of the single frame pairs of media."""
+    return [(1, rows, columns) for frames, rows, columns in grids.tolist() for _ in range(frames)]
 
 
 # --- the server -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rollout_cases import build
 import models
 from fluxjax.config import TINY, ModelConfig
 from fluxjax.run.build import tiny_model, tiny_vision
-from models.config import DecoderConfig, PatchLayout
+from models.config import DecoderConfig, DeepVisionConfig, PatchLayout, RopeConfig, VisionConfig
 from models.decoder import Decoder
 from models.inputs import ModelInput
 from models.processing import Processor
@@ -55,34 +55,48 @@ versions = itertools.count(1)
 
 @functools.cache
 def processor(kind: str) -> Processor:
-    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL)."""
+    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL), `qwen3_vl`."""
     text = ["abcdefghijklmnopqrstuvwxyz 0123456789.?"]
-    if kind != "vl":
+    if (vision := _vision(kind)) is None:
         return build_processor(text)
-    settings = _settings(kind)
-    vision = tiny_vision(settings)
-    assert vision is not None
-    return build_processor(text, layout=PatchLayout.of(vision), min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+    layout = PatchLayout.of(vision)
+    most = 64 if layout.timed else 16  # features; all frames of a video with times share the bound
+    return build_processor(text, layout=layout, min_pixels=layout.factor**2, max_pixels=most * layout.factor**2)
 
 
 def _settings(kind: str) -> ModelConfig:
     if kind != "vl":
+        architecture = "qwen2" if kind == "text" else kind
         return ModelConfig(
-            tiny={**TINY, "architecture": "qwen2", "tie_word_embeddings": True, "intermediate_size": 128}
+            tiny={**TINY, "architecture": architecture, "tie_word_embeddings": True, "intermediate_size": 128}
         )
     # SGLang knows patches of 14 only.
     own = {"patch_size": 14, "window_size": 56, "mrope_section": (2, 3, 3), "intermediate_size": 128}
     return ModelConfig(tiny={**TINY, **own})
 
 
+def _vision(kind: str) -> VisionConfig | None:
+    if kind == "qwen3_vl":
+        return DeepVisionConfig(
+            hidden_size=32, intermediate_size=64, depth=3, num_heads=2, out_hidden_size=64, position_grid=8,
+            deepstack_layers=(0, 1),
+        )  # fmt: skip
+    return tiny_vision(_settings(kind)) if kind == "vl" else None
+
+
 def model(kind: str, seed: int = 0) -> Decoder:
     """A model whose next-token distributions are far from uniform."""
     settings = _settings(kind)
-    config = tiny_model(settings, processor(kind), tiny_vision(settings) if kind == "vl" else None)
-    if kind == "qwen3":
-        text = dataclasses.replace(config.text, head_norm=True, qkv_bias=False, head_dim=24)
+    config = tiny_model(settings, processor(kind), _vision(kind))
+    if kind in ("qwen3", "qwen3_vl"):
+        text = dataclasses.replace(config.text, head_dim=24, rope=_rope(kind))
         config = dataclasses.replace(config, text=text)
     return build(config, seed)
+
+
+def _rope(kind: str) -> RopeConfig:
+    axes = {"mrope_section": (6, 3, 3), "interleaved": True} if kind == "qwen3_vl" else {}
+    return RopeConfig(theta=30.0, **axes)
 
 
 def picture(height: int, width: int, seed: int, blank: bool = False) -> bytes:
@@ -111,7 +125,7 @@ def prompts(kind: str) -> dict[str, ModelInput]:
     """Prompts by name: text, images, video, and all of it in one."""
     prepare = processor(kind).prepare
     found = {"text": prepare("what is this?"), "long text": prepare("to be or not to be " * 4)}
-    if kind != "vl":
+    if not processor(kind).vision:
         return found
     shots = [picture(56, 84, 0), picture(84, 28, 1), picture(56, 56, 2)]
     images = [("image", shot) for shot in shots]

@@ -31,12 +31,15 @@ from protocol_cases import (
     versions,
 )
 from rollout_cases import Answer, collect, full_logits, full_logprobs, request, until
+from test_pages import small_chunks
 
 import models
 from models.decoder import Decoder
 from models.hf import SINGLE, StoredTensor, write_weights
 from models.inputs import ModelInput
+from rollout import turns
 from rollout.engine import EngineError, FinishReason, WeightsMismatch
+from rollout.jax_engine import JaxEngine
 from rollout.sglang import ServerClient
 from rollout.weights.published import Published, SharedFolders
 from rollout.weights.routes import Buckets, Pause, SharedMemory
@@ -44,7 +47,7 @@ from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
-# All rules hold for a model that reads text and media; the text models have only those of their tokens and weights.
+# All rules hold for Qwen2.5-VL; other models have the rules of their tokens, their weights, and their media, if any.
 # `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is asked in
 # every turn.
 WITH_MEDIA = [
@@ -58,7 +61,12 @@ OF_TEXT = [
     pytest.param(("serve", "qwen3"), id="serve-qwen3", marks=[*LONG, pytest.mark.turn(2)]),
     pytest.param(("sglang", "qwen3"), id="sglang-qwen3", marks=[*LONG, pytest.mark.turn(0)]),
 ]
-every_model = pytest.mark.parametrize("engine", WITH_MEDIA + OF_TEXT, indirect=True, scope="module")
+QWEN3_VL = [
+    pytest.param(("serve", "qwen3_vl"), id="serve-qwen3_vl", marks=[*LONG, pytest.mark.turn(1)]),
+    pytest.param(("sglang", "qwen3_vl"), id="sglang-qwen3_vl", marks=[*LONG, pytest.mark.turn(1)]),
+]
+every_model = pytest.mark.parametrize("engine", WITH_MEDIA + QWEN3_VL + OF_TEXT, indirect=True, scope="module")
+reads_media = pytest.mark.parametrize("engine", WITH_MEDIA + QWEN3_VL, indirect=True, scope="module")
 HOW: list[dict[str, Any]] = [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}]
 
 
@@ -260,6 +268,7 @@ async def test_rule_10_a_busy_engine_does_not_sleep(engine: Subject) -> None:
 
 
 @pytest.mark.slow
+@reads_media
 async def test_rule_11_media_of_the_same_pixels_are_told_apart(engine: Subject) -> None:
     """By their shape, their time, and whether they are images or frames."""
     prepare = processor(engine.kind).prepare
@@ -333,7 +342,7 @@ async def test_rule_14_an_update_that_leaves_a_tensor_out_is_never_served(
     class LeavesOut(Buckets):
         async def deliver(self, client: ServerClient, published: Published, pause: Pause) -> None:
             tensors = dict(tensors_of(published.folder))
-            tensors.pop("model.layers.1.mlp.down_proj.weight")
+            tensors.pop(next(name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight")))
             contents = [StoredTensor(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
             write_weights(tmp_path / SINGLE, contents, tensors.values())
             shutil.copy(published.folder / "config.json", tmp_path)
@@ -375,3 +384,26 @@ async def test_rule_15_weights_that_do_not_fit_are_refused_before_they_are_sent(
     prompt = prompts(engine.kind)["text"]
     (answer,) = await collect(engine.engine.generate(request("after", prompt, max_new_tokens=4)), 1)
     assert set(answer.versions) == {version} and gap(whole, prompt, answer) < GAP
+
+
+@pytest.mark.slow
+@reads_media
+async def test_rule_16_a_second_turn_goes_on_from_the_first(engine: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine has of earlier turns does not show. Later turns have media of their own, too; our engine computes
+    the prompt in chunks."""
+    small_chunks(monkeypatch, 32)
+    monkeypatch.setattr(turns, "PREFILL_PATCHES", 32)
+    whole, _ = await engine.serve()
+    kind, how = processor(engine.kind), sampling(engine.kind, max_new_tokens=8)
+    media: list[tuple[str, bytes]] = []
+    ids: list[int] = []
+    for number in range(3):
+        further = [("video", clip(16, 56, 84, 6 + number)), ("image", picture(56, 84, number))][number % 2 :]
+        media += further
+        ids += kind.tokenise("".join(f"{name} is <{name}>?" for name, _ in further), further)
+        prompt = kind.prepare_ids(ids, media)
+        (answer,) = await collect(engine.engine.generate(request(f"turn {number}", prompt, **how)), 1)
+        assert gap(whole, prompt, answer, **how) < GAP, number
+        ids += answer.ids
+    if isinstance(engine.engine, JaxEngine):
+        assert {"features", "continue"} <= {name for name, _ in engine.engine.compiled_shapes}, "no prompt was cut"

@@ -1,5 +1,7 @@
 """Real SGLang serves Qwen3-VL and Qwen3.5 with the log-probs of `transformers`: text, images, videos, prefixes, pauses.
 
+The trainer's Qwen3-VL has them, too.
+
 Every test needs `bash scripts/test_sglang.sh`, which runs this file.
 """
 
@@ -12,18 +14,20 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import rollout_cases
 from architecture_cases import (
     PROMPTS,
     PromptArrays,
     Reply,
     Serving,
+    TrainerModel,
     TransformersModel,
     prompt,
     serving,
     sums_of,
     token_ids,
 )
-from protocol_cases import client_at, sglang_python
+from protocol_cases import LONGEST, client_at, sglang_python
 from safetensors.numpy import load_file, save_file
 
 from models.hf import SINGLE
@@ -47,21 +51,29 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-def assert_right(reference: TransformersModel, asked: PromptArrays, reply: Reply) -> None:
+def assert_right(reference: TransformersModel | TrainerModel, asked: PromptArrays, reply: Reply) -> None:
     assert not set(reply.ids) & set(token_ids().values())
     np.testing.assert_allclose(reply.logprobs, reference.logprobs(asked, reply.ids), rtol=0, atol=GAP)
 
 
-async def test_log_probs_of_text_and_media_before_and_after_an_update(server: Serving) -> None:
+async def test_log_probs_of_text_and_media_before_and_after_an_update(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those of prompts that were seen before: neither features nor cached states outlive their weights."""
+    monkeypatch.setattr(rollout_cases, "LONGEST", LONGEST)  # of the trainer's forward pass
     async with client_at(server.address) as client:
         for seed in (1, 2):
             await client.pause("retract")
             await server.update(client, seed)
             await client.resume()
+            trainers = [TrainerModel(server.checkpoint)] if server.architecture == "Qwen3VL" else []
             tasks = [server.ask(client, f"{name}-{seed}", asked, max_new_tokens=12) for name, asked in PROMPTS.items()]
             for asked, reply in zip(PROMPTS.values(), await asyncio.gather(*tasks), strict=True):  # a batch mixes them
                 assert_right(server.reference, asked, reply)
+                for trained in trainers:
+                    assert_right(trained, asked, reply)
+                    for ours, theirs in zip(trained.positions(asked), server.reference.positions(asked), strict=True):
+                        np.testing.assert_array_equal(ours, theirs)
                 assert reply.meta["weight_version"] == str(seed)
 
 

@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import TEXT, VL, VOCAB, build, engine, full_logits, full_logprobs, prompt_of, request, text_prompt
+from rollout_cases import (
+    QWEN3_VL,
+    TEXT,
+    VL,
+    VOCAB,
+    build,
+    engine,
+    full_logits,
+    full_logprobs,
+    prompt_of,
+    request,
+    text_prompt,
+)
 from streamed_program import CONFIG as SEVEN
 from turns import third_of
 
@@ -170,8 +182,10 @@ def test_a_checkpoint_folder_and_another_dtype(tmp_path):
     assert wide[1] == pytest.approx([expected_score(model, prompts[1], answer) for answer in ANSWERS], abs=TOLERANCE)
 
 
-def test_the_decoder_of_a_model_with_vision_reads_text():
-    model = build(VL)
+@pytest.mark.medium
+@pytest.mark.parametrize("config", [VL, QWEN3_VL], ids=["qwen2_5_vl", "qwen3_vl"])
+def test_the_decoder_of_a_model_with_vision_reads_text(config):
+    model = build(config)
     prompt = prompts_of((12,))[0]
     (scores,) = finish(StreamedModel(model, resident=0).score([prompt], ANSWERS))
     assert scores == pytest.approx([expected_score(model, prompt, answer) for answer in ANSWERS], abs=TOLERANCE)

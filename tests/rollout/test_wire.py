@@ -17,6 +17,11 @@ from rollout import wire
 from rollout.engine import EngineError, GenerateRequest
 from rollout.requests import checked
 
+MEDIA = [
+    *(("vl", name) for name in ("images", "video", "mixed")),
+    pytest.param("qwen3_vl", "mixed", marks=pytest.mark.medium),
+]
+
 
 def body_of(asked: GenerateRequest, samples: int = 1, kind: str = "vl") -> wire.Json:
     asked = checked(asked, dataclasses.replace(limits(kind), shadows=True))
@@ -29,19 +34,19 @@ def first_media(body: wire.Json) -> dict[str, wire.Json]:
     return {field: wire.our_media(field, body[field][0][0]) for field in wire.FIELDS if field in body}
 
 
-def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere) -> ModelInput:
+def fetched(body: wire.Json, media: dict[str, wire.Json], there: Elsewhere, kind: str = "vl") -> ModelInput:
     """The prompt that a server reads of a body with tickets, once it has its pixels."""
-    config = model("vl").config
+    config = model(kind).config
     back = wire.given_prompt(body["input_ids"][0], 0, media, config)
     assert back.vision is not None and isinstance(back.vision.patches_PX, ShadowTensor)
     pixels = back.vision.patches_PX.materialize(there.fetch)
     return dataclasses.replace(back, vision=dataclasses.replace(back.vision, patches_PX=pixels))
 
 
-@pytest.mark.parametrize("name", ["images", "video", "mixed"])
-def test_media_come_back_bit_for_bit(name: str) -> None:
-    prompt, config = prompts("vl")[name], model("vl").config
-    body = body_of(request("a", prompt, n=2, prefix=((20, 21), ()), max_new_tokens=8), samples=2)
+@pytest.mark.parametrize(("kind", "name"), MEDIA)
+def test_media_come_back_bit_for_bit(kind: str, name: str) -> None:
+    prompt, config = prompts(kind)[name], model(kind).config
+    body = body_of(request("a", prompt, n=2, prefix=((20, 21), ()), max_new_tokens=8), samples=2, kind=kind)
     for sample, begun in enumerate((2, 0)):
         media = {}
         for field in wire.FIELDS:
@@ -54,18 +59,18 @@ def test_media_come_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("name", ["images", "video", "mixed"])
-def test_tickets_come_back_in_the_place_of_patches(name: str, parts: int) -> None:
+@pytest.mark.parametrize(("kind", "name"), MEDIA)
+def test_tickets_come_back_in_the_place_of_patches(kind: str, name: str, parts: int) -> None:
     """Exactly: who fetches them has the very prompt."""
-    prompt, there = prompts("vl")[name], Elsewhere()
+    prompt, there = prompts(kind)[name], Elsewhere()
     assert prompt.vision is not None
     shadow = there.shadow(prompt, "m", parts)
-    body = body_of(request("a", shadow, n=2, max_new_tokens=8), samples=2)
+    body = body_of(request("a", shadow, n=2, max_new_tokens=8), samples=2, kind=kind)
     media = first_media(body)
     assert len(json.dumps(media)) < prompt.vision.patches_PX.nbytes / 4, "no pixels"
-    same(fetched(body, media, there), prompt)
+    same(fetched(body, media, there, kind), prompt)
     for other in (there.shadow(prompt, "other", parts), there.shadow(prompt, "m", parts)):
-        theirs = first_media(body_of(request("a", other, max_new_tokens=8)))
+        theirs = first_media(body_of(request("a", other, max_new_tokens=8), kind=kind))
         alike = [entry["key"] for entry in theirs.values()] == [entry["key"] for entry in media.values()]
         assert alike == ("other" not in str(other.vision.patches_PX))  # type: ignore[union-attr]
 
