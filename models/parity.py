@@ -140,6 +140,7 @@ def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
         feature_index_BT=inputs.feature_index_T[None],
         vision=inputs.vision,
     )
+    packed = packed if model.config.text.delta is None else packed.with_runs()
     hidden = hidden_states(model, packed, walk := Recorder())
     embedded, states_LBTD = walk.stacks[-1]  # the tower's stack comes first
     found = {"embedded": embedded} | {f"layer {number}": state for number, state in enumerate(states_LBTD)}
