@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from sharding.kernels.delta_heads import DeltaHeads
 
 JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before its fields are read into types
@@ -47,7 +49,6 @@ class RopeConfig:
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
     interleaved: bool = False  # frequencies are dealt to the axes in turn, not in blocks
-    rotated: float = 1.0  # share of a head that is rotated, its first numbers
     kind: str = "default"  # default, linear, yarn
     factor: float = 1.0
     original_max_positions: int = 0
@@ -78,6 +79,7 @@ class TextConfig:
     o_bias: bool = False
     head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
     output_gate: bool = False  # q is doubled: the sigmoid of its other half multiplies the attention's output
+    rotated: float = 1.0  # share of a head that the rotary embedding rotates, its first numbers
     zero_centred_norms: bool = False  # RMS norms multiply by one plus their scale
     delta: DeltaHeads | None = None
     attention_interval: int = 1
@@ -95,7 +97,7 @@ class TextConfig:
             )
         size = self.rotary_dim
         if size % 2 or not size:
-            share = "" if self.rope.rotated == 1 else f" * partial_rotary_factor={self.rope.rotated}"
+            share = "" if self.rotated == 1 else f" * partial_rotary_factor={self.rotated}"
             raise ModelConfigError(f"head_dim={self.head_dim}{share} must be even for rotary embeddings")
         section = self.rope.mrope_section
         if section and sum(section) != size // 2:
@@ -112,7 +114,7 @@ class TextConfig:
     @property
     def rotary_dim(self) -> int:
         """The numbers of a head that the rotary embedding rotates."""
-        return int(self.head_dim * self.rope.rotated)
+        return int(self.head_dim * self.rotated)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -250,6 +252,8 @@ class DecoderConfig:
     vision_end_token_id: int = 151653
     names: NameLayout = NameLayout.FLAT  # layout of the weights' names in the checkpoint
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
+    # Tensors of the checkpoint, by name, that no model here reads; exports write them back, bit for bit.
+    carried: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -235,7 +235,8 @@ def read_text(
         o_bias=qwen3_bias,
         head_norm=head_norm,
         rms_norm_eps=float(config.get("rms_norm_eps", default_eps)),
-        rope=dataclasses.replace(rope, rotated=rotated),
+        rotated=rotated,
+        rope=rope,
         tie_word_embeddings=bool(outer.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         initializer_range=float(config.get("initializer_range", 0.02)),
@@ -280,7 +281,7 @@ def write_rope(rope: RopeConfig) -> dict[str, object]:
 
 def write_text(text: TextConfig) -> dict[str, object]:
     unnamed = {"rope", "qkv_bias", "o_bias", "head_norm", "output_gate", "zero_centred_norms"}
-    unnamed |= {"delta", "attention_interval"}
+    unnamed |= {"delta", "attention_interval", "rotated"}
     fields = {_TEXT_NAMES.get(name, name): value for name, value in vars(text).items() if name not in unnamed}
     if text.head_norm:
         fields["attention_bias"] = text.o_bias

@@ -80,7 +80,8 @@ QWEN3_5 = DecoderConfig(
     text=dataclasses.replace(
         QWEN3_VL.text,
         num_layers=4,
-        rope=RopeConfig(mrope_section=(1, 1, 1), interleaved=True, rotated=0.5),
+        rope=RopeConfig(mrope_section=(1, 1, 1), interleaved=True),
+        rotated=0.5,
         head_dim=12,
         output_gate=True,
         zero_centred_norms=True,

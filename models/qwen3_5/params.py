@@ -157,7 +157,7 @@ def _write_text(text: TextConfig) -> dict[str, Any]:
         **write_text(text),
         "layer_types": kinds,
         "full_attention_interval": text.attention_interval,
-        SHARE: text.rope.rotated,
+        SHARE: text.rotated,
         "linear_conv_kernel_dim": KERNEL,
         **{name: getattr(text.delta, field) for field, (name, _) in DELTA.items()},
     }

@@ -191,7 +191,7 @@ def qwen3_5_config(text: dict[str, Any], **vision: Any) -> Any:
         **vision,
     }
     return transformers.Qwen3_5Config(
-        text_config=qwen3_5_settings(**{name: text[name] for name in text if name != "num_hidden_layers"}),
+        text_config=text,
         vision_config=settings,
         tie_word_embeddings=text["tie_word_embeddings"],
         image_token_id=IMAGE,
@@ -204,15 +204,15 @@ def qwen3_5_config(text: dict[str, Any], **vision: Any) -> Any:
 def build_qwen3_5(
     folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, vision: Any = None, **text: Any
 ) -> Pair:
-    config = qwen3_5_config(text_settings(tie_word_embeddings=tied, **text), **(vision or {}))
+    settings = text_settings(tie_word_embeddings=tied, **qwen3_5_settings(**text))
+    config = qwen3_5_config(settings, **(vision or {}))
     return _pair(transformers.Qwen3_5ForConditionalGeneration(config), folder, dtype, seed)
 
 
 def build_qwen3_5_text(
     folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any
 ) -> Pair:
-    settings = text_settings(tie_word_embeddings=tied)
-    config = transformers.Qwen3_5TextConfig(**{**settings, **qwen3_5_settings(**text)})
+    config = transformers.Qwen3_5TextConfig(**text_settings(tie_word_embeddings=tied, **qwen3_5_settings(**text)))
     return _pair(transformers.Qwen3_5ForCausalLM(config), folder, dtype, seed)
 
 
@@ -236,10 +236,12 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
 
 def checkpoint(kind: str, folder: pathlib.Path) -> Pair:
     """A checkpoint with both sides' files, tokenizer included, whose special ids are the tokenizer's."""
-    if not kind.endswith("_vl"):
+    configs = {"qwen2_5_vl": vl_config, "qwen3_vl": qwen3_vl_config, "qwen3_5": qwen3_5_config}
+    if kind not in configs:
         pair, media = BUILD[kind](folder, seed=5, vocab_size=90), {}
     else:
-        config = {"qwen2_5_vl": vl_config, "qwen3_vl": qwen3_vl_config}[kind](text_settings(vocab_size=90))
+        own = qwen3_5_settings() if kind == "qwen3_5" else {}
+        config = configs[kind](text_settings(vocab_size=90, **own))
         config.vision_start_token_id, config.vision_end_token_id = 3, 4
         config.image_token_id, config.video_token_id = 6, 7
         pair = _pair(transformers.AutoModelForImageTextToText.from_config(config), folder, None, 3)

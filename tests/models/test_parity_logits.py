@@ -38,7 +38,7 @@ def vl(request, tmp_path_factory) -> Pair:
     return build_vl(tmp_path_factory.mktemp("vl"), tied=request.param)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def reader(request, tmp_path_factory) -> Pair:
     """A model that reads media."""
     return BUILD[request.param](tmp_path_factory.mktemp(request.param))
@@ -127,10 +127,13 @@ def drawn_parts(seed: int) -> list[Any]:
     return parts
 
 
+COUNTS = {"qwen3": 7, "qwen3_vl": 8, "qwen3_5_text": 6, "qwen3_5": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [(kind, seed) for kind, count in (("qwen3", 7), ("qwen3_vl", 8), ("qwen3_5_text", 7)) for seed in range(count)],
+    [(kind, seed) for kind, count in COUNTS.items() for seed in range(count)],
 )
 def test_qwen3_of_any_shape(tmp_path, kind: str, seed: int) -> None:
     """Logits, log-probabilities, and the gradients of every weight, these to a thousandth of the largest of each."""
@@ -141,6 +144,10 @@ def test_qwen3_of_any_shape(tmp_path, kind: str, seed: int) -> None:
         section = [half - 2 * (half // 3), half // 3, half // 3]
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": section}
         shape |= {"vision": drawn_tower(seed, shape["num_hidden_layers"]), "rope_parameters": rope}
+    if kind == "qwen3_5":
+        tower = drawn_tower(seed, 1)
+        del tower["deepstack_visual_indexes"]
+        shape["vision"], parts = tower, drawn_parts(seed)
     pair = BUILD[kind](tmp_path, seed=seed, **shape)
     assert error_of_logits(pair, *parts) < TOLERANCE
     asked = question(pair.model, *parts, seed=seed)
