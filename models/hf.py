@@ -281,8 +281,11 @@ def save(
     carried = model.config.carried
     wide = [name for name, value in carried.items() if value.dtype.itemsize > 2]  # first, as in `_in_order`
     narrow = [name for name in carried if name not in wide]
-    before, after = ([StoredTensor(name, carried[name].shape, carried[name].dtype) for name in n] for n in (wide, narrow))
-    for tensor in [*before, *stored(model.config, params, dtype), *after]:
+
+    def described(names: list[str]) -> list[StoredTensor]:
+        return [StoredTensor(name, carried[name].shape, carried[name].dtype) for name in names]
+
+    for tensor in [*described(wide), *stored(model.config, params, dtype), *described(narrow)]:
         if shards[-1] and sum(entry.nbytes for entry in shards[-1]) + tensor.nbytes > shard_bytes:
             shards.append([])
         shards[-1].append(tensor)

@@ -35,6 +35,7 @@ CONTENTS = {
     "text": [[5], [9], [4], [12], [3], [7]],
 }
 CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3, "qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_5}
+CONFIGS["qwen3_5_text"] = dataclasses.replace(QWEN3_5, architecture="qwen3_5_text", vision=None)
 LENGTHS = [[3, 1, 6], [4, 4], [2, 5, 7, 1], [6, 3], [8], [1, 2, 3]]
 
 

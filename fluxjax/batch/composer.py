@@ -78,8 +78,8 @@ class Composer:
             from .own_pace import OwnPace as Dealer
         elif self._runs:
             raise ConfigError(
-                f"sharding.strategy is {strategy.name}, which can't spread the sequences of a model with Gated DeltaNet "
-                "layers (Qwen3.5) over devices: take fsdp or odc"
+                f"sharding.strategy is {strategy.name}, which can't spread the sequences of a model with layers of "
+                "Gated DeltaNet (Qwen3.5) over devices: take fsdp or odc"
             )
         else:
             from .spreading import Spreading as Dealer

@@ -121,7 +121,8 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
     """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
-    and responses with `share_prompts`, else pieces. Numbers of runs are rounded up coarsely: few shapes are compiled."""
+    and responses with `share_prompts`, else pieces. Numbers of runs are rounded up to few values, since each number of
+    chunks is a shape to compile."""
     runs = sum(1 + len(piece.responses) if share_prompts else 1 for piece in row)
     return columns // CHUNK + max(columns // RUN_TOKENS, 1 << max(runs - 1, 0).bit_length())
 

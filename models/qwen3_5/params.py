@@ -14,7 +14,7 @@ from ..config import DecoderConfig, DeepVisionConfig, JsonObject, ModelConfigErr
 from ..hf_config import need, read_text, uninterleaved, write_text
 from ..qwen2_5_vl.params import TOKEN_IDS
 from ..qwen3_vl.params import read_vision, tower_names, write_vision
-from ..tensor_names import DECODER, PREFIXES, TensorName, Weights, decoder_names, name_weights
+from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_weights
 
 INTERVAL = 4
 SHARE = "partial_rotary_factor"

@@ -64,9 +64,7 @@ def trained_decays(module: Any, seed: int) -> None:
             if type(part).__name__ == "Qwen3_5RMSNorm":
                 part.weight.sub_(1)
             if type(part).__name__ == "Qwen3_5GatedDeltaNet":
-                rates, steps = (
-                    np.exp(rng.uniform(*span, part.A_log.shape)) for span in ((0, np.log(16)), (-7, -3.5))
-                )
+                rates, steps = (np.exp(rng.uniform(*span, part.A_log.shape)) for span in ((0, np.log(16)), (-7, -3.5)))
                 part.A_log.copy_(torch.tensor(np.log(rates)))
                 part.dt_bias.copy_(torch.tensor(np.log(np.expm1(steps))))
                 part.in_proj_a.weight.mul_(0.3)

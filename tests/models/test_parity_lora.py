@@ -12,6 +12,7 @@ from media_files import parity
 from tiny import run
 
 import models
+from fluxjax.config.learning import DELTA_TARGETS
 from models.config import NameLayout
 from models.decoder import logits
 from models.lora import adapted, load_adapters, save_adapters

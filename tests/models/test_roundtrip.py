@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import models
 from models import hf
 from models.config import NameLayout
+from models.folder import CheckpointError
 from models.registry import read_config, write_config
 
 
@@ -87,7 +88,7 @@ def test_weights_of_a_draft_head_are_carried(tmp_path, dtype: str | None) -> Non
         norm = again.model.norm.weight.detach().float().numpy()
         np.testing.assert_allclose(norm, model.norm.scale[...], atol=0.01)
     save_file({**load_file(file), "draft.weight": draft["mtp.fc.weight"]}, file, {"format": "pt"})
-    with pytest.raises(models.CheckpointError, match=r"draft\.weight is unexpected"):
+    with pytest.raises(CheckpointError, match=r"draft\.weight is unexpected"):
         models.load(tmp_path / "theirs")
 
 

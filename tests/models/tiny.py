@@ -76,7 +76,14 @@ def qwen3_vl_config(**text: Any) -> DecoderConfig:
 def qwen3_5_text_config(**text: Any) -> DecoderConfig:
     """Four layers, of which the third attends."""
     hybrid = {"delta": DeltaHeads(2, 4, 16, 12), "attention_interval": 3, "num_layers": 4, "initializer_range": 0.1}
-    settings = {"rotated": 0.5, "output_gate": True, "zero_centred_norms": True, "head_norm": True, "qkv_bias": False, "head_dim": 12}
+    settings = {
+        "rotated": 0.5,
+        "output_gate": True,
+        "zero_centred_norms": True,
+        "head_norm": True,
+        "qkv_bias": False,
+        "head_dim": 12,
+    }
     rope = RopeConfig(mrope_section=(1, 1, 1), interleaved=True)
     return DecoderConfig("qwen3_5_text", text_config(rope=rope, **settings | hybrid | text))
 
