@@ -12,6 +12,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from sharding.kernels.delta_heads import DeltaHeads
+
 JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before its fields are read into types
 Grid: TypeAlias = tuple[int, int, int]  # the size of a medium: frame pairs, patch rows, patch columns
 
@@ -40,7 +44,7 @@ def _check_numbers(section: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
-    the head size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` the later fields."""
+    the rotated size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` the later fields."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -58,7 +62,11 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms."""
+    """The decoder: grouped-query attention, SwiGLU, RMS norms. Qwen2 has biases on q, k, v; Qwen3 has head norms.
+
+    With `delta` (Qwen3.5), attention is in every `attention_interval`-th layer only; all other layers are Gated
+    DeltaNet with these heads.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -70,6 +78,11 @@ class TextConfig:
     qkv_bias: bool = True
     o_bias: bool = False
     head_norm: bool = False  # an RMS norm of each query head and each key head, before the rotary embedding
+    output_gate: bool = False  # q is doubled: the sigmoid of its other half multiplies the attention's output
+    rotated: float = 1.0  # share of a head that the rotary embedding rotates, its first numbers
+    zero_centred_norms: bool = False  # RMS norms multiply by one plus their scale
+    delta: DeltaHeads | None = None
+    attention_interval: int = 1
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     tie_word_embeddings: bool = False
@@ -82,11 +95,36 @@ class TextConfig:
             raise ModelConfigError(
                 f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ModelConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        size = self.rotary_dim
+        if size % 2 or not size:
+            share = "" if self.rotated == 1 else f" * partial_rotary_factor={self.rotated}"
+            raise ModelConfigError(f"head_dim={self.head_dim}{share} must be even for rotary embeddings")
         section = self.rope.mrope_section
-        if section and sum(section) != self.head_dim // 2:
-            raise ModelConfigError(f"mrope_section={list(section)} must sum to head_dim / 2 = {self.head_dim // 2}")
+        if section and sum(section) != size // 2:
+            half = "head_dim / 2" if size == self.head_dim else "head_dim * partial_rotary_factor / 2"
+            raise ModelConfigError(f"mrope_section={list(section)} must sum to {half} = {size // 2}")
+        if (self.attention_interval > 1) != (self.delta is not None):
+            raise ModelConfigError("delta and attention_interval go together: give both, or neither")
+        if self.num_layers < self.attention_interval:
+            raise ModelConfigError(
+                f"num_hidden_layers={self.num_layers} must be at least full_attention_interval="
+                f"{self.attention_interval}: a model without full attention is not supported"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """The numbers of a head that the rotary embedding rotates."""
+        return int(self.head_dim * self.rotated)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with attention."""
+        return tuple(range(self.attention_interval - 1, self.num_layers, self.attention_interval))
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with Gated DeltaNet."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.attention_layers)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,6 +252,8 @@ class DecoderConfig:
     vision_end_token_id: int = 151653
     names: NameLayout = NameLayout.FLAT  # layout of the weights' names in the checkpoint
     extra: str = dataclasses.field(default="{}", compare=False, repr=False)  # text of the config.json that was read
+    # Tensors of the checkpoint, by name, that no model here reads; exports write them back, bit for bit.
+    carried: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -10,7 +10,7 @@ normed hidden state, as a logit would be. Everything else is the decoder's, stra
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import packed_attention
+from sharding.kernels.delta_heads import DeltaHeads
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
 from sharding.weights import WeightSpec, weight
@@ -27,7 +28,7 @@ from .config import DecoderConfig, TextConfig
 from .inputs import PackedTokens, VisionInput
 from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
 
-Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, H], float32
+Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, R] of the rotated numbers of a head, float32
 Aux = TypeVar("Aux")  # second result of a mix: keys and values for a cache, or None
 
 
@@ -35,50 +36,58 @@ Aux = TypeVar("Aux")  # second result of a mix: keys and values for a cache, or 
 class Mix(Generic[Aux]):
     """The functions that mix tokens; a layer calls the function that it needs, and returns its second result.
 
-    `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k.
+    `attention(q_BTNH, k_BTKH, v_BTKH) -> (out_BTNH, aux)` gets rotated q and k. `delta(inputs) -> (out_BTVJ, aux)` gets
+    a `sharding.kernels.delta.DeltaInputs`; it is None for models without such layers.
     """
 
     attention: Callable[[Array, Array, Array], tuple[Array, Aux]]
+    delta: Callable[[Any], tuple[Array, Aux]] | None = None
 
 
 class SelfAttention(nnx.Module):
-    """Projections of grouped-query attention, with the biases and head norms that the configuration asks for."""
+    """Projections of grouped-query attention, with the biases, head norms and output gate that the configuration asks
+    for. A gated layer's `q` has each head's queries, then its gate (`C`)."""
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         init = Normal(config.initializer_range)
-        self.q = weight(rngs, WeightSpec((D, N, H), ("D", "N", "H"), init, inputs=1), stack)
+        queries, axes = ((N, 2, H), ("N", "C", "H")) if config.output_gate else ((N, H), ("N", "H"))
+        self.q = weight(rngs, WeightSpec((D, *queries), ("D", *axes), init, inputs=1), stack)
         self.k = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
         self.v = weight(rngs, WeightSpec((D, K, H), ("D", "K", "H"), init, inputs=1), stack)
         self.o = weight(rngs, WeightSpec((N, H, D), ("N", "H", "D"), init, inputs=2), stack)
         self.config = config
         if config.qkv_bias:
-            self.q_bias = weight(rngs, WeightSpec((N, H), ("N", "H"), zeros), stack)
+            self.q_bias = weight(rngs, WeightSpec(queries, axes, zeros), stack)
             self.k_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
             self.v_bias = weight(rngs, WeightSpec((K, H), ("K", "H"), zeros), stack)
         if config.o_bias:
             self.o_bias = weight(rngs, WeightSpec((D,), ("D",), zeros), stack)
         if config.head_norm:
-            self.q_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
-            self.k_norm = RMSNorm(H, config.rms_norm_eps, rngs, stack, axis="H")
+            eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
+            self.q_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
+            self.k_norm = RMSNorm(H, eps, rngs, stack, axis="H", zero_centred=zero_centred)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
         q, k, v = project(x, self.q), project(x, self.k), project(x, self.v)
         if self.config.qkv_bias:
             q, k, v = add_bias(q, self.q_bias[...]), add_bias(k, self.k_bias[...]), add_bias(v, self.v_bias[...])
+        gate = q[..., 1, :] if self.config.output_gate else None
+        q = q if gate is None else q[..., 0, :]
         if self.config.head_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out, aux = mix.attention(rotate(q, rotary), rotate(k, rotary), v)
-        out = project(out, self.o)
+        out = project(out if gate is None else out * jax.nn.sigmoid(gate), self.o)
         return add_bias(out, self.o_bias[...]) if self.config.o_bias else out, aux
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
         D, F, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.attention_norm = RMSNorm(D, config.rms_norm_eps, rngs, stack)
+        eps, zero_centred = config.rms_norm_eps, config.zero_centred_norms
+        self.attention_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
         self.attention = SelfAttention(config, rngs, stack)
-        self.mlp_norm = RMSNorm(D, config.rms_norm_eps, rngs, stack)
+        self.mlp_norm = RMSNorm(D, eps, rngs, stack, zero_centred=zero_centred)
         self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
@@ -122,8 +131,8 @@ class Decoder(nnx.Module):
         text = config.text
         self.config = config
         self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
-        self.layers = DecoderLayer(text, rngs, stack=text.num_layers)
-        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs)
+        self.layers = DecoderLayer(text, rngs, stack=len(text.attention_layers))
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs, zero_centred=text.zero_centred_norms)
         if not text.tie_word_embeddings:
             self.head = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
 
@@ -151,13 +160,14 @@ class Decoder(nnx.Module):
         raise ValueError("this is a text model; it can't read images or videos")
 
     def rotary(self, positions_3BT: Int[Array, "3 B T"]) -> Rotary:
-        """The (cosine, sine) `[B, T, H]` float32 of the positions (time, height, width).
+        """The (cosine, sine) `[B, T, R]` float32 of the positions (time, height, width), of the R rotated numbers of a
+        head.
 
         Frequencies are dealt to the position axes in sections (M-RoPE), or in turn until an axis has its share
         (interleaved M-RoPE); a text model has one section, of time.
         """
         rope = self.config.text.rope
-        frequencies, factor = rotary_frequencies(rope, self.config.text.head_dim)
+        frequencies, factor = rotary_frequencies(rope, self.config.text.rotary_dim)
         sections = rope.mrope_section or (len(frequencies),)
         axis = np.repeat(np.arange(len(sections)) % 3, sections)
         if rope.interleaved:
@@ -203,15 +213,29 @@ def parameter_count(model: nnx.Module) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def packed_mix(inputs: PackedTokens) -> Mix[None]:
-    """The mix of packed rows, under the attention rules of `PackedTokens`."""
+def packed_mix(inputs: PackedTokens, heads: DeltaHeads | None = None) -> Mix[None]:
+    """The mix of packed rows, under the attention rules of `PackedTokens`; `heads` are those of layers with Gated
+    DeltaNet, if there are any. Raises ValueError for such layers if `inputs` has no table of runs, or if devices share
+    sequences."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
         attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
     else:
         attend = packed_attention(inputs.segments_BT, inputs.branches_BT)
-    return Mix(attention=lambda q, k, v: (attend(q, k, v), None))
+    return Mix(
+        attention=lambda q, k, v: (attend(q, k, v), None), delta=None if heads is None else _packed_delta(inputs, heads)
+    )
+
+
+def _packed_delta(inputs: PackedTokens, heads: DeltaHeads) -> Callable[[Any], tuple[Array, None]]:
+    from sharding.kernels.delta import delta_rule
+
+    if (runs := inputs.runs) is None:
+        raise ValueError("a model with Gated DeltaNet needs the runs of its rows: see PackedTokens.with_runs")
+    if inputs.spread is not None and inputs.spread.rounds[0][0] > 1:
+        raise ValueError("devices can't share the sequences of a model with Gated DeltaNet")
+    return lambda given: (delta_rule(given, heads, runs)[0], None)
 
 
 def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T D"]:
@@ -219,7 +243,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x, deep = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    mix = packed_mix(inputs)
+    mix = packed_mix(inputs, model.config.text.delta)
 
     def step(layer: DecoderLayer, x: Array, number: Array | None) -> tuple[Array, None]:
         x, _ = layer(x, rotary, mix)

@@ -4,6 +4,7 @@ The layer projects; its caller mixes tokens (`recur`), as callers of `SelfAttent
 packed rows (`sharding.kernels.delta.delta_rule`), decoding takes a step (`delta_step`).
 """
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from sharding.kernels.delta import DeltaHeads, DeltaInputs
 from sharding.weights import WeightSpec, weight
 
-from .layers import Normal, RMSNorm, add_bias, ones, project
+from .layers import Between, Normal, RMSNorm, add_bias, project
 
 Aux = TypeVar("Aux")  # second result of the recurrence: the state behind the tokens, or None
 Recur: TypeAlias = Callable[[DeltaInputs], tuple[Array, Aux]]
@@ -34,8 +35,9 @@ class GatedDeltaNet(nnx.Module):
         self.b = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.a = weight(rngs, WeightSpec((D, V), ("D", "N"), init, inputs=1), stack)
         self.conv = weight(rngs, WeightSpec((X, 4), ("X", "S"), init), stack)
-        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Normal(1.0)), stack)  # A_log on disk
-        self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), ones), stack)  # dt_bias on disk
+        # Decays of 0.6 to 0.999 a token, as trained models have them; transformers' first values forget at once.
+        self.decay_log = weight(rngs, WeightSpec((V,), ("N",), Between(0.0, math.log(16))), stack)  # A_log on disk
+        self.decay_bias = weight(rngs, WeightSpec((V,), ("N",), Between(-7.0, -3.5)), stack)  # dt_bias on disk
         self.norm = RMSNorm(J, eps, rngs, stack, axis="H")
         self.out = weight(rngs, WeightSpec((V, J, D), ("N", "H", "D"), init, inputs=2), stack)
 

@@ -7,12 +7,13 @@ own writer needs all tensors of a file at once.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,6 +93,11 @@ class _Files:
                     "checkpoint that was not quantised"
                 )
 
+    def carried(self, prefix: str) -> dict[str, np.ndarray]:
+        """The tensors whose names begin with `prefix` (none if it is empty), by name."""
+        names = [name for name in self.where if prefix and name.startswith(prefix)]
+        return {name: self.open[self.where[name]].get_tensor(name) for name in sorted(names)}
+
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor as it is on disk. Raises CheckpointError if the tensor is missing or has another shape."""
         if name not in self.where:
@@ -107,9 +113,9 @@ class _Files:
         return file.get_tensor(name)
 
 
-def _check_names(files: _Files, names: list[TensorName]) -> None:
+def _check_names(files: _Files, names: list[TensorName], carried: Collection[str]) -> None:
     """Raises CheckpointError for a missing or unexpected tensor, before any large tensor is read."""
-    wanted = {name for entry in names for name in entry.full_names}
+    wanted = {name for entry in names for name in entry.full_names} | set(carried)
     for name in sorted(wanted - files.where.keys()):
         raise CheckpointError(f"{files.path(name)}: tensor {name} is missing")
     for name in sorted(files.where.keys() - wanted):
@@ -192,8 +198,9 @@ def load(
         files.check_dtypes()
         config = dataclasses.replace(config, names=name_layout(files.where))
         config = _tied_or_not(files, config, raw)
+        config = dataclasses.replace(config, carried=files.carried(ARCHITECTURES[config.architecture].carried))
         names = tensor_names(config)
-        _check_names(files, names)
+        _check_names(files, names, config.carried)
         model = abstract(config)
         places = by_path((shardings or on_first_device)(model))
         params = {entry.path: _parameter(files, entry, dtype, places[entry.path]) for entry in names}
@@ -263,18 +270,27 @@ def save(
 ) -> None:
     """Writes `config.json` and safetensors that `transformers`, SGLang and `load` read.
 
-    `dtype` casts every weight; None writes weights bit for bit. Beside the model, the host holds one tensor. Files are
-    replaced one by one, `config.json` last; older weight files are removed.
+    `dtype` casts every weight; None writes weights bit for bit. Tensors that the model carries (`config.carried`) are
+    never cast. Beside the model, the host holds one tensor. Files are replaced one by one, `config.json` last; older
+    weight files are removed.
     """
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     params = nnx.to_pure_dict(nnx.state(model))
     shards: list[list[StoredTensor]] = [[]]
-    for tensor in stored(model.config, params, dtype):
+    carried = model.config.carried
+    wide = [name for name, value in carried.items() if value.dtype.itemsize > 2]  # first, as in `_in_order`
+    narrow = [name for name in carried if name not in wide]
+
+    def described(names: list[str]) -> list[StoredTensor]:
+        return [StoredTensor(name, carried[name].shape, carried[name].dtype) for name in names]
+
+    for tensor in [*described(wide), *stored(model.config, params, dtype), *described(narrow)]:
         if shards[-1] and sum(entry.nbytes for entry in shards[-1]) + tensor.nbytes > shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
-    values = (value.astype(dtype or value.dtype, copy=False) for _, value in disk_tensors(model.config, params))
+    weights = (value.astype(dtype or value.dtype, copy=False) for _, value in disk_tensors(model.config, params))
+    values = itertools.chain((carried[name] for name in wide), weights, (carried[name] for name in narrow))
     for number, shard in enumerate(shards, start=1):
         write_weights(folder / f"new-{number:05d}.part", shard, values)
 

@@ -109,6 +109,18 @@ def _rope_fields(config: JsonObject) -> list[str]:
     return [name for name in _ROPE_FIELDS if config.get(name)] or ["rope_parameters"]
 
 
+def uninterleaved(text: JsonObject) -> JsonObject:
+    """The text settings, without those that say how the rotary embedding deals frequencies, for models that all
+    interleave. Raises ModelConfigError for settings that say otherwise."""
+    result = dict(text)
+    for field in _ROPE_FIELDS:
+        rope = dict(result.get(field) or {})
+        if rope.pop("mrope_interleaved", True) is not True:
+            raise ModelConfigError(f"{field}: mrope_interleaved=false is not supported; supported is true")
+        result[field] = rope
+    return result
+
+
 def read_rope(
     config: JsonObject, outer: JsonObject, *, default_theta: float, default_section: tuple[int, ...] = ()
 ) -> RopeConfig:
@@ -192,12 +204,13 @@ def read_text(
     default_eps: float = 1e-6,
     default_section: tuple[int, ...] = (),
     default_full_layers: int = 28,
+    rotated: float = 1.0,
     head_norm: bool = False,
 ) -> TextConfig:
     """The decoder's settings in `config`; `outer` is the content of the file, whose top may say that weights are tied.
 
-    The defaults are those of transformers for the architecture, used if the file has no value. Only Qwen3
-    (`head_norm`) has `attention_bias` as a setting.
+    The defaults are those of transformers for the architecture, used if the file has no value. `rotated` is the share
+    of each head that is rotated. Only Qwen3 and later models (`head_norm`) have `attention_bias` as a setting.
     """
     where = "config.json" if config is outer else "text_config of config.json"
     refuse_quantised(outer, "config.json")
@@ -209,6 +222,7 @@ def read_text(
     if head_norm and bias is not True and bias is not False:
         raise ModelConfigError(f"{where} has attention_bias {bias!r}; it must be true or false")
     qwen3_bias = head_norm and bias
+    rope = read_rope(config, outer, default_theta=default_theta, default_section=default_section)
     return TextConfig(
         vocab_size=need(config, "vocab_size", where),
         hidden_size=hidden,
@@ -221,7 +235,8 @@ def read_text(
         o_bias=qwen3_bias,
         head_norm=head_norm,
         rms_norm_eps=float(config.get("rms_norm_eps", default_eps)),
-        rope=read_rope(config, outer, default_theta=default_theta, default_section=default_section),
+        rotated=rotated,
+        rope=rope,
         tie_word_embeddings=bool(outer.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         initializer_range=float(config.get("initializer_range", 0.02)),
@@ -265,7 +280,8 @@ def write_rope(rope: RopeConfig) -> dict[str, object]:
 
 
 def write_text(text: TextConfig) -> dict[str, object]:
-    unnamed = {"rope", "qkv_bias", "o_bias", "head_norm"}
+    unnamed = {"rope", "qkv_bias", "o_bias", "head_norm", "output_gate", "zero_centred_norms"}
+    unnamed |= {"delta", "attention_interval", "rotated"}
     fields = {_TEXT_NAMES.get(name, name): value for name, value in vars(text).items() if name not in unnamed}
     if text.head_norm:
         fields["attention_bias"] = text.o_bias

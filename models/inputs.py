@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from sharding.kernels.runs import PackedRuns, packed_runs
 from sharding.spread.buffers import Spread
 from sharding.spread.route import ExchangeRoute
 
@@ -175,7 +176,8 @@ class PackedTokens:
     rules above, an index in the stream of the devices that share the sequence. Segments are numbered through all rows,
     and a predecessor of `T` or more is a hidden state that another device exports.
 
-    `temperatures_BT` is each token's sampling temperature, if tokens differ in it.
+    `temperatures_BT` is each token's sampling temperature, if tokens differ in it. `runs` is the table that layers with
+    Gated DeltaNet need; no other model has it.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]
@@ -187,6 +189,12 @@ class PackedTokens:
     vision: VisionInput | None
     spread: Spread | None = None
     temperatures_BT: Float32[AnyArray, "B T"] | None = None  # positive
+    runs: PackedRuns | None = None
+
+    def with_runs(self, chunks: int = 0) -> PackedTokens:
+        """These rows with their table of runs, of `chunks` chunks a row (0: as many as needed). All arrays are those of
+        the host."""
+        return dataclasses.replace(self, runs=packed_runs(self.segments_BT, self.branches_BT, chunks))
 
 
 def concatenate(parts: Sequence[VisionInput]) -> VisionInput:

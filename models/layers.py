@@ -46,15 +46,42 @@ class Normal:
         return np.float32(self.std) * rng.standard_normal(shape, np.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """Initial values that are uniform in [low, high]."""
+
+    low: float
+    high: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, self.low, self.high)
+
+    def on_host(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return np.float32(self.low) + np.float32(self.high - self.low) * rng.random(shape, np.float32)
+
+
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, rngs: nnx.Rngs, stack: int | None = None, axis: str = "D") -> None:
+    """The RMS norm times a scale, or times one plus a scale (`zero_centred`)."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        rngs: nnx.Rngs,
+        stack: int | None = None,
+        axis: str = "D",
+        *,
+        zero_centred: bool = False,
+    ) -> None:
         self.eps = eps
-        self.scale = weight(rngs, WeightSpec((size,), (axis,), ones), stack)
+        self.zero_centred = zero_centred
+        self.scale = weight(rngs, WeightSpec((size,), (axis,), zeros if zero_centred else ones), stack)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
+        scale = 1 + scale if self.zero_centred else scale
         return (wide * jnp.broadcast_to(scale, wide.shape)).astype(x.dtype)
 
 
@@ -177,7 +204,8 @@ def add_bias(x: Array, bias: Array) -> Array:
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """The angle per position of each pair of the head, `[H/2]` float32, and the factor on cosine and sine.
+    """The angle per position of each pair of the head's `head_dim` rotated numbers, `[head_dim / 2]` float32, and the
+    factor on cosine and sine.
 
     `linear` divides positions by `factor`; `yarn` interpolates slow frequencies only (Peng et al., arXiv 2309.00071).
     """
@@ -225,9 +253,12 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rotate(
-    x: Float[Array, "*rows N H"], rotary: tuple[Float[Array, "*rows H"], Float[Array, "*rows H"]]
+    x: Float[Array, "*rows N H"], rotary: tuple[Float[Array, "*rows R"], Float[Array, "*rows R"]]
 ) -> Float[Array, "*rows N H"]:
-    """Rotates each pair `(x[i], x[i + H/2])` by its angle; `rotary` is (cosine, sine), float32."""
+    """Rotates each pair `(x[i], x[i + R/2])` of a head's first R numbers by its angle; `rotary` is (cosine, sine),
+    float32."""
+    if (size := rotary[0].shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], rotary), x[..., size:]], axis=-1)
     cos, sin = (jnp.broadcast_to(part[..., None, :], x.shape) for part in rotary)
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide, 2, axis=-1)

@@ -16,7 +16,7 @@ from sharding.walk import Params
 from sharding.weights import attach, beside, by_path, is_adapter
 
 from . import creation
-from .config import DecoderConfig, NameLayout
+from .config import DecoderConfig, ModelConfigError, NameLayout
 from .decoder import Decoder, shapes_only
 from .folder import CheckpointError, read_json, why_missing, write_json
 from .hf import StoredTensor, tensor_names, write_weights
@@ -50,10 +50,25 @@ class Uniform:
 
 
 def adapted(model: Decoder, lora: Lora) -> Decoder:
-    """The abstract model with adapters, all other weights frozen; `model` may be abstract and is not changed."""
+    """The abstract model with adapters, all other weights frozen; `model` may be abstract and is not changed. Raises
+    ModelConfigError for a target that the model lacks."""
     shapes = shapes_only(model)
-    attach(shapes, [PROJECTIONS[target] for target in lora.targets], lora.rank, lora.alpha / lora.rank, Uniform())
+    attach(shapes, _paths(model.config, lora), lora.rank, lora.alpha / lora.rank, Uniform())
     return shapes
+
+
+def _paths(config: DecoderConfig, lora: Lora) -> list[Path]:
+    """The paths of the adapted weights. Layers of several kinds have projections of the same name."""
+    found: dict[str, list[Path]] = {}
+    for weight in tensor_names(config):
+        name = weight.name.removesuffix(".weight").split(".")[-1]
+        if "_proj" in name and weight.path[0] != "visual":
+            found.setdefault(name, []).append(weight.path)
+    if missing := [target for target in lora.targets if target not in found]:
+        raise ModelConfigError(
+            f"lora.targets has {', '.join(missing)}, but this model's layers have the projections {', '.join(found)}"
+        )
+    return [path for target in lora.targets for path in found[target]]
 
 
 def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
@@ -115,7 +130,7 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
     """The adapters, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
     config = dataclasses.replace(config, names=NameLayout.NESTED)
-    paths = {PROJECTIONS[target] for target in lora.targets}
+    paths = set(_paths(config, lora))
     entries = []
     for weight in tensor_names(config):
         if weight.path in paths:

@@ -146,6 +146,7 @@ def one_row(inputs: ModelInput) -> PackedTokens:
 def our_parts(model: Any, inputs: ModelInput) -> dict[str, np.ndarray]:
     """The parts of the model by name, as `models.decoder` computes them."""
     packed = one_row(inputs)
+    packed = packed if model.config.text.delta is None else packed.with_runs()
     hidden = hidden_states(model, packed, walk := Recorder())
     embedded, states_LBTD = walk.stacks[-1]  # the tower's stack comes first
     found = {"embedded": embedded} | {f"layer {number}": state for number, state in enumerate(states_LBTD)}

@@ -35,6 +35,7 @@ class Architecture:
     tensor_names: Callable[[DecoderConfig, Mapping[Any, Any]], "list[TensorName]"]
     published: NameLayout = NameLayout.FLAT  # the layout of published checkpoints, which SGLang reads
     rope_index: Callable[..., tuple[np.ndarray, int]] | None = None  # None: the model reads text only
+    carried: str = ""  # the beginning of the names of tensors that no model here reads, but exports write back
 
 
 def _part(path: str) -> Callable[..., Any]:
@@ -66,6 +67,24 @@ ARCHITECTURES = {
         tensor_names=_part("qwen3_vl.params:tensor_names"),
         published=NameLayout.NESTED,
         rope_index=_part("qwen2_5_vl.positions:rope_index"),  # each frame pair of a video is a medium of its own
+    ),
+    "qwen3_5": Architecture(
+        "Qwen3_5ForConditionalGeneration",
+        read=_part("qwen3_5.params:read_config"),
+        write=_part("qwen3_5.params:write_config"),
+        model=_part("qwen3_5.modeling:Qwen35"),
+        tensor_names=_part("qwen3_5.params:tensor_names"),
+        published=NameLayout.NESTED,
+        rope_index=_part("qwen2_5_vl.positions:rope_index"),
+        carried="mtp.",
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5ForCausalLM",
+        read=_part("qwen3_5.params:read_text_model"),
+        write=_part("qwen3_5.params:write_text_model"),
+        model=_part("qwen3_5.modeling:Qwen35Text"),
+        tensor_names=_part("qwen3_5.params:text_model_names"),
+        carried="mtp.",
     ),
 }
 

@@ -106,10 +106,11 @@ DECODER = {
 }
 
 
-def decoder_names(weights: Weights, prefix: str) -> list[TensorName]:
-    """Every weight of the decoder once; `prefix` is its place on disk: `model.`, or `model.language_model.`."""
+def decoder_names(weights: Weights, prefix: str, numbers: Sequence[int] | None = None) -> list[TensorName]:
+    """Every weight of the decoder once; `prefix` is its place on disk: `model.`, or `model.language_model.`. `numbers`:
+    see `name_weights`."""
     # A tied model has no weight for the head.
-    return name_weights(DECODER, prefix, weights) + name_weights({"lm_head": "head.table"}, "", weights)
+    return name_weights(DECODER, prefix, weights, numbers) + name_weights({"lm_head": "head.table"}, "", weights)
 
 
 def text_model_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:

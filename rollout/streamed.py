@@ -99,6 +99,11 @@ class StreamedModel:
     ) -> None:
         self.device = device or jax.local_devices()[0]
         self.text = model.config.text
+        if self.text.delta is not None:
+            raise EngineError(
+                f"a streamed judge can't be a {model.config.architecture} model, whose layers are of two kinds: take a "
+                "model whose layers all have attention, or serve the judge"
+            )
         if resident is not None and not 0 <= resident <= self.text.num_layers:
             raise EngineError(f"resident={resident}: the model has {self.text.num_layers} layers")
         if batch_tokens < 1:

@@ -32,7 +32,7 @@ class ModelSizes:
     without `share_kv`, heads that a group can't share evenly are neither filled up nor copied."""
 
     name: str
-    layers: int
+    layers: int  # with attention
     width: int
     heads: int
     kv_heads: int
@@ -48,12 +48,13 @@ class ModelSizes:
     patches_per_token: int = 4
     value_bytes: int = 2
     share_kv: bool = True
+    other_flops: float = 0.0  # a token, in layers without attention and in gates of attention
 
     def linear_flops(self) -> float:
         """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
         channels = self.heads * self.head_size, self.kv_heads * self.head_size
         layer = self.width * (2 * channels[0] + 2 * channels[1] + 3 * self.mlp)
-        return 2.0 * (self.layers * layer + self.width * self.vocabulary)
+        return 2.0 * (self.layers * layer + self.width * self.vocabulary) + self.other_flops
 
     def vision_flops(self) -> float:
         """FLOPs a patch of one forward pass of the vision tower and its mergers. Attention scores are left out: most

@@ -16,6 +16,7 @@ from models.config import DecoderConfig, DeepVisionConfig, RopeConfig, TextConfi
 from models.inputs import ModelInput
 from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
+from sharding.kernels.delta_heads import DeltaHeads
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; text has the ids below
 TEXT_VOCABULARY = 60
@@ -67,6 +68,27 @@ QWEN3_VL = DecoderConfig(
         position_grid=5,
         deepstack_layers=(0, 1),
     ),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+
+# Its layers are d d a d: no multiple of the period.
+QWEN3_5 = DecoderConfig(
+    "qwen3_5",
+    text=dataclasses.replace(
+        QWEN3_VL.text,
+        num_layers=4,
+        rope=RopeConfig(mrope_section=(1, 1, 1), interleaved=True),
+        rotated=0.5,
+        head_dim=12,
+        output_gate=True,
+        zero_centred_norms=True,
+        delta=DeltaHeads(2, 4, 16, 12),
+        attention_interval=3,
+    ),
+    vision=dataclasses.replace(QWEN3_VL.vision, deepstack_layers=()),
     image_token_id=IMAGE,
     video_token_id=VIDEO,
     vision_start_token_id=START,

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_cases import save
 from jax.sharding import PartitionSpec as P
 from learner_cases import assert_close
-from packing_cases import MODEL, QWEN3, QWEN3_VL, TEXT, compose, make_config, make_groups
+from packing_cases import MODEL, QWEN3, QWEN3_5, QWEN3_VL, TEXT, compose, make_config, make_groups
 from turns import by_turns
 
 import models
@@ -34,7 +34,8 @@ CONTENTS = {
     "vision": [[5], [3, (1, 4, 4), 2], [9], [2, (2, 4, 8), 3, (1, 4, 4), 1], [4], [1, (1, 8, 4), 1]],
     "text": [[5], [9], [4], [12], [3], [7]],
 }
-CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3, "qwen3_vl": QWEN3_VL}
+CONFIGS = {"vision": MODEL, "text": TEXT, "qwen3": QWEN3, "qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_5}
+CONFIGS["qwen3_5_text"] = dataclasses.replace(QWEN3_5, architecture="qwen3_5_text", vision=None)
 LENGTHS = [[3, 1, 6], [4, 4], [2, 5, 7, 1], [6, 3], [8], [1, 2, 3]]
 
 
@@ -51,9 +52,9 @@ def config_for(rows=8, **optim):
 
 
 def microbatches_for(kind, config, num_shards=1, seed=0):
-    vision = CONFIGS[kind].vision
+    vision, text = CONFIGS[kind].vision, CONFIGS[kind].text
     groups, prepared = make_groups(CONTENTS["vision" if vision else "text"], LENGTHS, seed)
-    return compose(groups, prepared, config, num_shards, vision=vision).microbatches
+    return compose(groups, prepared, config, num_shards, vision=vision, text=text).microbatches
 
 
 def plain_logprobs(model, inputs, temperature=1.0):
@@ -102,6 +103,9 @@ def unwritten():
             ("vision", 8, "none"),
             ("text", 6, "offload"),
             ("qwen3_vl", 3, "layer"),
+            ("qwen3_5", 2, "layer"),
+            ("qwen3_5", 3, "dots"),
+            ("qwen3_5", 4, "none"),
         ]
     ),
 )

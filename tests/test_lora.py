@@ -11,7 +11,7 @@ from checkpoint_cases import save
 from flax.traverse_util import flatten_dict, unflatten_dict
 from learner_cases import assert_close, assert_equal, outcome
 from packing_cases import TEXT, answered, compose, make_config, make_groups, model_input
-from test_learner import gradients, microbatches_for, tiny
+from test_learner import CONFIGS, gradients, microbatches_for, tiny
 from turns import by_turns
 
 import models
@@ -72,7 +72,7 @@ def alone(seed, kind, rank):
     config = adapted(make_config(tokens_per_row=128, rows=32))
     config.lora.rank = rank
     learner = learner_of(kind, config)
-    composition = compose(*text_groups(seed), learner.config)
+    composition = compose(*text_groups(seed), learner.config, text=CONFIGS[kind].text)
     return outcome(learner, composition)
 
 
@@ -127,6 +127,8 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
             (FlexUlysses(), "qwen3", 0),
             (ODC(), "qwen3", RANK),
             (ODC(), "qwen3", 0),
+            (ODC(), "qwen3_5_text", RANK),
+            (ODC(), "qwen3_5_text", 0),
         ]
     ),
 )
@@ -134,7 +136,7 @@ def test_every_strategy_equals_one_device(strategy, kind, rank):
     """`test_any_number_of_devices_equals_one` has FSDP, `test_spread_equivalence` fixed degrees."""
     config = adapted(make_config(tokens_per_row=64, rows=4))
     config.sharding.strategy, config.lora.rank = strategy, rank
-    composition = compose(*text_groups(7), config, DEVICES, text=TEXT.text)
+    composition = compose(*text_groups(7), config, DEVICES, text=CONFIGS[kind].text)
     assert_equal(outcome(learner_of(kind, config, DEVICES), composition), alone(7, kind, rank))
 
 

@@ -20,6 +20,7 @@ from models.config import VisionConfig
 from models.inputs import ModelInput, PackedTokens, VisionInput, blank, concatenate, side_by_side
 from sharding.planner.plan import Round, ShardPlan
 from sharding.spread.buffers import SizedLayout, Spread, lay
+from sharding.spread.shapes import Sizes
 
 from ..base.scored import bytes_of, numbers_of
 from ..base.types import Columns, TrainBatch
@@ -125,7 +126,7 @@ def _packed(outline: Outline, share: Share, room: Room, tempered: bool) -> tuple
         for row, pieces in enumerate(shard_rows):
             spans.place(pieces, (shard * rows + row) * columns, share.groups, features, room.share_prompts)
     vision = side_by_side(buffers, sizes["frame"]) if buffers else None
-    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision)
+    return spans, _train_batch(_arrays(spans, columns, share.version, tempered), vision, sizes)
 
 
 def _spread(
@@ -142,7 +143,8 @@ def _spread(
         line["feature_index_BT"], vision = media.buffers(
             line["feature_index_BT"], layout.device, outline.sizes, devices
         )
-    return spans, _train_batch(_onto_rows(line, layout, devices), vision, rows_of(spread, devices)), layout
+    rows = _onto_rows(line, layout, devices)
+    return spans, _train_batch(rows, vision, outline.sizes, rows_of(spread, devices)), layout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -265,11 +267,15 @@ def _rows(arrays: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
     return {name: array.reshape(*array.shape[:-1], -1, tokens) for name, array in arrays.items()}
 
 
-def _train_batch(arrays: dict[str, np.ndarray], vision: VisionInput | None, spread: Spread | None = None) -> TrainBatch:
+def _train_batch(
+    arrays: dict[str, np.ndarray], vision: VisionInput | None, sizes: Sizes, spread: Spread | None = None
+) -> TrainBatch:
     """Returns the batch with `arrays`, named by the fields of the batch and of its inputs."""
-    inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
+    inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
-    return TrainBatch(inputs=PackedTokens(**inputs, vision=vision, spread=spread), **beside)
+    packed = PackedTokens(**inputs, vision=vision, spread=spread)
+    packed = packed.with_runs(sizes["chunks"]) if "chunks" in sizes else packed
+    return TrainBatch(inputs=packed, **beside)
 
 
 def _media(

@@ -24,7 +24,7 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from .share import Groups, Outline, Piece
+from .share import Groups, Outline, Piece, chunks_needed
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
 # token. A prompt's last token in the chunk predicts the first tokens of responses beyond the chunk. At most one
@@ -43,6 +43,7 @@ class Room:
     share_prompts: bool
     vision: VisionConfig | None
     degree: int = 1  # the most devices that compute one sequence
+    runs: bool = False  # rows have the table of their runs, for a model with Gated DeltaNet
 
     @property
     def whole_patches(self) -> int:
@@ -103,6 +104,8 @@ class Part:
         """The least size of each buffer."""
         sharded = sum(round.degree > 1 for round in self.plan.rounds)
         sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
+        if self._room.runs:
+            sizes["chunks"] = chunks_needed(sizes["columns"], self.pieces, self._room.share_prompts)
         if self.media is None:
             return sizes
         # Several devices beyond an axis may show a feature that crosses the axis only once, so the cap is a second

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from models.inputs import PromptInput
+from sharding.kernels.runs import CHUNK
 from sharding.mesh import replica_size
 from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
@@ -70,6 +71,7 @@ class TrainGroup(NamedTuple):
         return self._replace(columns=columns, weights=self.weights[some])
 
 
+RUN_TOKENS = 32  # a table of runs always has room for runs of this length on average
 Groups: TypeAlias = Sequence[TrainGroup] | Mapping[int, TrainGroup]  # by item
 
 
@@ -115,6 +117,14 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
             squares = float(prompt * (prompt + 2 * tokens) + sum(size * size for size in lengths))
             pieces.append(Piece(number, part, prompt + tokens, squares, patches))
     return pieces
+
+
+def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
+    """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
+    and responses with `share_prompts`, else pieces. Numbers of runs are rounded up to few values, since each number of
+    chunks is a shape to compile."""
+    runs = sum(1 + len(piece.responses) if share_prompts else 1 for piece in row)
+    return columns // CHUNK + max(columns // RUN_TOKENS, 1 << max(runs - 1, 0).bit_length())
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:

@@ -128,7 +128,8 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     try:
         limits = Limits(
             max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
-            num_heads=text.num_heads if text is not None else 0,
+            # One device computes a sequence's states: see `Composer`, which allows `odc` only.
+            num_heads=0 if text is None else text.num_heads if text.delta is None else 1,
             tokens_per_device=room,
             tau=settings.devices_per_host,
         )

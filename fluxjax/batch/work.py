@@ -8,6 +8,7 @@ import numpy as np
 
 from models.config import DeepVisionConfig, TextConfig, VisionConfig
 from sharding.cost import CostError, CostModel, ModelSizes
+from sharding.kernels.runs import CHUNK
 
 from ..config import Config, ConfigError, DType
 
@@ -68,7 +69,7 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
     """Returns the trained model's sizes in the form that the cost model takes."""
     decoder = ModelSizes(
         name="the trained model",
-        layers=text.num_layers,
+        layers=len(text.attention_layers),
         width=text.hidden_size,
         heads=text.num_heads,
         kv_heads=text.num_kv_heads,
@@ -76,6 +77,7 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         mlp=text.intermediate_size,
         vocabulary=text.vocab_size,
         value_bytes=2 if config.model.compute_dtype is DType.BFLOAT16 else 4,
+        other_flops=_other_flops(text),
     )
     if vision is None:
         return decoder
@@ -89,3 +91,15 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         patch_values=vision.patch_values,
         patches_per_token=vision.merge_unit,
     )
+
+
+def _other_flops(text: TextConfig) -> float:
+    """Returns the FLOPs of a token in layers of Gated DeltaNet and in the gates of attention: linear in the length."""
+    if (heads := text.delta) is None:
+        return 0.0
+    gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
+    values = heads.value_heads * heads.value_size
+    projections = text.hidden_size * (heads.channels + 2 * values + 2 * heads.value_heads + 3 * text.intermediate_size)
+    # A token's state is read twice and written once; within a chunk, a token meets half of its chunk's others.
+    state = heads.value_heads * (3 * heads.key_size * heads.value_size + CHUNK * (heads.key_size + heads.value_size))
+    return 2.0 * (gates + len(text.delta_layers) * (projections + state))

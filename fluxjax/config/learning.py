@@ -22,6 +22,7 @@ from .bounds import Chosen, bounded, label, not_negative, pair, positive, power_
 MAX_DEGREE = 8  # the most devices of an engine: those of a host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DELTA_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of layers with Gated DeltaNet
 
 
 class DynamicSampling(enum.Enum):
@@ -305,7 +306,7 @@ class LoraConfig:
     alpha: float = positive(32.0)  # the product of the two matrices counts alpha / rank times
     targets: tuple[str, ...] = bounded(  # projections with adapters, by their names in Hugging Face's models
         LORA_TARGETS,
-        lambda value: value and set(value) <= set(LORA_TARGETS) and len(set(value)) == len(value),
-        f"name some of {', '.join(LORA_TARGETS)}, each once",
+        lambda value: value and set(value) <= {*LORA_TARGETS, *DELTA_TARGETS} and len(set(value)) == len(value),
+        f"name some of {', '.join(LORA_TARGETS + DELTA_TARGETS)}, each once",
     )
     adapter: str = ""  # a folder of PEFT whose adapters are trained further; empty: new adapters

@@ -21,7 +21,7 @@ from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from ..batch.composer import Composer
 from ..batch.part import Room
 from ..batch.rows import Budget
-from ..batch.share import Outline, Piece, Share, TrainGroup
+from ..batch.share import Outline, Piece, Share, TrainGroup, chunks_needed
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # steps of made-up lengths
@@ -70,6 +70,8 @@ def _largest_rows(config: Config, model: DecoderConfig, num_devices: int) -> Tra
     to_train = TrainGroup("largest", longest_prompt(config, model), group.columns, np.ones(1))
     sizes = {"rows": budget.rows[-1], "columns": budget.tokens_per_row, "patches": budget.patches[-1]}
     row = (Piece(0, (0,)),)
+    if model.text.delta is not None:
+        sizes["chunks"] = chunks_needed(sizes["columns"], row, config.packing.share_prompts)
     outline = Outline(((row,), *[()] * (num_devices - 1)), sizes | {"frame": common_bound([to_train.inputs])})
     share = Share.of_all([outline], [to_train], num_devices, version=0)
     return Composer(config, num_devices, vision, model.text).lay_out(share).microbatches[0].batch

@@ -5,7 +5,7 @@ import json
 import math
 
 from ..config import DecoderConfig, DeepVisionConfig, JsonObject, ModelConfigError, NameLayout
-from ..hf_config import need, read_text, read_vision_theta, refuse_quantised, write_text
+from ..hf_config import need, read_text, read_vision_theta, refuse_quantised, uninterleaved, write_text
 from ..qwen2_5_vl.params import TOKEN_IDS
 from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_weights
 
@@ -23,7 +23,7 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 def read_config(config: JsonObject) -> DecoderConfig:
-    text = _uninterleaved(need(config, "text_config", "config.json", dict))
+    text = uninterleaved(need(config, "text_config", "config.json", dict))
     read = read_text(text, config, default_theta=5e5, default_section=(24, 20, 20), head_norm=True)
     return DecoderConfig(
         "qwen3_vl",
@@ -33,17 +33,6 @@ def read_config(config: JsonObject) -> DecoderConfig:
         names=NameLayout.NESTED,
         extra=json.dumps(config),
     )
-
-
-def _uninterleaved(text: JsonObject) -> JsonObject:
-    """The text settings, without those that say how the rotary embedding deals frequencies: all models interleave."""
-    result = dict(text)
-    for field in ("rope_scaling", "rope_parameters"):
-        rope = dict(result.get(field) or {})
-        if rope.pop("mrope_interleaved", True) is not True:
-            raise ModelConfigError(f"{field}: mrope_interleaved=false is not supported; supported is true")
-        result[field] = rope
-    return result
 
 
 def read_vision(config: JsonObject) -> DeepVisionConfig:
@@ -92,8 +81,12 @@ def write_vision(vision: DeepVisionConfig) -> dict[str, object]:
 
 def tensor_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
     """Every weight of the model, each exactly once, under the names of `config.names`."""
-    tower, decoder = PREFIXES[config.names]
-    vision = config.vision
+    return [*tower_names(config, weights), *decoder_names(weights, PREFIXES[config.names][1])]
+
+
+def tower_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
+    """Every weight of the tower, each exactly once, under the names of `config.names`."""
+    tower, vision = PREFIXES[config.names][0], config.vision
     assert isinstance(vision, DeepVisionConfig)
 
     def named(module: str, modules: dict[str, str], path: str, layers: range | None = None) -> list[TensorName]:
@@ -108,4 +101,4 @@ def tensor_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
     names += named("merger.", MERGER, "merger.")
     size = vision.patch_size
     convolution = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *names, *decoder_names(weights, decoder)]
+    return [dataclasses.replace(kernel, disk_shape=convolution), *names]

@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..mesh import varying_zero
+from .delta_heads import DeltaHeads
 from .runs import TAIL, ChunkStart, PackedRuns
 
 BLOCK = 8  # chunks of a block; from 4 to 32, memory grows, and on CPUs the time is the same
@@ -35,26 +36,6 @@ SMALL = 8  # rows; a library's product of smaller matrices costs more than the s
 NORM_EPS = 1e-6  # of the norms of queries and keys, under the root of the sum of squares
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaHeads:
-    """The heads of a layer. Value head `i` reads with the queries and keys of key head `i // (value_heads /
-    key_heads)`. Raises ValueError if the quotient is no integer."""
-
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-
-    def __post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"{self.value_heads} value heads must be a multiple of {self.key_heads} key heads")
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys, values of all heads, in this order."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
 
 @jax.tree_util.register_dataclass

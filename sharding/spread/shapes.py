@@ -16,6 +16,7 @@ Cost = Callable[[Mapping[str, int]], float]  # cost of a microbatch in buffers o
 BASE = "columns"  # the size that scales all sizes except FIXED and GIVEN
 FIXED = ("frame", "exports")  # sizes that never shrink
 GIVEN = "rows"  # the size that is always exact
+PER_ROW = "chunks"  # the size that grows with the columns of a row, not with all rows
 COARSE = ("round/", "send/")  # sizes that vary so much that their shares of a device's tokens are powers of two
 LEAST = 0.25  # the least of these shares
 SETTLED = 100  # requests without a new entry that double the accepted slack; 200 requests triple it
@@ -168,10 +169,11 @@ class ShapeBook:
             if name in FIXED:
                 need = max(need, max((known.get(name, 0) for known in entries), default=0))
             else:
-                share = max((known.get(name, 0) / _cells(known) for known in entries), default=0.0)
+                of = (lambda sizes: sizes[BASE]) if name == PER_ROW else _cells
+                share = max((known.get(name, 0) / of(known) for known in entries), default=0.0)
                 if need > share * cells and name.startswith(COARSE):
                     share = max(2.0 ** math.ceil(math.log2(need / cells)), LEAST)
-                need = max(need, math.ceil(share * cells))
+                need = max(need, math.ceil(share * (columns if name == PER_ROW else cells)))
             need = min(need, columns) if name.startswith("round/") else need
             sizes[name] = round_up(min(need, max(cap, needs.get(name, 0))) if cap else need, cap)
         return sizes

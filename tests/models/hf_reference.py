@@ -55,6 +55,21 @@ def randomise(module: Any, seed: int) -> None:
                 parameter.copy_(0.2 * noise + (0 if name.endswith("bias") else 1))
 
 
+def trained_decays(module: Any, seed: int) -> None:
+    """Gives the layers of Gated DeltaNet decays between 0.5 and 0.999 a token, as trained models have them, and norms
+    that multiply by one plus their weight a weight around 0."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for part in module.modules():
+            if type(part).__name__ == "Qwen3_5RMSNorm":
+                part.weight.sub_(1)
+            if type(part).__name__ == "Qwen3_5GatedDeltaNet":
+                rates, steps = (np.exp(rng.uniform(*span, part.A_log.shape)) for span in ((0, np.log(16)), (-7, -3.5)))
+                part.A_log.copy_(torch.tensor(np.log(rates)))
+                part.dt_bias.copy_(torch.tensor(np.log(np.expm1(steps))))
+                part.in_proj_a.weight.mul_(0.3)
+
+
 def text_settings(**changes: Any) -> dict[str, Any]:
     """14 query heads over 2 KV heads: the ratio of 28 to 4."""
     return {
@@ -147,11 +162,71 @@ def build_qwen3_vl(
     return _pair(transformers.Qwen3VLForConditionalGeneration(config), folder, dtype, seed)
 
 
-BUILD = {"qwen2": build_text, "qwen3": build_qwen3, "qwen2_5_vl": build_vl, "qwen3_vl": build_qwen3_vl}
+def qwen3_5_settings(**text: Any) -> dict[str, Any]:
+    """Two value heads a key head; 5 layers, of which the fourth attends."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    return {
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 10,
+        **text,
+    }
+
+
+def qwen3_5_config(text: dict[str, Any], **vision: Any) -> Any:
+    settings = {
+        "depth": 3,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_heads": 3,
+        "patch_size": 4,
+        "num_position_embeddings": 49,
+        "out_hidden_size": text["hidden_size"],
+        **vision,
+    }
+    return transformers.Qwen3_5Config(
+        text_config=text,
+        vision_config=settings,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+
+
+def build_qwen3_5(
+    folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, vision: Any = None, **text: Any
+) -> Pair:
+    settings = text_settings(tie_word_embeddings=tied, **qwen3_5_settings(**text))
+    config = qwen3_5_config(settings, **(vision or {}))
+    return _pair(transformers.Qwen3_5ForConditionalGeneration(config), folder, dtype, seed)
+
+
+def build_qwen3_5_text(
+    folder: pathlib.Path, *, tied: bool = False, dtype: Any = None, seed: int = 0, **text: Any
+) -> Pair:
+    config = transformers.Qwen3_5TextConfig(**text_settings(tie_word_embeddings=tied, **qwen3_5_settings(**text)))
+    return _pair(transformers.Qwen3_5ForCausalLM(config), folder, dtype, seed)
+
+
+BUILD = {
+    "qwen2": build_text,
+    "qwen3": build_qwen3,
+    "qwen2_5_vl": build_vl,
+    "qwen3_vl": build_qwen3_vl,
+    "qwen3_5": build_qwen3_5,
+    "qwen3_5_text": build_qwen3_5_text,
+}
 
 
 def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
     randomise(reference, seed)
+    trained_decays(reference, seed)
     reference = reference.to(dtype or torch.float32).eval()
     reference.save_pretrained(folder)
     return Pair(reference, models.load(folder), folder)
@@ -159,10 +234,12 @@ def _pair(reference: Any, folder: pathlib.Path, dtype: Any, seed: int) -> Pair:
 
 def checkpoint(kind: str, folder: pathlib.Path) -> Pair:
     """A checkpoint with both sides' files, tokenizer included, whose special ids are the tokenizer's."""
-    if not kind.endswith("_vl"):
+    configs = {"qwen2_5_vl": vl_config, "qwen3_vl": qwen3_vl_config, "qwen3_5": qwen3_5_config}
+    if kind not in configs:
         pair, media = BUILD[kind](folder, seed=5, vocab_size=90), {}
     else:
-        config = {"qwen2_5_vl": vl_config, "qwen3_vl": qwen3_vl_config}[kind](text_settings(vocab_size=90))
+        own = qwen3_5_settings() if kind == "qwen3_5" else {}
+        config = configs[kind](text_settings(vocab_size=90, **own))
         config.vision_start_token_id, config.vision_end_token_id = 3, 4
         config.image_token_id, config.video_token_id = 6, 7
         pair = _pair(transformers.AutoModelForImageTextToText.from_config(config), folder, None, 3)
@@ -253,7 +330,7 @@ def question(model: Decoder, *parts: Any, seed: int = 0) -> Question:
         feature_index_BT=feature_index[None],
         vision=vision,
     )
-    return Question(inputs, reference)
+    return Question(inputs if model.config.text.delta is None else inputs.with_runs(), reference)
 
 
 def gradient_errors(pair: Pair, asked: Question) -> dict[str, tuple[float, float]]:

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import qwen2_config, qwen3_config, qwen3_vl_config, rows, run, sequence, text_config, vl_config
+from tiny import (
+    qwen2_config,
+    qwen3_5_config,
+    qwen3_config,
+    qwen3_vl_config,
+    rows,
+    run,
+    sequence,
+    text_config,
+    vl_config,
+)
 
 import models
 from models.config import ModelConfigError
@@ -21,7 +31,9 @@ def vl(request):
     return models.create(getattr(request, "param", vl_config)(), seed=1)
 
 
-every_kind = pytest.mark.parametrize("vl", [vl_config, qwen3_config, qwen3_vl_config], indirect=True, scope="module")
+every_kind = pytest.mark.parametrize(
+    "vl", [vl_config, qwen3_config, qwen3_vl_config, qwen3_5_config], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(scope="module")

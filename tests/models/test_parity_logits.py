@@ -38,7 +38,7 @@ def vl(request, tmp_path_factory) -> Pair:
     return build_vl(tmp_path_factory.mktemp("vl"), tied=request.param)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def reader(request, tmp_path_factory) -> Pair:
     """A model that reads media."""
     return BUILD[request.param](tmp_path_factory.mktemp(request.param))
@@ -82,6 +82,25 @@ def drawn_shape(seed: int) -> dict[str, Any]:
     }
 
 
+def drawn_hybrid(seed: int) -> dict[str, Any]:
+    """A Qwen3.5 of any numbers of heads of both kinds, any interval, and layers that are seldom a multiple of it."""
+    rng, shape = np.random.default_rng(seed), drawn_shape(seed)
+    interval, key_heads, half = (int(rng.integers(low, high)) for low, high in ((2, 5), (1, 5), (3, 7)))
+    pairs = half - 2 * (half // 3)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    rope |= {"mrope_section": [pairs, half // 3, half // 3], "partial_rotary_factor": [0.25, 0.5, 1.0][seed % 3]}
+    return shape | {
+        "rope_parameters": rope,
+        "head_dim": int(2 * half / rope["partial_rotary_factor"]),
+        "num_hidden_layers": interval + int(rng.integers(0, 3)),
+        "full_attention_interval": interval,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * int(rng.integers(1, 4)),
+        "linear_key_head_dim": int(rng.integers(8, 17)),  # heads of 3 numbers have sums so small that norms are noise
+        "linear_value_head_dim": int(rng.integers(8, 17)),
+    }
+
+
 def drawn_tower(seed: int, layers: int) -> dict[str, Any]:
     """A tower of Qwen3-VL of any size, of which the decoder reads none to three layers more than the last one."""
     rng = np.random.default_rng(seed)
@@ -108,19 +127,27 @@ def drawn_parts(seed: int) -> list[Any]:
     return parts
 
 
+COUNTS = {"qwen3": 7, "qwen3_vl": 8, "qwen3_5_text": 6, "qwen3_5": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "seed"), [*(("qwen3", seed) for seed in range(7)), *(("qwen3_vl", seed) for seed in range(8))]
+    ("kind", "seed"),
+    [(kind, seed) for kind, count in COUNTS.items() for seed in range(count)],
 )
 def test_qwen3_of_any_shape(tmp_path, kind: str, seed: int) -> None:
     """Logits, log-probabilities, and the gradients of every weight, these to a thousandth of the largest of each."""
-    shape = drawn_shape(seed)
-    parts: list[Any] = [33]
+    shape = drawn_hybrid(seed) if kind.startswith("qwen3_5") else drawn_shape(seed)
+    parts: list[Any] = [100 if kind.startswith("qwen3_5") else 33]
     if kind == "qwen3_vl":
         half, parts = shape["head_dim"] // 2, drawn_parts(seed)
         section = [half - 2 * (half // 3), half // 3, half // 3]
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": section}
         shape |= {"vision": drawn_tower(seed, shape["num_hidden_layers"]), "rope_parameters": rope}
+    if kind == "qwen3_5":
+        tower = drawn_tower(seed, 1)
+        del tower["deepstack_visual_indexes"]
+        shape["vision"], parts = tower, drawn_parts(seed)
     pair = BUILD[kind](tmp_path, seed=seed, **shape)
     assert error_of_logits(pair, *parts) < TOLERANCE
     asked = question(pair.model, *parts, seed=seed)

@@ -12,6 +12,7 @@ from media_files import parity
 from tiny import run
 
 import models
+from fluxjax.config.learning import DELTA_TARGETS
 from models.config import NameLayout
 from models.decoder import logits
 from models.lora import adapted, load_adapters, save_adapters
@@ -50,10 +51,12 @@ def peft() -> Any:
         ("qwen2", ("o_proj", "up_proj")),
         ("qwen3", LORA.targets),
         ("qwen3_vl", LORA.targets),
+        ("qwen3_5", (*LORA.targets, *DELTA_TARGETS)),
     ],
 )
 def test_peft_computes_the_same(kind, targets, peft, tmp_path):
-    pair, vision = BUILD[kind](tmp_path / "base"), kind.endswith("_vl")
+    pair = BUILD[kind](tmp_path / "base")
+    vision = pair.model.config.vision is not None
     lora = dataclasses.replace(LORA, targets=targets)
     adapters = given_adapters(pair.model, lora)
     flat = dataclasses.replace(pair.model.config, names=NameLayout.FLAT) if vision else pair.model.config
@@ -70,7 +73,9 @@ def test_peft_computes_the_same(kind, targets, peft, tmp_path):
     assert worst(computed(pair.model, adapters, lora, asked.inputs), after) < TOLERANCE
     assert (after - before).abs().max() > 0.3, "the adapter does nothing"
     adapted_modules = {name.split(".lora_A")[0] for name, _ in with_adapter.named_modules() if name.endswith(".lora_A")}
-    assert len(adapted_modules) == 3 * len(targets) and not any("visual" in name for name in adapted_modules)
+    # 5 layers of Qwen3.5, of which the fourth attends
+    count = 4 + 5 * 3 + 4 * len(DELTA_TARGETS) if kind == "qwen3_5" else 3 * len(targets)
+    assert len(adapted_modules) == count and not any("visual" in name for name in adapted_modules)
 
 
 def test_adapters_of_peft_are_read(peft, tmp_path):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hf_reference import BUILD, build_vl, torch, transformers
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import models
 from models import hf
 from models.config import NameLayout
+from models.folder import CheckpointError
 from models.registry import read_config, write_config
 
 
@@ -39,6 +41,10 @@ def tensors(folder: pathlib.Path) -> dict[str, tuple[str, bytes]]:
         ("qwen2_5_vl", True, "bfloat16"),
         ("qwen3_vl", False, "bfloat16"),
         ("qwen3_vl", True, "float32"),
+        ("qwen3_5", False, "float32"),
+        ("qwen3_5", True, "bfloat16"),
+        ("qwen3_5_text", False, "bfloat16"),
+        ("qwen3_5_text", True, "float32"),
     ],
 )
 def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool, dtype: str) -> None:
@@ -46,9 +52,44 @@ def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool,
     models.save(pair.model, tmp_path / "ours")
     assert tensors(tmp_path / "ours") == tensors(tmp_path / "theirs")
     assert ("lm_head.weight" in tensors(tmp_path / "ours")) == (not tied)
-    assert (tmp_path / "ours/config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
+    ours, theirs = ((tmp_path / who / "config.json").read_text() for who in ("ours", "theirs"))
+    if kind.startswith("qwen3_5"):  # what SGLang needs
+        written, theirs = json.loads(ours), json.loads(theirs)
+        text = written.get("text_config", written)
+        assert text.pop("full_attention_interval") == 4
+        assert kind == "qwen3_5_text" or written["vision_config"].pop("deepstack_visual_indexes") == []
+        assert written == theirs
+    else:
+        assert ours == theirs
     leaves = jax.tree.leaves(models.split(pair.model)[1])
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weights_of_a_draft_head_are_carried(tmp_path, dtype: str | None) -> None:
+    """MTP weights, which no model here reads, are in the export as they were, whatever the dtype of the others; in
+    several files, too. Other unknown tensors are refused."""
+    BUILD["qwen3_5_text"](tmp_path / "theirs", seed=1)
+    file, rng = tmp_path / "theirs/model.safetensors", np.random.default_rng(0)
+    draft = {"mtp.fc.weight": rng.normal(size=(3, 5)).astype(np.float32)}
+    draft["mtp.layers.0.mlp.up_proj.weight"] = np.asarray(jnp.asarray(rng.normal(size=(7, 3)), jnp.bfloat16))
+    save_file({**load_file(file), **draft}, file, {"format": "pt"})
+    before = tensors(tmp_path / "theirs")
+    model = models.load(tmp_path / "theirs")
+    graphdef, params = models.split(model)
+    for folder, size in (("one", 1 << 30), ("several", 20_000)):
+        hf.save(models.merge(graphdef, params), tmp_path / folder, dtype and jnp.dtype(dtype), shard_bytes=size)
+        after = tensors(tmp_path / folder)
+        assert after.keys() == before.keys()
+        assert {name: after[name] for name in draft} == {name: before[name] for name in draft}
+        assert dtype or after == before
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        norm = again.model.norm.weight.detach().float().numpy()
+        np.testing.assert_allclose(norm, model.norm.scale[...], atol=0.01)
+    save_file({**load_file(file), "draft.weight": draft["mtp.fc.weight"]}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"draft\.weight is unexpected"):
+        models.load(tmp_path / "theirs")
 
 
 @pytest.mark.medium
@@ -95,7 +136,7 @@ def test_transformers_reads_what_was_never_theirs(tmp_path, kind: str) -> None:
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     model = models.create(bare, seed=5)
     hf.save(model, tmp_path / "ours", shard_bytes=200_000)
-    auto = transformers.AutoModelForImageTextToText if kind.endswith("_vl") else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if shape.vision else transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert tensors(tmp_path / "theirs") == tensors(tmp_path / "ours")

@@ -11,6 +11,7 @@ from models.config import DecoderConfig, DeepVisionConfig, NameLayout, RopeConfi
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from models.processing.processor import pack_patches
+from sharding.kernels.delta_heads import DeltaHeads
 
 GRID = (1, 4, 8)  # of the image of every prompt: 32 patches, 8 features
 
@@ -72,9 +73,32 @@ def qwen3_vl_config(**text: Any) -> DecoderConfig:
     return DecoderConfig("qwen3_vl", config, vision, image_token_id=60, video_token_id=61, names=NameLayout.NESTED)
 
 
+def qwen3_5_text_config(**text: Any) -> DecoderConfig:
+    """Four layers, of which the third attends."""
+    hybrid = {"delta": DeltaHeads(2, 4, 16, 12), "attention_interval": 3, "num_layers": 4, "initializer_range": 0.1}
+    settings = {
+        "rotated": 0.5,
+        "output_gate": True,
+        "zero_centred_norms": True,
+        "head_norm": True,
+        "qkv_bias": False,
+        "head_dim": 12,
+    }
+    rope = RopeConfig(mrope_section=(1, 1, 1), interleaved=True)
+    return DecoderConfig("qwen3_5_text", text_config(rope=rope, **settings | hybrid | text))
+
+
+def qwen3_5_config(**text: Any) -> DecoderConfig:
+    vision = dataclasses.replace(qwen3_vl_config().vision, deepstack_layers=())
+    plain = qwen3_5_text_config(**text)
+    return dataclasses.replace(plain, architecture="qwen3_5", vision=vision, image_token_id=60, video_token_id=61)
+
+
 def run(model: Decoder, function: Any, inputs: PackedTokens, *args: Any, **settings: Any) -> Any:
     """`function(model, inputs, ...)` in one jit, the way everything here is called."""
     graphdef, params = models.split(model)
+    if model.config.text.delta is not None:
+        inputs = inputs.with_runs()
     return jax.jit(lambda params, inputs: function(models.merge(graphdef, params), inputs, *args, **settings))(
         params, inputs
     )

@@ -1,0 +1,57 @@
+"""Qwen3.5: a decoder most of whose layers mix tokens by a state (Gated DeltaNet), all others by gated attention.
+
+The layers of the two kinds are two stacks. The text-only model is this decoder; the other model has the tower of
+Qwen3-VL, too, of which the decoder reads the last layer only.
+"""
+
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from sharding.walk import Stack
+
+from ..config import DecoderConfig, TextConfig
+from ..decoder import Aux, Decoder, Mix, Rotary
+from ..deltanet import GatedDeltaNet
+from ..layers import GatedMLP, RMSNorm
+from ..qwen2_5_vl.modeling import Qwen25VL
+from ..qwen3_vl.modeling import DeepVisionTower
+
+
+class DeltaLayer(nnx.Module):
+    """A decoder layer with Gated DeltaNet in the place of attention."""
+
+    def __init__(self, config: TextConfig, rngs: nnx.Rngs, stack: int | None = None) -> None:
+        D, F, eps, std = config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.initializer_range
+        assert config.delta is not None
+        self.delta_norm = RMSNorm(D, eps, rngs, stack, zero_centred=config.zero_centred_norms)
+        self.delta = GatedDeltaNet(D, config.delta, eps=eps, std=std, rngs=rngs, stack=stack)
+        self.mlp_norm = RMSNorm(D, eps, rngs, stack, zero_centred=config.zero_centred_norms)
+        self.mlp = GatedMLP(D, F, bias=False, std=std, rngs=rngs, stack=stack)
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, mix: Mix[Aux]) -> tuple[Float[Array, "B T D"], Aux]:
+        """The state has the order of tokens, so that the layer has no use for `rotary`."""
+        assert mix.delta is not None
+        out, aux = self.delta(self.delta_norm(x), mix.delta)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), aux
+
+
+class Qwen35Text(Decoder):
+    """`Qwen3_5ForCausalLM`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs)
+        self.delta_layers = DeltaLayer(config.text, rngs, stack=len(config.text.delta_layers))
+
+    @property
+    def stack(self) -> Stack:
+        text = self.config.text
+        kinds = ("layers" if layer in text.attention_layers else "delta_layers" for layer in range(text.num_layers))
+        return Stack({"layers": self.layers, "delta_layers": self.delta_layers}, tuple(kinds))
+
+
+class Qwen35(Qwen35Text, Qwen25VL):
+    """`Qwen3_5ForConditionalGeneration`."""
+
+    tower = DeepVisionTower
