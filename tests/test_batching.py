@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import MODEL, compose, make_config, make_groups, shapes_of
+from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of
 from turns import third_of
 
-from fluxjax.batch.composer import sft_groups
+from fluxjax.batch.composer import Composer, sft_groups
 from fluxjax.batch.composition import unpack
 from fluxjax.batch.rows import Budget
-from fluxjax.config import ConfigError, LossAggregation
+from fluxjax.batch.share import Item, chunks_needed, pieces_of
+from fluxjax.config import ConfigError, FlexUlysses, LossAggregation, Ulysses
 from fluxjax.learner.loss_inputs import with_logprobs
+from sharding.kernels.runs import CHUNK, packed_runs
 
 UNIQUE = 1 << 30  # a vocabulary so large that no token of a response is drawn twice
 VERSION = 11  # of the trainer; tokens are of earlier ones
@@ -277,3 +279,30 @@ def test_contradictions_are_refused():
     composition = compose(groups, prepared, make_config(), vision=MODEL.vision)
     with pytest.raises(ValueError, match="arrays of shapes"):
         unpack(composition, [np.zeros((1, 1))])
+
+
+@pytest.mark.parametrize("strategy", [Ulysses(), FlexUlysses()])
+def test_layers_with_a_state_refuse_to_be_spread(strategy):
+    config = make_config()
+    config.sharding.strategy = strategy
+    with pytest.raises(
+        ConfigError, match=rf"sharding\.strategy is {strategy.name}, .*Gated DeltaNet.*take fsdp or odc"
+    ):
+        Composer(config, 2, text=QWEN3_5.text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_of_runs_holds_every_row(seed):
+    """Whatever the lengths of prompts and responses; a row has a run for each of them."""
+    rng = np.random.default_rng(seed)
+    prompts = [int(rng.integers(1, 150)) for _ in range(int(rng.integers(1, 6)))]
+    answers = [rng.integers(1, 150, int(rng.integers(1, 9))).tolist() for _ in prompts]
+    items = [Item("", prompt, tuple(lengths)) for prompt, lengths in zip(prompts, answers, strict=True)]
+    pieces = pieces_of(items, 1 << 20, share_prompts=True)
+    segments = [n for n, piece in enumerate(pieces, 1) for _ in range(piece.tokens)]
+    lengths = [[prompts[piece.item], *answers[piece.item]] for piece in pieces]
+    branches = [branch for runs in lengths for branch, length in enumerate(runs) for _ in range(length)]
+    chunks = chunks_needed(len(segments), pieces, share_prompts=True)
+    runs = packed_runs(np.array([segments]), np.array([branches]), chunks)
+    assert sorted(runs.columns_BNC[runs.columns_BNC >= 0].tolist()) == list(range(len(segments)))
+    assert chunks <= len(segments) // CHUNK + max(len(segments) // 32, 2 * sum(map(len, lengths)))

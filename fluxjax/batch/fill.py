@@ -271,7 +271,7 @@ def _train_batch(
     arrays: dict[str, np.ndarray], vision: VisionInput | None, sizes: Sizes, spread: Spread | None = None
 ) -> TrainBatch:
     """Returns the batch with `arrays`, named by the fields of the batch and of its inputs."""
-    inputs = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
+    inputs: dict[str, Any] = {name: arrays[name] for name in arrays if name in PackedTokens.__dataclass_fields__}
     beside: dict[str, Any] = {name: arrays[name] for name in arrays if name not in inputs}
     packed = PackedTokens(**inputs, vision=vision, spread=spread)
     packed = packed.with_runs(sizes["chunks"]) if "chunks" in sizes else packed
