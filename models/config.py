@@ -10,11 +10,12 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sharding.kernels.delta_heads import DeltaHeads
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JsonObject: TypeAlias = Mapping[str, Any]  # the content of a JSON file, before its fields are read into types
 Grid: TypeAlias = tuple[int, int, int]  # the size of a medium: frame pairs, patch rows, patch columns

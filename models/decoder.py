@@ -245,7 +245,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     rotary = model.rotary(inputs.positions_3BT)
     mix = packed_mix(inputs, model.config.text.delta)
 
-    def step(layer: DecoderLayer, x: Array, number: Array | None) -> tuple[Array, None]:
+    def step(layer: Any, x: Array, number: Array | None) -> tuple[Array, None]:
         x, _ = layer(x, rotary, mix)
         return x if deep is None or number is None else deep.added(x, number), None
 

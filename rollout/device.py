@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from models.shadow import Fetch, ShadowTensor
 from models.tensor_names import TensorName
 from sharding.weights import by_path
 
+from .cache import KVCache, Rows
 from .engine import EngineError
 from .engine_weights import (
     EngineLayout,
@@ -30,9 +32,9 @@ from .engine_weights import (
     served,
     split_layers,
 )
-from .programs import KVCache, Rows, programs
+from .programs import programs
 from .requests import EngineLimits
-from .slots import SlotSampling
+from .slots import PAGE_TOKENS, SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 if TYPE_CHECKING:
@@ -101,9 +103,10 @@ class DeviceState:
     def _settle(self, layout: EngineLayout) -> None:
         self.layout = layout
         self.stacked, self.rows = layout.weights(self.abstract), layout.rows(self._text)
-        layer = layout.weights(self.engine_model.layers, stacked=False)
-        self.by_layers = {**self.stacked, "layers": [layer] * self._text.num_layers}
-        rows = self.rows if len(layout.devices) > 1 else None  # programs for one device serve any single device
+        stack = self.engine_model.stack
+        layers = {kind: layout.weights(module, stacked=False) for kind, module in stack.modules.items()}
+        self.by_layers = {**self.stacked, **{kind: [layer] * stack.order.count(kind) for kind, layer in layers.items()}}
+        rows = self.rows if len(layout.devices) > 1 else ()  # programs for one device serve any single device
         self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
 
     def move(self, layout: EngineLayout) -> None:
@@ -128,13 +131,12 @@ class DeviceState:
         params = self.params
         if params is None:
             raise EngineError("the engine has no weights")
-        layers = [by_path(layer) for layer in params["layers"]]
-        outer = by_path({name: value for name, value in params.items() if name != "layers"})
+        stacks = {kind: list(map(by_path, layers)) for kind, layers in params.items() if isinstance(layers, list)}
+        outer = by_path({name: value for name, value in params.items() if name not in stacks})
         held: list[tuple[TensorName, Sequence[jax.Array] | jax.Array, int]] = []  # int: input axes that stand last
         for entry in tensor_names(served(self.abstract.config)):
-            if entry.path[0] == "layers":
-                path = entry.path[1:]
-                held.append((entry, [layer[path] for layer in layers], self._matrices.get(path, 0)))
+            if layers := stacks.get(entry.path[0]):
+                held.append((entry, [layer[entry.path[1:]] for layer in layers], self._matrices.get(entry.path, 0)))
             else:
                 held.append((entry, outer[entry.path] if entry.stacked else [outer[entry.path]], 0))
         return (
@@ -173,6 +175,8 @@ class DeviceState:
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
+            if step.writes.states is not None:
+                sizes = (*sizes, len(step.writes.states.slot_B))
             if step.starts is None:
                 self.shapes.add(("fill", sizes))
                 self.cache = self.programs.fill(self._ready_cache(), rows, step.writes)
@@ -246,16 +250,22 @@ class DeviceState:
         return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
 
     def room(self, share: float, unknown: int) -> int:
-        """The tokens that fit a cache in `share` of the free memory of the fullest device; if that isn't reported, in
-        `unknown` bytes."""
+        """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest
+        device; if that isn't reported, in `unknown` bytes."""
         room: list[int] = []
         for device in self.layout.devices:
             memory = device.memory_stats() or {}
             known = "bytes_limit" in memory
             room.append(int(share * (memory["bytes_limit"] - memory["bytes_in_use"])) if known else unknown)
-        shape = KVCache.shape(self._text, 1)
-        parts = shape[2] // self.rows.shard_shape(shape)[2]  # KV heads are divided between devices
-        return KVCache.tokens_in(self._text, self.cache_dtype, parts * min(room))
+        arrays = jax.tree.leaves(self.cache_shapes(1))
+        keys, values, *states = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+        return max(min(room) - sum(states), 0) // ((keys + values) // PAGE_TOKENS)
+
+    def cache_shapes(self, pages: int) -> KVCache:
+        """A cache with this many pages, and states for all slots, as shapes with shardings."""
+        shapes = KVCache.shapes(self._text, pages, self.limits.slots, self.cache_dtype)
+        places = jax.tree.unflatten(jax.tree.structure(shapes), self.rows)
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
     @property
     def cache_bytes(self) -> int:
@@ -267,6 +277,7 @@ class DeviceState:
 
     def _ready_cache(self) -> KVCache:
         if self.cache is None:
-            shape, dtype = KVCache.shape(self._text, self.limits.pages), self.cache_dtype
-            self.cache = KVCache(*(jnp.zeros(shape, dtype, device=self.rows) for _ in ("keys", "values")))
+            shapes = self.cache_shapes(self.limits.pages)
+            cache: KVCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+            self.cache = cache
         return self.cache

@@ -31,7 +31,7 @@ from jaxtyping import PyTree
 
 import models
 from models.config import DecoderConfig, TextConfig
-from models.decoder import Decoder, DecoderLayer, shapes_only
+from models.decoder import Decoder, shapes_only
 from models.registry import ARCHITECTURES
 from sharding.mesh import Device, make_mesh
 from sharding.walk import Params
@@ -42,7 +42,7 @@ from .engine import EngineError
 T = TypeVar("T")
 CUT = frozenset("NKFV")  # heads, KV heads, inner width of an MLP, vocabulary; no weight has two of them
 TOGETHER = 16 << 20  # bytes of weights copied by one call: a call takes longer than the copy of a small weight
-LayerParams: TypeAlias = dict[str, Any]  # as `models.split` has them, but `layers` is a list, an entry a layer
+LayerParams: TypeAlias = dict[str, Any]  # as `models.split` has them, but each kind of layers is a list of layers
 
 # Engines copy the same weights at once, each in its thread. JAX lists the shards of an array when first asked, and two
 # threads that ask together may get lists that are too short or too long.
@@ -121,8 +121,9 @@ def split_layers(
     array is shared if dtype and sharding are right already. Each weight leaves `old` before its replacement is made,
     so that only one weight at a time, or a few small ones, are on the devices twice.
     """
-    places, targets = by_path(stacked), by_path({**whole, "layers": whole["layers"][0]})
-    layers: list[dict[tuple, jax.Array]] = [{} for _ in whole["layers"]]
+    stacks = {kind: layers for kind, layers in whole.items() if isinstance(layers, list)}
+    places, targets = by_path(stacked), by_path({**whole, **{kind: layers[0] for kind, layers in stacks.items()}})
+    by_kind: dict[str, list[dict[tuple, jax.Array]]] = {kind: [{} for _ in layers] for kind, layers in stacks.items()}
     outer: dict[tuple, jax.Array] = {}
     for portion in map(dict, portions(by_path(params).items(), lambda weight: weight[1].nbytes, TOGETHER)):
         if old is not None:
@@ -130,20 +131,22 @@ def split_layers(
                 _forget(old, path)
         # Shared arrays keep their buffers, and get the engine's mesh: each program that met two meshes would be
         # compiled once more.
-        shared = {path: w for path, w in portion.items() if path[0] != "layers" and _as_served(w, dtype, targets[path])}
+        shared = {
+            path: w for path, w in portion.items() if path[0] not in stacks and _as_served(w, dtype, targets[path])
+        }
         outer |= jax.device_put(shared, {path: targets[path] for path in shared})
         # `device_put` alone may share memory, even with a numpy array; the output of a compiled copy never does.
         placed = {path: _placed(w, dtype, places[path]) for path, w in portion.items() if path not in shared}
-        copies = _copied(placed, len(layers), tuple(matrices.items()))
+        copies = _copied(placed, tuple(stacks), tuple(matrices.items()))
         del placed
         for path, copy in jax.device_put(copies, {path: targets[path] for path in copies}).items():
-            if path[0] == "layers":
-                for layer, weight in zip(layers, copy, strict=True):
+            if path[0] in stacks:
+                for layer, weight in zip(by_kind[path[0]], copy, strict=True):
                     layer[path[1:]] = weight
             else:
                 outer[path] = copy
-        jax.block_until_ready((layers, outer))
-    return {**unflatten_dict(outer), "layers": [unflatten_dict(layer) for layer in layers]}
+        jax.block_until_ready((by_kind, outer))
+    return {**unflatten_dict(outer), **{kind: list(map(unflatten_dict, layers)) for kind, layers in by_kind.items()}}
 
 
 def portions(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -181,23 +184,25 @@ def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def _forget(params: LayerParams, path: tuple) -> None:
     """Drops one weight; a weight of layers is dropped in all layers."""
-    for tree in params["layers"] if path[0] == "layers" else [params]:
-        for key in path[1:-1] if path[0] == "layers" else path[:-1]:
+    layers = isinstance(params[path[0]], list)
+    for tree in params[path[0]] if layers else [params]:
+        for key in path[1:-1] if layers else path[:-1]:
             tree = tree[key]
         del tree[path[-1]]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _copied(
-    weights: dict[tuple, jax.Array], layers: int, matrices: tuple[tuple[tuple, int], ...]
+    weights: dict[tuple, jax.Array], stacks: tuple[str, ...], matrices: tuple[tuple[tuple, int], ...]
 ) -> dict[tuple, jax.Array | tuple[jax.Array, ...]]:
     """A copy of each weight; a stack has one copy a layer, with outputs first if it is one of `matrices`."""
     inputs = dict(matrices)
 
     def copy(path: tuple, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
-        if path[0] == "layers":
-            first = range(inputs.get(path[1:], 0))
-            return tuple(jnp.array(jnp.moveaxis(x[i], first, [n - len(first) for n in first])) for i in range(layers))
+        if path[0] in stacks:
+            first = range(inputs.get(path, 0))
+            last = [n - len(first) for n in first]
+            return tuple(jnp.array(jnp.moveaxis(x[i], first, last)) for i in range(x.shape[0]))
         return jnp.array(x, copy=True)
 
     return {path: copy(path, x) for path, x in weights.items()}
@@ -209,22 +214,28 @@ def _are_finite(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> jax.Arr
 
 
 def engine_model(model: Decoder) -> tuple[Decoder, dict[tuple, int]]:
-    """Returns (the abstract model that an engine computes with, the number of input axes of each matrix, by its path in
-    a layer). In this model, these matrices have their outputs first."""
+    """Returns (the abstract model that an engine computes with, the number of input axes of each matrix of layers, by
+    its path). In this model, these matrices have their outputs first."""
     turned, matrices = shapes_only(model), dict[tuple, int]()
-    for path, variable in nnx.iter_graph(turned.layers):
-        if isinstance(variable, nnx.Param) and (spec := variable.get_metadata("spec")).inputs:
-            variable.set_metadata(spec=spec.turned())
-            stack, dtype = variable.shape[: -len(spec.shape)], variable.dtype
-            variable.set_value(jax.ShapeDtypeStruct((*stack, *spec.turned().shape), dtype))
-            matrices[path] = spec.inputs
+    for kind, layers in turned.stack.modules.items():
+        for path, variable in nnx.iter_graph(layers):
+            if isinstance(variable, nnx.Param) and (spec := variable.get_metadata("spec")).inputs:
+                variable.set_metadata(spec=spec.turned())
+                stack, dtype = variable.shape[: -len(spec.shape)], variable.dtype
+                variable.set_value(jax.ShapeDtypeStruct((*stack, *spec.turned().shape), dtype))
+                matrices[kind, *path] = spec.inputs
     return turned, matrices
 
 
-def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[DecoderLayer]]:
-    """Returns (the model, its layers in order). The model's own `layers` is the first layer: there is no stack here."""
-    parts: list[Decoder] = [models.merge(graphdef, {**params, "layers": layer}) for layer in params["layers"]]
-    return parts[0], parts[0].stack.in_order({"layers": [part.layers for part in parts]})
+def model_by_layers(graphdef: nnx.GraphDef[Decoder], params: LayerParams) -> tuple[Decoder, list[Any]]:
+    """Returns (the model, its layers in order). In place of a stack, the model itself has the first layer of a kind."""
+    stacks = {kind: layers for kind, layers in params.items() if isinstance(layers, list)}
+    parts: list[Decoder] = [
+        models.merge(graphdef, {**params, **{kind: layers[min(i, len(layers) - 1)] for kind, layers in stacks.items()}})
+        for i in range(max(map(len, stacks.values())))
+    ]
+    layers = {kind: [part.stack.modules[kind] for part in parts[: len(of_kind)]] for kind, of_kind in stacks.items()}
+    return parts[0], parts[0].stack.in_order(layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,9 +279,13 @@ class EngineLayout:
         """The sharding of an array that is complete on each device."""
         return self._sharding(0, 1)
 
-    def rows(self, text: TextConfig) -> Sharding:
-        """The sharding of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill."""
-        return self._sharding(2, text.num_kv_heads)
+    def rows(self, text: TextConfig) -> tuple[Sharding, ...]:
+        """The shardings of keys and values, `[L, C, K, S, H]` in the cache and `[L, B, K, T, H]` of a prefill, and of
+        states, if layers have any: `[L, B, V, H, J]` and `[L, B, 3, X]`."""
+        heads = self._sharding(2, text.num_kv_heads)
+        if text.delta is None:
+            return heads, heads
+        return heads, heads, self._sharding(2, text.delta.value_heads), self.replicated
 
     def _sharding(self, dim: int, size: int) -> Sharding:
         if len(self.devices) == 1:

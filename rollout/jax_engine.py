@@ -43,7 +43,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclasses.dataclass(frozen=True)
 class CacheUsage:
-    bytes: int  # bytes of keys and values on all devices of the engine; 0 while there is no cache
+    bytes: int  # bytes of keys, values and states on all devices of the engine; 0 while there is no cache
     pages: int
     peak_pages: int  # most pages that samples held at once
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from sharding.walk import Params
 
 from .device import DeviceState
 from .engine_weights import EngineLayout, LayerParams
-from .programs import KVCache
 from .prompt_pixels import FeatureWork, PromptFeatures
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS
@@ -41,12 +41,12 @@ class EngineArrays:
             return jax.ShapeDtypeStruct(x.shape[stacked:], compute_dtype or x.dtype, sharding=sharding)
 
         self.handed_in: Params = jax.tree.map(served, models.split(abstract)[1], state.stacked)
-        stack, (shardings, *_) = models.split(state.engine_model)[1]["layers"], state.by_layers["layers"]
-        layer = jax.tree.map(functools.partial(served, stacked=1), stack, shardings)
-        self.params: LayerParams = {**self.handed_in, "layers": [layer] * model.config.text.num_layers}
-        shape = KVCache.shape(model.config.text, limits.pages)
-        rows = jax.ShapeDtypeStruct(shape, state.cache_dtype, sharding=state.rows)
-        self.cache = KVCache(rows, rows)
+        stacks: Params = models.split(state.engine_model)[1]
+        self.params: LayerParams = {**self.handed_in}
+        for kind, count in collections.Counter(state.engine_model.stack.order).items():
+            layer = jax.tree.map(functools.partial(served, stacked=1), stacks[kind], state.by_layers[kind][0])
+            self.params[kind] = [layer] * count
+        self.cache = state.cache_shapes(limits.pages)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like `prompt`,
@@ -75,7 +75,7 @@ class EngineArrays:
             packed += plan([chunk], limits, PREFILL_TOKENS, PREFILL_PATCHES)
         largest = max((batch for _, batch in packed), key=_scores)
         before: tuple[Any, ...] = () if largest.context is None else (self.cache, largest.context)
-        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
         every, pages = np.arange(limits.slots), pages_for(limits.max_sequence_tokens)
         batch = table.round(every, limits.slots, limits.steps_per_sync, pages)
         lowered = {"decode": programs.decode.lower(self.params, self.cache, batch)}

@@ -3,11 +3,11 @@
 They are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes only, not
 on values, so that the number of compilations stays small.
 
-The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. A round of decoding
-reads a *view*: the pages of the active slots, as many as the longest sample needs, gathered once into rows. New keys
-and values collect in a small buffer of the round and are written back once. So an engine pays only for the slots that
-run, and the loop over tokens never copies the cache. A view that would take much memory is gathered layer by layer at
-each token instead, so that a large cache does not exist twice.
+A round of decoding reads a *view* of the cache (`rollout.cache`): the pages of the active slots, as many as the longest
+sample needs, gathered once into rows. New keys and values collect in a small buffer of the round and are written back
+once. So an engine pays only for the slots that run, and the loop over tokens never copies the cache. A view that would
+take much memory is gathered layer by layer at each token instead, so that a large cache does not exist twice. States of
+layers are gathered, carried through the loop, and scattered at its end.
 
 Every slot samples its tokens with its own parameters, so that one compiled program serves all slots. Log-probs follow
 the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without
@@ -19,108 +19,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-from typing import TypeVar
+import itertools
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+from jax.sharding import NamedSharding, Sharding
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from models.config import TextConfig
-from models.decoder import Decoder, DecoderLayer, Mix
+from models.decoder import Decoder, Mix
 from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
+from sharding.kernels.delta import DeltaInputs, DeltaState, delta_rule, delta_step
 from sharding.mesh import Target, compiling_for
 from sharding.walk import Walk
 
+from .cache import Context, KVCache, LayerRows, PageWrites, Rows, layers_by_kind
 from .engine_weights import LayerParams, model_by_layers
 from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
 CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
+DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
 VIEW_BYTES = 1 << 30  # largest view that a round gathers once; it gathers larger views by layers, at each token
 T = TypeVar("T")
-Rows = tuple[Array, Array]  # keys and values [L, B, K, T, H] of a prefill
-LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PageWrites:
-    """Pages to fill from prefilled rows: entry `s` of page `page_W[w]` becomes column `column_WS[w, s]` of row
-    `row_W[w]`. Out-of-range pages (padding) are not written."""
-
-    page_W: Int[AnyArray, " W"]
-    row_W: Int[AnyArray, " W"]
-    column_WS: Int[AnyArray, "W S"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """The cached entries before the rows of a prefill: the first `length_B` entries of the pages `pages_BC`."""
-
-    pages_BC: Int[AnyArray, "B C"]
-    length_B: Int[AnyArray, " B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys (rotated) and values of `C` pages of `S` tokens each. Entries that belong to no sample are finite."""
-
-    k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
-    v_LCKSH: PyTree
-
-    @staticmethod
-    def shape(text: TextConfig, pages: int) -> tuple[int, ...]:
-        """`[L, C, K, S, H]` of the keys, and of the values, for this many pages. Heads come before tokens, as a round
-        reads them: gathered pages need no transposition."""
-        return text.num_layers, pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
-
-    @staticmethod
-    def tokens_in(text: TextConfig, dtype: DTypeLike, bytes: int) -> int:
-        """The number of tokens whose keys and values fit into `bytes` bytes."""
-        return bytes // (2 * math.prod(KVCache.shape(text, 1)) // PAGE_TOKENS * jnp.dtype(dtype).itemsize)
-
-    def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
-        """The entries of these pages in one layer, `[B, K, T, H]`. An out-of-range page reads some other page."""
-
-        def gather(x_LCKSH: Array) -> Array:
-            L, C, K, S, H = x_LCKSH.shape
-            rows = x_LCKSH.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
-            found = jnp.take(rows, jnp.minimum(pages_BC, C - 1) + layer * C, axis=0, mode="clip")
-            B, V = pages_BC.shape
-            return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
-
-        return gather(self.k_LCKSH), gather(self.v_LCKSH)
-
-    def view_bytes(self, pages: int) -> int:
-        """The bytes that a view of `pages` pages takes in all layers."""
-        return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
-
-    def append(self, layers: list[LayerRows], entries_BR: Int[Array, "B R"]) -> KVCache:
-        """Writes `layers` to these entries, numbered through all pages; out-of-range entries are dropped."""
-        pages_BR, places_BR = entries_BR // PAGE_TOKENS, entries_BR % PAGE_TOKENS
-
-        def write(x: Array, new: tuple[Array, ...]) -> Array:
-            new_BRLKH = jnp.moveaxis(jnp.stack(new), (1, 3), (0, 1))
-            return x.at[:, pages_BR, :, places_BR].set(new_BRLKH, mode="drop")
-
-        k, v = zip(*layers, strict=True)
-        return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v))
-
-    def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
-        """Fills pages from prefilled rows. Several pages may read one column: samples share a prompt's prefill."""
-
-        def write(x: Array, new: Array) -> Array:
-            new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
-            return x.at[:, writes.page_W].set(jnp.moveaxis(new_WSLKH, (0, 1), (1, 3)), mode="drop")
-
-        return KVCache(write(self.k_LCKSH, rows[0]), write(self.v_LCKSH, rows[1]))
 
 
 def cached_attention(
@@ -158,13 +82,13 @@ class Starts:
 class EnginePrograms:
     """The compiled programs of one architecture. Engines of equal settings share them (`programs`).
 
-    `rows` is the sharding of keys and values if several devices compute together. All programs keep it, so that a cache
-    can be donated. All other layouts follow from the weights'.
+    `rows` are the shardings of the cache's arrays, and of a prefill's rows, if several devices compute together. All
+    programs keep them, so that a cache can be donated. All other layouts follow from the weights'.
     """
 
     walk = Walk()
 
-    def __init__(self, graphdef: nnx.GraphDef[Decoder], steps: int, rows: jax.sharding.Sharding | None = None) -> None:
+    def __init__(self, graphdef: nnx.GraphDef[Decoder], steps: int, rows: tuple[Sharding, ...] = ()) -> None:
         self.graphdef, self.steps, self.rows = graphdef, steps, rows
         self.prefill = jax.jit(self._prefill)
         self.features = jax.jit(self._features)
@@ -178,10 +102,10 @@ class EnginePrograms:
         model, _ = model_by_layers(self.graphdef, params)
         with self._divided():
             features_MX = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
-        if self.rows is None:
+        if not self.rows:
             return features_MX
-        assert isinstance(self.rows, jax.sharding.NamedSharding)
-        whole = jax.sharding.NamedSharding(self.rows.mesh, jax.sharding.PartitionSpec())
+        assert isinstance(self.rows[0], NamedSharding)
+        whole = NamedSharding(self.rows[0].mesh, jax.sharding.PartitionSpec())
         return jax.lax.with_sharding_constraint(features_MX, whole)
 
     def _keep(
@@ -192,7 +116,7 @@ class EnginePrograms:
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
         """Selects portable code for several devices: the compiler can't divide the vision tower's GPU kernel."""
-        return contextlib.nullcontext() if self.rows is None else compiling_for(Target("cpu"))
+        return contextlib.nullcontext() if not self.rows else compiling_for(Target("cpu"))
 
     def _prefill(
         self,
@@ -212,8 +136,10 @@ class EnginePrograms:
             allowed = jnp.concatenate([before_BTS, allowed], axis=2)
         rotary = model.rotary(inputs.positions_3BT)
 
-        def step(layer: DecoderLayer, x: Array, number: int) -> tuple[Array, Rows]:
-            def attend(q: Array, k: Array, v: Array) -> tuple[Array, Rows]:
+        def step(layer: Any, x: Array, numbers: tuple[int, int]) -> tuple[Array, LayerRows | DeltaState]:
+            whole, number = numbers
+
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerRows]:
                 keys, values = k, v
                 if cache is not None and context is not None:
                     before = cache.view(context.pages_BC, number)
@@ -223,17 +149,27 @@ class EnginePrograms:
                     )
                 return attention(q, keys, values, allowed), (k, v)
 
-            x, rows = layer(x, rotary, Mix(attention=attend))
-            return x if deep is None else deep.added(x, number), rows
+            def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
+                before = None
+                if cache is not None and context is not None:
+                    before = cache.state(context.slot_B, number)
+                heads, runs = model.config.text.delta, inputs.runs
+                assert heads is not None and runs is not None, "the plan of a model with states has a table of runs"
+                return delta_rule(channels, heads, runs, before)
+
+            x, rows = layer(x, rotary, Mix(attention=attend, delta=recur))
+            return x if deep is None else deep.added(x, whole), rows
 
         with self._divided():
             x, deep = model.embed(self.walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision, features_FX)
-        x, by_layer = self.walk.loop(layers, x, step, range(len(layers)))
-        k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*by_layer, strict=True))
-        return self._placed((k_LBKTH, v_LBKTH)), model.final_norm(self.walk, x)
+        x, by_layer = self.walk.loop(layers, x, step, enumerate(_numbers(model)))
+        pairs, states = layers_by_kind(by_layer)
+        k_LBKTH, v_LBKTH = (jnp.swapaxes(jnp.stack(x), 2, 3) for x in zip(*pairs, strict=True))
+        return self._placed((k_LBKTH, v_LBKTH, states)), model.final_norm(self.walk, x)
 
     def _placed(self, rows: T) -> T:
-        return rows if self.rows is None else jax.lax.with_sharding_constraint(rows, self.rows)
+        places = jax.tree.unflatten(jax.tree.structure(rows), self.rows) if self.rows else None
+        return rows if places is None else jax.lax.with_sharding_constraint(rows, places)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Logits, with the head as the left factor: for few rows, CPUs are up to twice as fast this way."""
@@ -272,14 +208,21 @@ class EnginePrograms:
         text = model.config.text
         B, steps = batch.token_B.shape[0], self.steps
         at_once = cache.view_bytes(batch.pages_BC.size) <= VIEW_BYTES
-        cached = [cache.view(batch.pages_BC, i) if at_once else None for i in range(text.num_layers)]
+        numbers, order = _numbers(model), model.stack.order
+        cached = [
+            cache.view(batch.pages_BC, i) if at_once and kind != DELTA_LAYERS else None
+            for i, kind in zip(numbers, order, strict=True)
+        ]
         sampling = batch.sampling
         keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
         allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, text.vocab_size)
         empty = jnp.zeros((B, text.num_kv_heads, steps, text.head_dim), cache.k_LCKSH.dtype)
-        fresh = [(empty, empty)] * text.num_layers
+        fresh: list[LayerRows | DeltaState] = [
+            (empty, empty) if kind != DELTA_LAYERS else cache.state(batch.slot_B, i)
+            for i, kind in zip(numbers, order, strict=True)
+        ]
 
-        def forward(token_B: Array, fresh: list[LayerRows], i: Array) -> tuple[Array, list[LayerRows]]:
+        def forward(token_B: Array, fresh: list, i: Array) -> tuple[Array, list[LayerRows | DeltaState]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
             rotary = model.rotary(positions_3B1)
             pages_BC = batch.pages_BC
@@ -287,23 +230,29 @@ class EnginePrograms:
                 pages_BC, _ = jax.lax.optimization_barrier((pages_BC, i))
 
             def step(
-                layer: DecoderLayer, x: Array, xs: tuple[int, LayerRows | None, LayerRows]
-            ) -> tuple[Array, LayerRows]:
-                number, old, new = xs
-                old = cache.view(pages_BC, number) if old is None else old
+                layer: Any, x: Array, xs: tuple[int, LayerRows | None, Any]
+            ) -> tuple[Array, LayerRows | DeltaState]:
+                number, old, new = xs  # `new` is a pair of buffers, or a state
+                if old is None and isinstance(new, tuple):
+                    old = cache.view(pages_BC, number)
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerRows]:
                     k_new, v_new = (
                         jax.lax.dynamic_update_slice_in_dim(buffer, jnp.swapaxes(x, 1, 2), i, axis=2)
                         for buffer, x in zip(new, (k, v), strict=True)
                     )
+                    assert old is not None, "a layer with attention has entries"
                     return cached_attention(q, old, (k_new, v_new), batch.length_B, i), (k_new, v_new)
 
-                return layer(x, rotary, Mix(attention=attend))
+                def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
+                    assert text.delta is not None and isinstance(new, DeltaState), "the layer has a state"
+                    return delta_step(channels, text.delta, new)
+
+                return layer(x, rotary, Mix(attention=attend, delta=recur))
 
             no_features = jnp.full((B, 1), -1, jnp.int32)
             x, _ = model.embed(self.walk, token_B[:, None], no_features, None)
-            x, fresh = self.walk.loop(layers, x, step, zip(range(len(layers)), cached, fresh, strict=True))
+            x, fresh = self.walk.loop(layers, x, step, zip(numbers, cached, fresh, strict=True))
             return model.final_norm(self.walk, x)[:, 0], fresh
 
         def running(state: tuple) -> Array:
@@ -330,8 +279,14 @@ class EnginePrograms:
             jnp.zeros((B,), jnp.int32),
         )
         _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
-        cache = self._placed(cache.append(fresh, batch.entries_BR))
+        cache = self._placed(cache.append(fresh, batch))
         return cache, tokens_BR, logprobs_BR, count_B
+
+
+def _numbers(model: Decoder) -> list[int]:
+    """The number of each layer among the layers of its kind."""
+    stack = model.stack
+    return stack.in_order({kind: itertools.count() for kind in stack.modules})
 
 
 programs = functools.lru_cache(maxsize=32)(EnginePrograms)  # engines of equal settings share compiled programs

@@ -45,10 +45,12 @@ class EngineLimits:
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
+    recurrent: bool = False  # some layers have states, which no page holds
 
     @staticmethod
     def of(config: DecoderConfig, slots: int, max_sequence_tokens: int, **more: Any) -> EngineLimits:
         """The bounds of an engine with a model of this configuration; `more` sets other fields."""
+        more = {"recurrent": config.text.delta is not None, **more}
         return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, config.vision, **more)
 
     @property

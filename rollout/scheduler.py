@@ -45,7 +45,8 @@ class RunningSample:
     index: int
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)  # the pages of its cache entries, in order
-    filled: int = 0  # cache entries of the sample that chunks have written; full pages
+    # Cache entries of the sample that chunks have written; full pages. The slot's state is that behind these entries.
+    filled: int = 0
     place: Any = None
     aborted: bool = False
     ended: bool = False
@@ -121,7 +122,7 @@ class Scheduler:
         """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
-        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
 
     @property
     def running(self) -> int:
@@ -273,7 +274,17 @@ class Scheduler:
         if sample.place is not None:
             return 0
         prompt = len(sample.job.request.prompt)
-        return prompt + self.response_tokens(sample) - max(sample.written, 0 if first else prompt)
+        return prompt + self.response_tokens(sample) - max(self.computed(sample), 0 if first else prompt)
+
+    def computed(self, sample: RunningSample) -> int:
+        """The tokens of a sample, from the first on, that its prefill can leave out. Its pages may hold more, if layers
+        have states: a prefill goes on from the slot's own state only."""
+        return sample.filled if self.limits.recurrent else sample.written
+
+    def unstarted(self, job: Job) -> list[RunningSample]:
+        """The samples of a job that are in no cache and in no prefilled batch."""
+        samples = (sample for sample in job.samples if not sample.ended and sample.place is None)
+        return [sample for sample in samples if sample.slot < 0 or not self.cached_N[sample.slot]]
 
     def to_decode(self) -> np.ndarray:
         """The slots whose samples are in the cache, ascending."""

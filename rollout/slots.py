@@ -117,12 +117,15 @@ class DecodeRound:
     index_B: Int[AnyArray, " B"]  # tokens of the response so far
     remaining_B: Int[AnyArray, " B"]  # tokens that the sample may still get; 0 in padding
     sampling: SlotSampling
+    slot_B: Int[AnyArray, " B"] | None = None  # slots whose states the round reads and writes, or out of range
 
 
 class SlotTable:
-    """The state of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
+    """The tables of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale. If layers have
+    states (`recurrent`), rounds get the numbers of their slots."""
 
-    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
+    def __init__(self, slots: int, max_sequence_tokens: int, pages: int, recurrent: bool = False) -> None:
+        self.recurrent = recurrent
         self.no_page = pages  # out of range: entries of this page are dropped
         self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # pages of a slot's entries
         self.pages_N = np.zeros(slots, np.int32)  # the number of valid pages in a row of `page_NC`; 0: all are stale
@@ -215,7 +218,12 @@ class SlotTable:
             index_B=fill(produced_B),
             remaining_B=fill(self.limit_N[slots_B] - produced_B),
             sampling=self.sampling(slots_B, size),
+            slot_B=self.padded(slots_B, size) if self.recurrent else None,
         )
+
+    def padded(self, slots: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+        """The slots, filled up to `size` with a slot out of range."""
+        return np.pad(np.asarray(slots, np.int32), (0, size - len(slots)), constant_values=len(self.pages_N))
 
 
 def _trimmed(ids_BI: np.ndarray) -> np.ndarray:

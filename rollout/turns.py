@@ -9,6 +9,11 @@ written to pages. Later chunks attend to these pages, as do samples that start l
 prompt has at most `PREFILL_PATCHES` patches, the vision tower computes all of them in the prefill program, and the
 prompt is not cut before its last image or video. A prompt with more patches is cut anywhere, and the tower computes
 groups of frame pairs when chunks need them (`rollout.prompt_pixels`).
+
+If layers have states (`EngineLimits.recurrent`), pages of a prompt are not enough to go on from. A chunk leaves its
+state in the slots of all samples that go on from it, and chunks end at the prompt's last page boundary before its last
+token, where the samples part. A sample whose slot has no state is computed from its first token, as after preemption.
+A row of a prefill has tokens of one response at most, so that the state behind the row is that of its samples.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ from jax import Array
 
 from models.inputs import ModelInput, PackedTokens, VisionInput, concatenate, pad
 from models.shadow import ShadowTensor
+from sharding.kernels.runs import CHUNK, packed_runs
 
-from .programs import Context, PageWrites, Rows, Starts
+from .cache import Context, PageWrites, Rows, StateWrites
+from .programs import Starts
 from .requests import EngineLimits
 from .scheduler import CHUNK_TOKENS, PREFILL_TOKENS, Job, RunningSample, Scheduler
 from .slots import PAGE_TOKENS, DecodeRound, doubling, geometric, pages_for
@@ -47,6 +54,7 @@ class Prefix:
     prompt: ModelInput
     responses: tuple[np.ndarray, ...]
     context: tuple[int, ...] = ()
+    slot: int = 0  # has the state behind the context
     rid: str = ""
     features: FeatureWork | None = None
 
@@ -145,28 +153,28 @@ def _cut(
     """The next chunks of a job's samples, and the prefixes, with their samples, that can start without a chunk."""
     prompt, chunks = job.request.prompt, []
     P, media = len(prompt), _media_end(prompt)
-    rid = job.request.rid
+    rid, fork = job.request.rid, _last_boundary(prompt)
     alone: list[tuple[Prefix, list[RunningSample]]] = []
     together: list[RunningSample] = []
     for sample in samples:
-        done, end = sample.written, P + scheduler.response_tokens(sample)
-        size = max(CHUNK_TOKENS, media - done)
-        if end - done > size:
-            next_part = part(prompt, scheduler.response(sample), done, done + size)
+        done, end = scheduler.computed(sample), P + scheduler.response_tokens(sample)
+        if stop := _chunk_end(scheduler, sample, media):
+            next_part = part(prompt, scheduler.response(sample), done, stop)
             chunks.append(_chunk(scheduler, sample, next_part))
-            if job.filled < len(job.pages) * PAGE_TOKENS:
+            if job.filled < len(job.pages) * PAGE_TOKENS or (scheduler.limits.recurrent and stop <= fork):
                 break  # other samples continue when the prompt is computed
-        elif sample.filled > job.filled:
+        elif done > (fork if scheduler.limits.recurrent else job.filled):
             context = tuple(sample.pages[: done // PAGE_TOKENS])
             last = part(prompt, scheduler.response(sample), done, end)
             features = _features(scheduler, job, last, end)
-            alone.append((Prefix(last, (np.zeros(0, np.int32),), context, rid, features), [sample]))
-        else:
+            prefix = Prefix(last, (np.zeros(0, np.int32),), context, sample.slot, rid, features)
+            alone.append((prefix, [sample]))
+        elif not together or scheduler.computed(together[0]) == done:  # samples behind another state wait for a turn
             together.append(sample)
     if not together:
         return chunks, alone
     # At least one token is computed: the next token is sampled from its hidden state.
-    skip = min(job.filled, (P - 1) // PAGE_TOKENS * PAGE_TOKENS)
+    skip, slot = min(scheduler.computed(together[0]), fork), together[0].slot
     most = skip + max(CHUNK_TOKENS, media - skip) - P
     begun = sum(scheduler.response_tokens(sample) for sample in together)
     for sample in job.samples:
@@ -179,8 +187,28 @@ def _cut(
     together.sort(key=lambda sample: sample.index)
     context = tuple(job.pages[: skip // PAGE_TOKENS])
     rest = part(prompt, np.zeros(0, np.int32), skip, P)
-    prefix = Prefix(rest, tuple(map(scheduler.response, together)), context, rid, _features(scheduler, job, rest, P))
-    return chunks, [*alone, (prefix, together)]
+    responses, features = tuple(map(scheduler.response, together)), _features(scheduler, job, rest, P)
+    return chunks, [*alone, (Prefix(rest, responses, context, slot, rid, features), together)]
+
+
+def _last_boundary(prompt: ModelInput) -> int:
+    """The tokens of the full pages before a prompt's last token."""
+    return (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def _chunk_end(scheduler: Scheduler, sample: RunningSample, media: int) -> int:
+    """The token before which a sample's next chunk ends; 0 if all its tokens fit a start.
+
+    If layers have states, a chunk ends where the samples of a prompt part. It also comes before several samples that
+    have tokens: a start has a row for each, with the prompt's tokens."""
+    job = sample.job
+    done, fork = scheduler.computed(sample), _last_boundary(job.request.prompt)
+    stop = done + max(CHUNK_TOKENS, media - done)
+    stop = 0 if stop >= len(job.request.prompt) + scheduler.response_tokens(sample) else stop
+    if not scheduler.limits.recurrent or done >= fork or media > fork:
+        return stop
+    begun = sum(scheduler.response_tokens(sibling) > 0 for sibling in scheduler.unstarted(job))
+    return min(stop or fork, fork) if stop or begun > 1 else 0
 
 
 def by_groups(vision: VisionInput | None) -> bool:
@@ -260,14 +288,20 @@ def text_input(token_ids: Sequence[int]) -> ModelInput:
 
 
 def _chunk(scheduler: Scheduler, sample: RunningSample, part: ModelInput) -> StartStep:
-    done, job = sample.written, sample.job
+    done, job = scheduler.computed(sample), sample.job
     context = tuple(sample.pages[: done // PAGE_TOKENS])
     features = _features(scheduler, job, part, done + len(part))
-    prefix = Prefix(part, (np.zeros(0, np.int32),), context, job.request.rid, features)
-    batch = _pack([prefix], scheduler.limits, 1)
+    prefix = Prefix(part, (np.zeros(0, np.int32),), context, sample.slot, job.request.rid, features)
+    batch, filled = _pack([prefix], scheduler.limits, 1), job.filled
     writes = _writes(scheduler, batch, [sample], [batch.places[0][0]])
-    sample.filled = done + len(part)
-    job.filled = min(sample.filled, len(job.pages) * PAGE_TOKENS)
+    end = done + len(part)
+    job.filled = max(filled, min(end, len(job.pages) * PAGE_TOKENS))
+    followers = [sample]
+    if scheduler.limits.recurrent and end <= _last_boundary(job.request.prompt):
+        followers = [sibling for sibling in scheduler.unstarted(job) if sibling.pages and sibling.filled == done]
+    for follower in followers:
+        follower.filled = end
+    writes = _with_states(scheduler, writes, followers, np.zeros(len(followers), np.int32))
     return StartStep(batch, writes, np.zeros(0, np.int32))
 
 
@@ -276,6 +310,7 @@ def _start(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSampl
     slots_B = np.array([sample.slot for sample in samples], np.int32)
     places: list[Place] = [sample.place[1] for sample in samples]
     writes = _writes(scheduler, batch, samples, places)
+    writes = _with_states(scheduler, writes, samples, np.array([place.row for place in places], np.int32))
     for sample in samples:
         sample.place = None
     row_B, prompt_B, start_B, response_B, _ = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
@@ -293,7 +328,7 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
         first_B[i] = sample.written // PAGE_TOKENS
         sample.job.filled = len(sample.job.pages) * PAGE_TOKENS
     row_B, prompt_B, start_B, response_B, skip_B = np.array(places, np.int64).T
-    count_B = -(-(skip_B + prompt_B + response_B) // PAGE_TOKENS) - first_B
+    count_B = np.maximum(-(-(skip_B + prompt_B + response_B) // PAGE_TOKENS) - first_B, 0)
     sample_W = np.repeat(np.arange(len(samples)), count_B)
     page_W = first_B[sample_W] + np.arange(len(sample_W)) - (np.cumsum(count_B) - count_B)[sample_W]
     entry_WS = page_W[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS) - skip_B[sample_W, None]
@@ -307,6 +342,19 @@ def _writes(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSamp
         np.pad(row_B[sample_W], (0, padding)).astype(np.int32),
         np.pad(np.clip(column_WS, 0, row_tokens - 1), ((0, padding), (0, 0))).astype(np.int32),
     )
+
+
+def _with_states(
+    scheduler: Scheduler, writes: PageWrites, samples: list[RunningSample], row_B: np.ndarray
+) -> PageWrites:
+    """The writes, with those of the states behind these rows to the slots of `samples`, if layers have states."""
+    limits = scheduler.limits
+    if not limits.recurrent:
+        return writes
+    size = doubling(len(samples), _least_rows(limits), limits.slots)
+    slot_B = scheduler.table.padded([sample.slot for sample in samples], size)
+    states = StateWrites(slot_B, np.pad(row_B, (0, size - len(row_B))))
+    return dataclasses.replace(writes, states=states)
 
 
 def plan_round(scheduler: Scheduler) -> RoundPlan:
@@ -325,12 +373,15 @@ def _least_rows(limits: EngineLimits) -> int:
     return min(LEAST_ROWS, limits.slots) if limits.small_model else 1
 
 
-def _layout(prefix: Prefix, row_tokens: int) -> tuple[list[int], list[Place]]:
-    """Lengths of the prefix's rows, and places counted from its first row. Responses fill a row up to `row_tokens`."""
+def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
+    """Lengths of the prefix's rows, and places counted from its first row. Responses fill a row up to the longest
+    sequence; if layers have states, a row ends with the state of all its samples."""
     start, skip = len(prefix.prompt), len(prefix.context) * PAGE_TOKENS
     lengths, places = [start], []
     for response in prefix.responses:
-        if lengths[-1] + len(response) > row_tokens and lengths[-1] > start:
+        full = lengths[-1] + len(response) > limits.max_sequence_tokens and lengths[-1] > start
+        parts = limits.recurrent and bool(places) and lengths[-1] + len(response) > start
+        if full or parts:
             lengths.append(start)
         places.append(Place(len(lengths) - 1, start, lengths[-1], len(response), skip))
         lengths[-1] += len(response)
@@ -355,7 +406,7 @@ def plan(
     members: list[int] = []
     rows = longest = patches = 0
     for index, prefix in enumerate(prefixes):
-        lengths, _ = _layout(prefix, limits.max_sequence_tokens)
+        lengths, _ = _layout(prefix, limits)
         more = prefix.prompt.vision.num_patches if prefix.prompt.vision is not None else 0
         B, T = _shape(rows + len(lengths), max(longest, *lengths), least_area)
         if members and (batch_tokens < B * T or patches + more > batch_patches):
@@ -368,7 +419,7 @@ def plan(
 
 
 def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> PrefillBatch:
-    merge_unit, layouts = limits.merge_unit, [_layout(prefix, limits.max_sequence_tokens) for prefix in prefixes]
+    merge_unit, layouts = limits.merge_unit, [_layout(prefix, limits) for prefix in prefixes]
     lengths = [length for row_lengths, _ in layouts for length in row_lengths]
     B, T = _shape(len(lengths), max(lengths), least_area)
     tokens_BT, segments_BT, branches_BT = np.zeros((3, B, T), np.int32)
@@ -412,19 +463,23 @@ def _pack(prefixes: Sequence[Prefix], limits: EngineLimits, least_area: int) -> 
         joined = concatenate(visions)
         vision = pad(joined, padded_patches(joined.num_patches, merge_unit))
     inputs = PackedTokens(tokens_BT, segments_BT, branches_BT, positions_3BT, predecessor_BT, feature_index_BT, vision)
-    context = _context(prefixes, [len(row_lengths) for row_lengths, _ in layouts], B)
+    if limits.recurrent:  # a row is one run: it has one response at most
+        runs = packed_runs(segments_BT, np.zeros_like(branches_BT), -(-T // CHUNK), given=True)
+        inputs = dataclasses.replace(inputs, runs=runs)
+    context = _context(prefixes, [len(row_lengths) for row_lengths, _ in layouts], B, limits)
     return PrefillBatch(inputs, places, sum(lengths), context, tuple(shown), prefixes[0].features)
 
 
-def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int) -> Context | None:
+def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int, limits: EngineLimits) -> Context | None:
     """The context of each of `B` rows; `rows[i]` rows belong to prefix `i`. None if no prefix has a context."""
     if not any(prefix.context for prefix in prefixes):
         return None
     most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_VIEW // PAGE_TOKENS)
-    pages_BC, length_B = np.zeros((B, most), np.int32), np.zeros(B, np.int32)
+    pages_BC, (length_B, slot_B) = np.zeros((B, most), np.int32), np.zeros((2, B), np.int32)
     row = 0
     for prefix, count in zip(prefixes, rows, strict=True):
         pages_BC[row : row + count, : len(prefix.context)] = prefix.context
         length_B[row : row + count] = len(prefix.context) * PAGE_TOKENS
+        slot_B[row : row + count] = prefix.slot
         row += count
-    return Context(pages_BC, length_B)
+    return Context(pages_BC, length_B, slot_B if limits.recurrent else None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_ahead import cuda_environment
-from packing_cases import MODEL, make_config, make_groups
+from packing_cases import MODEL, QWEN3_5, make_config, make_groups
 
 import models
 from fluxjax.algorithms import grpo
@@ -22,7 +22,7 @@ from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
 from fluxjax.sizing.model_sizes import model_sizes
-from fluxjax.sizing.run_programs import ATTENTION_CALL, UNTILED, Compiled, RunShapes, bytes_on_device
+from fluxjax.sizing.run_programs import ATTENTION_CALL, UNTILED, Compiled, RunShapes, bytes_on_device, cache_bytes
 from fluxjax.sizing.schedule import CollectiveTraffic, traffic
 from fluxjax.sizing.topology import Topology, find_plugin, kinds
 from rollout.device import DeviceState
@@ -206,21 +206,24 @@ def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [1, 2])
-def test_an_abstract_engine_has_the_arrays_of_a_real_one(degree):
-    model, devices = models.create(MODEL), jax.devices()[:degree]
-    limits = EngineLimits.of(MODEL, 8, 64)
+@pytest.mark.parametrize(("config", "degree"), [(MODEL, 1), (MODEL, 2), (QWEN3_5, 2)])
+def test_an_abstract_engine_has_the_arrays_of_a_real_one(config, degree):
+    model, devices = models.create(config), jax.devices()[:degree]
+    limits = EngineLimits.of(config, 8, 64)
     real = DeviceState(model, limits, EngineLayout.of(devices), jnp.bfloat16)
-    arrays = EngineArrays(models.abstract(MODEL), limits, "bfloat16", devices)
+    arrays = EngineArrays(models.abstract(config), limits, "bfloat16", devices)
 
     def described(tree):
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
 
     assert described(arrays.params) == described(real.params)
     assert described(arrays.cache) == described(real._ready_cache())
-    prompt = longest_prompt(_config(FSDP()), MODEL)
+    prompt = longest_prompt(_config(FSDP()), config)
     again = EngineArrays(model, limits, "bfloat16", devices).lowered(prompt)
     assert arrays.lowered(prompt)["decode"].as_text() == again["decode"].as_text()
+    cache, states = cache_bytes(arrays)
+    assert cache + states == bytes_on_device(arrays.cache)
+    assert (states > 0) == (config.text.delta is not None)
 
 
 @pytest.mark.medium

@@ -94,7 +94,8 @@ def _gathered(lengths: list[int], *, alone: bool) -> tuple[Callable[..., Any], t
     """The engine's attention. It also takes the entries that this round added: here one masked entry a sequence."""
     import jax.numpy as jnp
 
-    from rollout.programs import KVCache, cached_attention
+    from rollout.cache import KVCache
+    from rollout.programs import cached_attention
     from rollout.slots import PAGE_TOKENS
 
     (k_CKSH, v_CKSH), table = _pages(lengths, PAGE_TOKENS)

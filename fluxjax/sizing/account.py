@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 GIB = 2.0**30
-ENGINE, CACHE = "engine weights", "KV cache"  # kinds that FSDP does not cut: each engine has its own
+# Kinds that FSDP does not cut: each engine has its own. Layers with Gated DeltaNet have states, one a slot.
+ENGINE, CACHE, STATES = "engine weights", "KV cache", "states"
 
 
 def in_gib(size: float) -> str:
@@ -74,14 +75,16 @@ class Account:
         return dataclasses.replace(self, resident={**self.resident, CACHE: share * self.resident[CACHE]})
 
     def with_slots(self, share: float) -> Account:
-        """Returns the account with `share` of the slots. Each slot keeps its part of the cache, which a round of
-        decoding reads and writes."""
-        account = self.with_cache(share)
+        """Returns the account with `share` of the slots. Each slot keeps its part of the cache and its state, which a
+        round of decoding reads and writes."""
+        states = share * self.resident.get(STATES, 0.0)
+        account = dataclasses.replace(self, resident={**self.resident, STATES: states}).with_cache(share)
         return account.with_temporaries("decode", share * self.temporaries["decode"])
 
     def with_devices(self, factor: float) -> Account:
         """Returns the account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
-        resident = {kind: size if kind in (ENGINE, CACHE) else size / factor for kind, size in self.resident.items()}
+        uncut = (ENGINE, CACHE, STATES)
+        resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
         cut = dataclasses.replace(
             self, resident=resident, gradients=self.gradients / factor, merged=self.merged / factor
         )

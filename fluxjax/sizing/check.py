@@ -20,12 +20,13 @@ from sharding.weights import adapted
 
 from ..config import FSDP, Config, Remat, RolloutEngine
 from ..runtime.engine_pool import engine_count
-from .account import CACHE, ENGINE, GIB, Account, Change, Remedy, RowGrowth, in_gib, remedies
+from .account import CACHE, ENGINE, GIB, STATES, Account, Change, Remedy, RowGrowth, in_gib, remedies
 from .run_programs import (
     Compiled,
     Progress,
     RunShapes,
     bytes_on_device,
+    cache_bytes,
     cache_tokens,
     compiled_at_depth,
     engine_arrays,
@@ -222,9 +223,9 @@ def _rows(
 
 
 def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom) -> Account:
-    cache = run.engines_a_device * bytes_on_device(run.engine.cache)
+    cache, states = (run.engines_a_device * size for size in cache_bytes(run.engine))
     return Account(
-        run.resident() | {CACHE: cache},
+        run.resident() | {CACHE: cache, STATES: states},
         gradients=run.trained,
         batch=bytes_on_device(run.batch),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
@@ -275,8 +276,8 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
         return f"--config.packing.tokens_per_row={tokens}", rows.account(account, tokens)
 
     def smaller_cache(account: Account) -> tuple[str, Account] | None:
-        tokens, kept = cache_tokens(config), bytes_on_device(run.engine.cache)
-        now = int(tokens * kept / bytes_on_device(engine_arrays(config, models.abstract(run.model), run.devices).cache))
+        tokens, (kept, _) = cache_tokens(config), cache_bytes(run.engine)
+        now = int(tokens * kept / cache_bytes(engine_arrays(config, models.abstract(run.model), run.devices))[0])
         for share in (0.75, 0.5, 0.25):
             count = int(share * now) // PAGE_TOKENS * PAGE_TOKENS
             if count >= config.rollout.max_sequence_tokens and account.with_cache(share).bytes <= usable:
@@ -303,8 +304,9 @@ def changes(run: RunShapes, rows: RowGrowth, usable: float, few: int, progress: 
             degree *= 2
             arrays = engine_arrays(config, models.abstract(run.model), run.devices, degree)
             engines = -(-wanted // len(run.devices))
-            cache = account.resident[CACHE] * bytes_on_device(arrays.cache) / bytes_on_device(run.engine.cache)
-            sizes = {ENGINE: engines * bytes_on_device(arrays.params), CACHE: cache}
+            (cache, states), (before, _) = cache_bytes(arrays), cache_bytes(run.engine)
+            cache = account.resident[CACHE] * cache / before
+            sizes = {ENGINE: engines * bytes_on_device(arrays.params), CACHE: cache, STATES: engines * states}
             largest = max(bytes_on_device(weight) for weight in jax.tree.leaves(arrays.handed_in))
             changed = dataclasses.replace(account, resident={**account.resident, **sizes}, largest_weight=largest)
             settings = f"--config.rollout.engines={max(wanted // degree, 1)} --config.parallelism.degree={degree}"

@@ -139,8 +139,9 @@ class RunShapes:
             shapes.check_servers(usable)
             return shapes
         room = KV_FRACTION * (usable - sum(shapes.resident().values())) / shapes.engines_a_device
-        if not config.rollout.kv_tokens and (cache := bytes_on_device(arrays.cache)) > room:
-            tokens = int(cache_tokens(config) * max(room, 0.0) / cache)
+        cache, states = cache_bytes(arrays)
+        if not config.rollout.kv_tokens and cache + states > room:
+            tokens = int(cache_tokens(config) * max(room - states, 0.0) / cache)
             arrays = engine_arrays(config, abstract, devices, kv_tokens=max(tokens, config.rollout.max_sequence_tokens))
         return dataclasses.replace(shapes, engine=arrays)
 
@@ -162,7 +163,8 @@ class RunShapes:
         """Raises ConfigError if a server on these devices has no room for its weights and one sequence."""
         config, share = self.config, self.servers(usable)
         longest = pages_for(config.rollout.max_sequence_tokens) / self.engine.cache.k_LCKSH.shape[1]
-        needed = bytes_on_device(self.engine.params) + longest * bytes_on_device(self.engine.cache)
+        cache, states = cache_bytes(self.engine)
+        needed = bytes_on_device(self.engine.params) + longest * cache + states / config.rollout.slots
         if config.servers.colocated and share < needed:
             raise ConfigError(
                 f"servers.colocated: beside training's state, a server has {in_gib(share)} GiB of a device "
@@ -254,6 +256,11 @@ def bytes_on_device(tree: PyTree) -> float:
         shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
         total += float(math.prod(shape)) * x.dtype.itemsize
     return total
+
+
+def cache_bytes(engine: EngineArrays) -> tuple[float, float]:
+    """Returns the bytes on a device of (keys and values, the states of all slots) of an engine."""
+    return bytes_on_device((engine.cache.k_LCKSH, engine.cache.v_LCKSH)), bytes_on_device(engine.cache.states)
 
 
 def with_layers(model: DecoderConfig, layers: int) -> DecoderConfig:

@@ -19,6 +19,7 @@ from models.processing.processor import pack_patches
 from models.qwen2_5_vl.positions import rope_index
 from rollout.engine import FinishReason, GenerateRequest, SamplingParams
 from rollout.jax_engine import JaxEngine
+from sharding.kernels.delta_heads import DeltaHeads
 from sharding.walk import Walk
 
 VOCAB = 40
@@ -51,6 +52,20 @@ QWEN3_VL = DecoderConfig("qwen3_vl",
     DeepVisionConfig(
         hidden_size=16, intermediate_size=24, depth=3, num_heads=2, out_hidden_size=32,
         patch_size=4, position_grid=5, deepstack_layers=(0, 1),
+    ),
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+)  # fmt: skip
+
+
+# Layers 1 and 3 attend, layers 0 and 2 have states.
+QWEN3_5 = DecoderConfig("qwen3_5", dataclasses.replace(
+        QWEN3.text, num_layers=4, delta=DeltaHeads(2, 4, 8, 6), attention_interval=2,
+        output_gate=True, zero_centred_norms=True, rotated=0.5,
+        rope=RopeConfig(mrope_section=(1, 1, 1), interleaved=True),
+    ),
+    DeepVisionConfig(
+        hidden_size=16, intermediate_size=24, depth=3, num_heads=2, out_hidden_size=32,
+        patch_size=4, position_grid=5, deepstack_layers=(),
     ),
     image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
 )  # fmt: skip
@@ -166,17 +181,19 @@ def run(serving: JaxEngine, *requests: GenerateRequest) -> list[list[Answer]]:
     return asyncio.run(asyncio.wait_for(serve(serving, requests), HANG))
 
 
-def _packed(prompt: ModelInput, response: Sequence[int]) -> PackedTokens:
+def _packed(model: Any, prompt: ModelInput, response: Sequence[int]) -> PackedTokens:
     P, R = len(prompt), len(response)
-    tokens, segments = np.zeros((1, LONGEST), np.int32), np.zeros((1, LONGEST), np.int32)
-    positions, index = np.zeros((3, 1, LONGEST), np.int32), np.full((1, LONGEST), -1, np.int32)
+    T = LONGEST * -(-(P + R) // LONGEST)
+    tokens, segments = np.zeros((1, T), np.int32), np.zeros((1, T), np.int32)
+    positions, index = np.zeros((3, 1, T), np.int32), np.full((1, T), -1, np.int32)
     tokens[0, : P + R] = [*prompt.token_ids_T, *response]
     segments[0, : P + R] = 1
     positions[:, 0, :P] = prompt.positions_3T
     positions[:, 0, P : P + R] = prompt.next_position + np.arange(R)
     index[0, :P] = prompt.feature_index_T
-    predecessor = np.maximum(np.arange(LONGEST, dtype=np.int32) - 1, 0)[None]
-    return PackedTokens(tokens, segments, np.zeros_like(tokens), positions, predecessor, index, prompt.vision)
+    predecessor = np.maximum(np.arange(T, dtype=np.int32) - 1, 0)[None]
+    inputs = PackedTokens(tokens, segments, np.zeros_like(tokens), positions, predecessor, index, prompt.vision)
+    return inputs if model.config.text.delta is None else inputs.with_runs()
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -191,7 +208,7 @@ def _logprobs(graphdef: Any, params: Any, inputs: PackedTokens, never: tuple[int
 
 def full_logits(model: Any, prompt: ModelInput, response: Sequence[int]) -> np.ndarray:
     """The logits that each token of the response is drawn from, by the training forward pass, unpacked."""
-    logits = _logits(*models.split(model), _packed(prompt, response))
+    logits = _logits(*models.split(model), _packed(model, prompt, response))
     return np.array(logits[len(prompt) - 1 : len(prompt) + len(response) - 1])
 
 
@@ -199,7 +216,7 @@ def full_logprobs(
     model: Any, prompt: ModelInput, response: Sequence[int], temperature: float = 1.0, never: tuple[int, ...] = ()
 ) -> np.ndarray:
     """The trainer's log-probs (`models.decoder.logprobs`) of the tokens of the response."""
-    inputs = _packed(prompt, response)
+    inputs = _packed(model, prompt, response)
     inputs = dataclasses.replace(inputs, temperatures_BT=np.full(inputs.tokens_BT.shape, temperature, np.float32))
     logprobs = _logprobs(*models.split(model), inputs, never)
     return np.array(logprobs[len(prompt) : len(prompt) + len(response)])

@@ -6,6 +6,9 @@ and answers with arbitrary tokens.
 23. A pool that has no room for all serves all, one after the other, and is empty in the end: nothing waits forever, and
     no page is lost, whatever is aborted, lost or computed again.
 
+24. If layers have states, the state with which a row or a round begins is that behind exactly the tokens that stand
+    before, and a state is written to each slot that goes on from it.
+
 Whatever happens, every sample ends once, with its own tokens, and only a request that fails alone is lost.
 """
 
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import LONGEST as ROW
 from rollout_cases import VL, VOCAB, Answer, media_prompt, text_prompt
-from turns import third_of
+from turns import by_turns, third_of
 
 from rollout import scheduler as scheduling
 from rollout import turns
@@ -60,8 +63,10 @@ def test_a_page_is_free_when_nobody_holds_it(script):
 class PagedDevice:
     """Plays the engine's turns on pages of token ids; checks what they read, and the books between turns."""
 
-    def __init__(self, slots: int, kv_tokens: int = 0) -> None:
-        self.limits = EngineLimits(slots, LONGEST, VOCAB, VL.vision, STEPS, kv_tokens=kv_tokens)
+    def __init__(self, slots: int, kv_tokens: int = 0, recurrent: bool = False) -> None:
+        self.limits = EngineLimits(slots, LONGEST, VOCAB, VL.vision, STEPS, kv_tokens=kv_tokens, recurrent=recurrent)
+        self.states: dict[int, list[int]] = {}  # by slot, the tokens that its state has read
+        self.least_id = STOP  # of new tokens
         self.scheduler, self.version = Scheduler(self.limits), 0
         self.cache = np.full((self.limits.pages, PAGE_TOKENS), -1)
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -85,7 +90,7 @@ class PagedDevice:
             assert not scheduler.waiting or scheduler.running == self.limits.slots, "a free slot while samples wait"
         jobs = scheduler.at_turn()
         if self.poisoned & {job.request.rid for job in jobs} or (fails and len(jobs) > 1):
-            self.cache[:] = -1
+            self.forget()
             for job in scheduler.blame(jobs):
                 assert job.request.rid in self.poisoned, "lost for another's failure"
                 self.lost |= {(job.request.rid, sample.index) for sample in job.samples}
@@ -96,12 +101,12 @@ class PagedDevice:
         if scheduler.starting:
             slots_B = self.start(turns.plan_starts(scheduler))
             count_B, steps = np.ones(len(slots_B), np.int32), 1
-            tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
+            tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
         else:
             slots_B, batch = turns.plan_round(scheduler)
             assert len(slots_B), "a turn that serves nobody"
             steps = STEPS
-            tokens_BR = rng.integers(0, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
+            tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
             count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
             for row, slot in enumerate(slots_B):
                 stops = np.flatnonzero(tokens_BR[row, : count_B[row]] == STOP)
@@ -118,10 +123,32 @@ class PagedDevice:
                 inside = batch.entries_BR[row] < self.cache.size
                 assert inside[: count_B[row]].all(), "a token without a page"
                 self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
+                if self.limits.recurrent:
+                    assert batch.slot_B[row] == slot and self.states[slot] == known[:-1]
+                    self.states[slot] = [*known[:-1], *map(int, fresh)]
+            assert (batch.slot_B is None) != self.limits.recurrent
+            assert batch.slot_B is None or (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
             assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
         self.deliver(scheduler.record(slots_B, tokens_BR, np.zeros(tokens_BR.shape, np.float32), count_B, self.version))
         self.deliver(scheduler.reap())
         self.check()
+
+    def forget(self) -> None:
+        self.cache[:], self.states = -1, {}
+
+    def ends(self, batch) -> list[list[int]]:
+        """The tokens that the state behind each row has read."""
+        inputs, context = batch.inputs, batch.context
+        rows = [inputs.tokens_BT[row, real].tolist() for row, real in enumerate(inputs.segments_BT != 0)]
+        if inputs.runs is None:
+            assert context is None or context.slot_B is None
+            return rows
+        assert (inputs.runs.columns_BNC >= 0).sum((1, 2)).tolist() == list(map(len, rows))
+        for row, length in enumerate([] if context is None else context.length_B):
+            before = self.states[context.slot_B[row]] if length else []
+            assert before == self.cache[context.pages_BC[row]].ravel()[:length].tolist()
+            rows[row] = before + rows[row]
+        return rows
 
     def start(self, plan) -> np.ndarray:
         started = []
@@ -132,7 +159,14 @@ class PagedDevice:
                 for row, length in enumerate(context.length_B):
                     before = self.cache[context.pages_BC[row]].ravel()[:length]
                     assert (before >= 0).all(), "a context that nobody wrote"
-            step.batch.outputs = "computed"
+            step.batch.outputs = ends = step.batch.outputs or self.ends(step.batch)
+            states = step.writes.states
+            assert self.limits.recurrent == (inputs.runs is not None) == (states is not None)
+            if states is not None:
+                real_B = states.slot_B < self.limits.slots
+                assert len(set(states.slot_B[real_B].tolist())) == real_B.sum(), "a state is written twice"
+                written = zip(states.slot_B[real_B].tolist(), states.row_B[real_B].tolist(), strict=True)
+                self.states |= {slot: ends[row] for slot, row in written}
             page_W, row_W, column_WS = step.writes.page_W, step.writes.row_W, step.writes.column_WS
             real = page_W < self.limits.pages
             assert len(set(page_W[real].tolist())) == real.sum(), "a page is written twice"
@@ -142,6 +176,7 @@ class PagedDevice:
                 assert inputs.tokens_BT[step.starts.row_B[row], step.starts.last_B[row]] == known[-1]
                 pages = self.scheduler.occupant[slot].pages
                 np.testing.assert_array_equal(self.cache[pages].ravel()[: len(known)], known)
+                assert not self.limits.recurrent or self.states[slot] == known
             started.append(step.slots_B)
         return np.concatenate([np.zeros(0, np.int32), *started])
 
@@ -194,11 +229,55 @@ def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
 
 @pytest.mark.medium
 @settings(deadline=None, max_examples=third_of(200))
-@given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]))
-def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_own_tokens(history, slots, more, chunk):
+@given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]), st.booleans())
+def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_own_tokens(
+    history, slots, more, chunk, recurrent
+):
+    play(history, slots, more, chunk, recurrent)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("seed", by_turns(range(3)))
+def test_24_states_go_on_from_the_tokens_before_them(seed):
+    """Groups with long prompts and begun responses, of which some samples wait, are preempted or computed again."""
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        history = []
+        for _ in range(rng.integers(1, 4)):
+            length = int(rng.choice([rng.integers(33, 61), 48, 16 * rng.integers(1, 4)]))
+            prefixes = (rng.integers(0, 2, 4) * rng.integers(0, 31, 4)).tolist()
+            history.append(("submit", (length, int(rng.integers(2, 5)), 36, prefixes, bool(rng.integers(0, 5) == 0))))
+            for turn in rng.integers(0, 10**6, rng.integers(1, 20)).tolist():
+                history += [("turn", turn)] + [("preempt", turn // 4)] * (turn % 4 == 0)
+                history += [("abort", (turn // 8 % 3, turn % 4))] * (turn % 8 == 1)
+            history += [("weights", None)] * int(rng.integers(0, 2))
+        chunk, least_id = int(rng.choice([16, 32, 2048])), int(rng.integers(STOP, STOP + 2))  # responses may never stop
+        play(history, int(rng.integers(2, 6)), int(rng.integers(0, 13)), chunk, True, least_id)
+
+
+def test_24_samples_with_tokens_share_the_prefill_of_their_prompt(monkeypatch):
+    """Up to its last page boundary, here in two chunks."""
+    small_chunks(monkeypatch, 32)
+    device = PagedDevice(4, recurrent=True)
+    prefixes = tuple((1,) * 18 for _ in range(3))
+    device.submit(GenerateRequest("r", text_prompt(60), SamplingParams(max_new_tokens=30), 3, 0, prefixes))
+    tokens, scheduler = 0, device.scheduler
+    while len(scheduler.to_decode()) < 3:
+        scheduler.next_turn()
+        if scheduler.starting:  # else a round, whose tokens do not matter here
+            steps = turns.plan_starts(scheduler)
+            tokens += sum(step.batch.tokens for step in steps if step.batch.outputs is None)
+            slots_B = device.start(steps)
+            new_B1 = np.ones((len(slots_B), 1), np.int32)
+            scheduler.record(slots_B, new_B1, np.zeros(new_B1.shape, np.float32), new_B1[:, 0], 0)
+    assert tokens == 48 + 3 * (12 + 18)
+
+
+def play(history, slots, more, chunk, recurrent, least_id=STOP):
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk)
-        device = PagedDevice(slots, LONGEST + more * PAGE_TOKENS if more < 12 else 0)
+        device = PagedDevice(slots, LONGEST + more * PAGE_TOKENS if more < 12 else 0, recurrent)
+        device.least_id = least_id
         scheduler = device.scheduler
         asked, aborted = {}, set()
         for action, value in history:
@@ -211,6 +290,10 @@ def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_o
                 device.submit(GenerateRequest(rid, prompt, sampling, n, 0, prefix))
             elif action in ("turn", "failure"):
                 device.turn(value, fails=action == "failure")
+            elif action == "preempt":
+                sample = scheduler.occupant[value % slots]
+                if sample is not None and sample.pages:
+                    scheduler._preempt(sample)
             elif action == "poison":
                 device.poisoned.add(f"r{value}")
             elif action == "abort":
@@ -221,7 +304,7 @@ def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_o
             else:
                 device.version += 1
                 scheduler.invalidate()
-                device.cache[:] = -1
+                device.forget()
             device.check()
         for seed in range(2000):
             if not scheduler.jobs:

@@ -1,0 +1,149 @@
+"""The cache of the embedded engine on its devices: pages of keys and values, and states.
+
+The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. Layers with Gated
+DeltaNet have no pages, but one state of fixed size a slot. A prefill returns the state behind each of its rows, and a
+start writes the state to the slots of all samples of the row: so a group forks its prompt's state. A chunk of a prompt
+leaves its state in the slots of the samples that go on from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, PyTree
+
+from models.config import TextConfig
+from models.inputs import AnyArray
+from sharding.kernels.delta import DeltaState, new_state
+
+from .slots import PAGE_TOKENS, DecodeRound
+
+# Of a prefill: keys and values [L, B, K, T, H], and the states behind its rows, [L, B, ...], if layers have any
+Rows = tuple[Array, Array, DeltaState | None]
+LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateWrites:
+    """Slots that get the state behind a prefilled row: slot `slot_B[b]` that of row `row_B[b]`. Out-of-range slots
+    (padding) are not written."""
+
+    slot_B: Int[AnyArray, " B"]
+    row_B: Int[AnyArray, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageWrites:
+    """Pages to fill from prefilled rows: entry `s` of page `page_W[w]` becomes column `column_WS[w, s]` of row
+    `row_W[w]`. Out-of-range pages (padding) are not written. `states` are given if the model has layers with states.
+    """
+
+    page_W: Int[AnyArray, " W"]
+    row_W: Int[AnyArray, " W"]
+    column_WS: Int[AnyArray, "W S"]
+    states: StateWrites | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The cached entries before the rows of a prefill: the first `length_B` entries of the pages `pages_BC`. If the
+    model has layers with states, the state behind these entries is that of `slot_B`."""
+
+    pages_BC: Int[AnyArray, "B C"]
+    length_B: Int[AnyArray, " B"]
+    slot_B: Int[AnyArray, " B"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (rotated) and values of `C` pages of `S` tokens each, of the layers with attention. Entries that belong to
+    no sample are finite. `states` has `[L, slots, ...]` of the layers with states; None if there are none."""
+
+    k_LCKSH: PyTree  # arrays, or a sharding: JAX builds this class with either
+    v_LCKSH: PyTree
+    states: DeltaState | None = None
+
+    @staticmethod
+    def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
+        """The arrays of the cache of a model, without values. Heads come before tokens, as a round reads them: gathered
+        pages need no transposition."""
+        shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
+        rows = jax.ShapeDtypeStruct(shape, dtype)
+        if (heads := text.delta) is None:
+            return KVCache(rows, rows)
+        layer = jax.eval_shape(lambda: new_state(heads, slots, dtype))
+        layers = len(text.delta_layers)
+        return KVCache(rows, rows, jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), layer))
+
+    def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
+        """The entries of these pages in one layer, `[B, K, T, H]`. An out-of-range page reads some other page."""
+
+        def gather(x_LCKSH: Array) -> Array:
+            L, C, K, S, H = x_LCKSH.shape
+            rows = x_LCKSH.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
+            found = jnp.take(rows, jnp.minimum(pages_BC, C - 1) + layer * C, axis=0, mode="clip")
+            B, V = pages_BC.shape
+            return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
+
+        return gather(self.k_LCKSH), gather(self.v_LCKSH)
+
+    def view_bytes(self, pages: int) -> int:
+        """The bytes that a view of `pages` pages takes in all layers."""
+        return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
+
+    def state(self, slot_B: Int[AnyArray, " B"] | None, layer: int) -> DeltaState:
+        """The states of these slots in one layer. An out-of-range slot reads some other slot."""
+        assert slot_B is not None, "the plans of a model with states have slots"
+
+        def gather(x: Array) -> Array:
+            L, N, *sizes = x.shape
+            index_B = jnp.minimum(slot_B, N - 1) + layer * N
+            return jnp.take(x.reshape(L * N, *sizes), index_B, axis=0, mode="clip")
+
+        return jax.tree.map(gather, self.states)
+
+    def _written(self, slot_B: Int[Array, " B"], new: DeltaState) -> DeltaState:
+        """The states, with those of these slots replaced in all layers; out-of-range slots are dropped."""
+        return jax.tree.map(lambda x, y: x.at[:, slot_B].set(y.astype(x.dtype), mode="drop"), self.states, new)
+
+    def append(self, layers: list[LayerRows | DeltaState], batch: DecodeRound) -> KVCache:
+        """Writes the entries of a round, and the states behind it; out-of-range entries and slots are dropped."""
+        entries_BR = batch.entries_BR
+        pages_BR, places_BR = entries_BR // PAGE_TOKENS, entries_BR % PAGE_TOKENS
+
+        def write(x: Array, new: tuple[Array, ...]) -> Array:
+            new_BRLKH = jnp.moveaxis(jnp.stack(new), (1, 3), (0, 1))
+            return x.at[:, pages_BR, :, places_BR].set(new_BRLKH, mode="drop")
+
+        rows, states = layers_by_kind(layers)
+        k, v = zip(*rows, strict=True)
+        states = None if states is None or batch.slot_B is None else self._written(batch.slot_B, states)
+        return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v), states)
+
+    def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
+        """Fills pages from prefilled rows. Several pages may read one column: samples share a prompt's prefill."""
+
+        def write(x: Array, new: Array) -> Array:
+            new_WSLKH = new[:, writes.row_W[:, None], :, writes.column_WS]
+            return x.at[:, writes.page_W].set(jnp.moveaxis(new_WSLKH, (0, 1), (1, 3)), mode="drop")
+
+        k, v, ends = rows
+        to, states = writes.states, None
+        if ends is not None and to is not None:
+            states = self._written(to.slot_B, jax.tree.map(lambda x: x[:, to.row_B], ends))
+        return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v), states)
+
+
+def layers_by_kind(layers: list[LayerRows | DeltaState]) -> tuple[list[LayerRows], DeltaState | None]:
+    """(keys and values of each layer with attention; the states of all other layers, stacked, None without any)."""
+    rows = [layer for layer in layers if not isinstance(layer, DeltaState)]
+    states = [layer for layer in layers if isinstance(layer, DeltaState)]
+    return rows, jax.tree.map(lambda *x: jnp.stack(x), *states) if states else None
