@@ -224,7 +224,7 @@ def test_going_back_to_an_older_checkpoint(data, tmp_path):
 @pytest.mark.slow
 def test_fit_changes_the_length_of_the_run_and_not_the_configuration(data, tmp_path):
     """The learning rate falls over the steps that `fit` was given; a length that can't be is refused and forgotten."""
-    lr = {"optim__schedule": "linear", "optim__lr": 1e-3, "warm_start__steps": 0, "evaluation__samples": 2}
+    lr = {"optim__schedule": "linear", "optim__lr": 1e-3, "optim__warmup_steps": 0, "warm_start__steps": 0}
     with FluxTrainer(tiny(tmp_path / "run", data, **lr)) as trainer:
         config = trainer.config
         held = [(config, "steps"), (config.checkpoint, "every"), (config.data.sources["reverse"], "weight")]
