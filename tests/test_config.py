@@ -4,6 +4,7 @@
 """
 
 import copy
+import dataclasses
 import json
 import operator
 import os
@@ -11,10 +12,12 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 from fluxjax.config import AprilConfig, Config, ConfigError, DType, Importance, cli, run_folder
+from fluxjax.config.bounds import Section, children
 from fluxjax.config.cli import NEEDS, remarks
 from fluxjax.config.help import help_text
 from fluxjax.config.run_folder import from_json, to_json
@@ -238,6 +241,34 @@ def test_every_bound_refuses_what_lies_beyond_it():
         setattr(section, field, wrong)
         with pytest.raises(ConfigError, match=re.escape(f"{name} is {wrong!r}; it must ")):
             changed.validate()
+
+
+def sections(held):
+    """Yields all sections within a section or a dictionary, itself included."""
+    if isinstance(held, Section):
+        yield held
+    for value in children(held).values():
+        yield from sections(value) if isinstance(value, Section | Mapping) else ()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda section: dataclasses.replace(section)])
+def test_a_settled_configuration_refuses_changes_and_its_copies_do_not(copied):
+    config = cli.load(["--config.policy=april"])
+    config.settle()
+    settled = list(sections(config))
+    assert any(section is config.policy for section in settled)
+    assert any(section is config.data.sources["digits"] for section in settled)
+    for section in settled:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            with pytest.raises(ConfigError, match=f"^{field.name}: a trainer's configuration is settled"):
+                setattr(section, field.name, None)
+            assert getattr(section, field.name) is value
+        free = copied(section)
+        assert free == section and type(free) is type(section)
+        for field in dataclasses.fields(section):
+            setattr(free, field.name, None)
+    assert len(list(sections(copy.deepcopy(config)))) == len(settled)
 
 
 def test_a_bound_takes_its_ends():

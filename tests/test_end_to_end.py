@@ -16,6 +16,7 @@ import models
 from fluxjax import evaluate
 from fluxjax.base.errors import DataError
 from fluxjax.base.types import Prompt
+from fluxjax.config import ConfigError, run_folder
 from fluxjax.config.cli import load
 from fluxjax.report.metrics import read
 from fluxjax.run.callbacks import Callback
@@ -218,6 +219,29 @@ def test_going_back_to_an_older_checkpoint(data, tmp_path):
         assert result.summary.steps == 5 and result.summary.samples_trained == 5 * 16
     records = [r["step"] for r in read(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl"]
     assert records == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_fit_changes_the_length_of_the_run_and_not_the_configuration(data, tmp_path):
+    """The learning rate falls over the steps that `fit` was given; a length that can't be is refused and forgotten."""
+    lr = {"optim__schedule": "linear", "optim__lr": 1e-3, "optim__warmup_steps": 0, "warm_start__steps": 0}
+    with FluxTrainer(tiny(tmp_path / "run", data, **lr)) as trainer:
+        config = trainer.config
+        held = [(config, "steps"), (config.checkpoint, "every"), (config.data.sources["reverse"], "weight")]
+        for section, name in held:
+            with pytest.raises(ConfigError, match=f"^{name}: a trainer's configuration is settled"):
+                setattr(section, name, 1)
+        trainer.fit(num_steps=1, checkpoint_interval=1)
+        with pytest.raises(ConfigError, match="steps is 0"):
+            trainer.fit(num_steps=0)
+        result = trainer.fit(num_steps=2)
+        assert result.summary.steps == trainer.fit().summary.steps == 2
+        assert result.summary.resumed_from == [1]
+        assert trainer.config is config and (config.steps, config.checkpoint.every) == (4, 2)
+        assert run_folder.read_config(trainer.run_dir).steps == 2
+        assert checkpoint_steps(trainer.run_dir) == [1, 2]
+    records = [r for r in read(trainer.run_dir / "metrics.jsonl") if r["phase"] == "rl"]
+    assert [r["lr"] for r in records] == pytest.approx([1e-3, 5e-4])
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ from fluxjax.hosts.orders import (
     told,
 )
 
-ORDERS = [Start("/runs/a", "secret", {"steps": 3}), Begin("rl"), Gather(), Save(7), Restore(3), End()]
+ORDERS = [Start("/runs/a", "secret", {"steps": 3}), Begin("rl", 3), Gather(), Save(7), Restore(3, 9), End()]
 ORDERS += [Coming([[3, [["a ticket", "place 1"], ["another", ""]]], [5, []]])]
 
 

@@ -1,8 +1,9 @@
 """The typed configuration: `configs/*.py` build it, flags override it, `validate()` checks it as a whole.
 
 Each field declares its bound (`fluxjax.config.bounds`) and the comment that `--help` shows. Nothing heavy is imported:
-`--help` and a typo must answer at once. Sections are mutable, because flags set fields after construction; they have
-slots, so that a configuration file cannot set a field that does not exist. No section is ever None.
+`--help` and a typo must answer at once. Sections are mutable, because flags set fields after construction, until a
+trainer settles its own copy; they have slots, so that a configuration file cannot set a field that does not exist. No
+section is ever None.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import ClassVar
 from ..base.errors import ConfigError
 from .bounds import (
     Chosen,
+    Section,
     bounded,
     check_fields,
     choice,
@@ -125,7 +127,7 @@ TINY: Mapping[str, object] = {
 
 
 @dataclasses.dataclass(slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     path: str = ""  # a local Hugging Face checkpoint folder; empty: the tiny model below, random weights
     # The architecture and the sizes of the tiny model, by the names of `fluxjax.config.TINY`.
     tiny: dict[str, object] = dataclasses.field(default_factory=lambda: dict(TINY))
@@ -133,7 +135,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class WarmStartConfig:
+class WarmStartConfig(Section):
     """Supervised steps before RL, so that the policy answers in the right form."""
 
     steps: int = not_negative(0)  # 0: no warm start
@@ -142,7 +144,7 @@ class WarmStartConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     engine: RolloutEngine = RolloutEngine.JAX  # kind of the engines that generate responses
     prompts_per_step: int = positive(32)  # prompts of a training step
     group_size: int = positive(8)  # responses to each prompt
@@ -178,7 +180,7 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class OptimConfig:
+class OptimConfig(Section):
     lr: float = positive(1e-3)  # the learning rate, after its warmup
     schedule: Schedule = Schedule.CONSTANT  # course of the learning rate over the run
     warmup_steps: int = not_negative(0)  # steps in which the learning rate rises from 0
@@ -190,7 +192,7 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class ShardingConfig:
+class ShardingConfig(Section):
     strategy: Strategy = choice(FSDP, Ulysses, FlexUlysses, ODC)  # noqa: RUF009
     devices: int = not_negative(0)  # devices that train; 0: all that JAX sees
     remat: Remat = Remat.NONE  # not offload under odc
@@ -202,7 +204,7 @@ class ShardingConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class PackingConfig:
+class PackingConfig(Section):
     # Tokens of a row. Under fsdp, from 1024 on, they are the most: rows are shorter if shorter rows save padding.
     tokens_per_row: int = positive(256)
     # The most rows of a device in a microbatch under fsdp; else one row of tokens_per_row * rows_per_device tokens.
@@ -212,19 +214,19 @@ class PackingConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     every: int = not_negative(50)  # steps; 0: only at the end
     keep: int = positive(2)  # the newest checkpoints that are kept; older ones are removed
 
 
 @dataclasses.dataclass(slots=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     every: int = not_negative(50)  # steps; 0: only at start and end
     samples: int = positive(200)  # held-out prompts a source, at the start and the end
 
 
 @dataclasses.dataclass(slots=True)
-class ReportConfig:
+class ReportConfig(Section):
     # The port to serve metrics on, or host:port; empty: none. A host beyond loopback needs FLUXJAX_TOKEN, which
     # scrapers send as their credentials.
     prometheus: str = bounded("", is_port, "be a port, or host:port")
@@ -238,7 +240,7 @@ class ReportConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class DistributedConfig:
+class DistributedConfig(Section):
     """Several trainer processes, one a host. Processes of Slurm and Open MPI find each other; elsewhere, set the first
     three fields. `python -m fluxjax.launch` starts the processes on one machine."""
 
@@ -251,7 +253,7 @@ class DistributedConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class Config:
+class Config(Section):
     """All settings of a run. `unread` are sections and fields that the configuration's command never reads."""
 
     unread: ClassVar[tuple[str, ...]] = ()
@@ -350,10 +352,9 @@ class Config:
         for name, source in self.data.sources.items():
             source.validate_rewards(f"data.sources.{name}")
 
-    @property
-    def policy_updates(self) -> int:
-        """The number of the policy's optimizer steps in a run of RL."""
-        return (self.steps - self.critic.warmup_steps) * self.algorithm.updates
+    def policy_updates(self, steps: int) -> int:
+        """Returns the number of the policy's optimizer steps in a run of `steps` training steps of RL."""
+        return (steps - self.critic.warmup_steps) * self.algorithm.updates
 
     def _validate_servers(self) -> None:
         if self.rollout.engine is RolloutEngine.JAX:

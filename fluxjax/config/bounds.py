@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..base.errors import ConfigError
 
@@ -14,11 +14,26 @@ T = TypeVar("T")
 PLAIN = str | int | float | bool | list | tuple | None  # the values of a dictionary that has no sections
 
 
-@runtime_checkable
-class Section(Protocol):
-    """An instance of a dataclass of settings."""
+class Section:
+    """The base of the dataclasses of settings. A settled section refuses assignments; its copies do not."""
 
+    __slots__ = ("_settled",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    if not TYPE_CHECKING:  # type checkers see the declared fields
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if getattr(self, "_settled", None) == id(self):
+                raise ConfigError(f"{name}: a trainer's configuration is settled; set it before, for a new FluxTrainer")
+            super().__setattr__(name, value)
+
+    def settle(self) -> None:
+        """Settles this section, and all sections within it: from now on, assignments raise `ConfigError`."""
+        for value in children(self).values():
+            for entry in value.values() if isinstance(value, Mapping) else [value]:
+                if isinstance(entry, Section):
+                    entry.settle()
+        self._settled = id(self)  # a copy, of another id, is not settled
 
 
 def bounded(default: T, holds: Callable[[Any], bool], allowed: str) -> T:
@@ -71,7 +86,7 @@ def power_of_two(default: T) -> T:
     return bounded(default, lambda value: value >= least and not value & (value - 1), allowed)
 
 
-class Chosen:
+class Chosen(Section):
     """The base of sections that are one of several choices."""
 
     __slots__ = ()
@@ -106,7 +121,7 @@ def is_port(text: str) -> bool:
     return not text or (port.isdigit() and 0 < int(port) < 1 << 16)
 
 
-def check_fields(section: Section, prefix: str = "") -> None:
+def check_fields(section: Any, prefix: str = "") -> None:
     """Raises `ConfigError`, naming the field, unless each field has the type of its default and is within its bound.
 
     Numbers must be finite; an int may stand for a float, an object for a text whose field allows objects. Sections

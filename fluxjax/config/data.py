@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..base.errors import ConfigError
-from .bounds import not_negative, positive, within
+from .bounds import Section, not_negative, positive, within
 from .schedules import Phases, Ramp, RunSchedule, parse
 
 COLUMNS = ("prompt", "answer", "images", "videos", "id")
@@ -13,7 +13,7 @@ JUDGED = 100  # responses that are scored before `rewards.max_failed` counts
 
 
 @dataclasses.dataclass(slots=True)
-class RewardTerm:
+class RewardTerm(Section):
     """One of several rewards of a source. The first reward decides which responses are correct."""
 
     reward: str = ""  # a name in `fluxjax.rewards`, or module:attribute; empty: the term's own name
@@ -22,7 +22,7 @@ class RewardTerm:
 
 
 @dataclasses.dataclass(slots=True)
-class RewardKindConfig:
+class RewardKindConfig(Section):
     """The bounds of one kind of rewards. Built-in rules (`exact`, ...) have none: they take microseconds."""
 
     seconds: float = positive(10.0)  # seconds that a call may take, for one response or for a batch
@@ -41,7 +41,7 @@ def _kinds() -> dict[str, RewardKindConfig]:
 
 
 @dataclasses.dataclass(slots=True)
-class RewardsConfig:
+class RewardsConfig(Section):
     # The bounds of each kind of rewards, by its name.
     kinds: dict[str, RewardKindConfig] = dataclasses.field(
         default_factory=_kinds, metadata={"entries": RewardKindConfig}
@@ -71,7 +71,7 @@ def term_weights(terms: Mapping[str, RewardTerm], field: str) -> dict[str, RunSc
 
 
 @dataclasses.dataclass(slots=True)
-class SourceConfig:
+class SourceConfig(Section):
     """A source of training prompts: its file, its reward, and how often prompts are drawn from it."""
 
     # A .jsonl manifest, a .parquet file or a folder of .parquet files, by path or URL (s3://, https://, ...). Empty:
@@ -106,7 +106,7 @@ class SourceConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class DataConfig:
+class DataConfig(Section):
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict, metadata={"entries": SourceConfig})
     max_pixels: int = not_negative(0)  # the most pixels of an image or a frame; 0: as in the checkpoint
     video_frames: int = positive(4)  # frames sampled from a video

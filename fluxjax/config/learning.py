@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import ConfigError
-from .bounds import Chosen, bounded, label, not_negative, pair, positive, power_of_two, scheduled, within
+from .bounds import Chosen, Section, bounded, label, not_negative, pair, positive, power_of_two, scheduled, within
 
 MAX_DEGREE = 8  # the most devices of an engine: those of a host
 PREFERENCES = ("stalest", "stratify", "curriculum", "diversity", "lengths")
@@ -117,7 +117,7 @@ Policy = SynchronousConfig | TailBatchingConfig | AprilConfig | AdaptiveAsyncCon
 
 
 @dataclasses.dataclass(slots=True)
-class ParallelismConfig:
+class ParallelismConfig(Section):
     """Flexes, section 4.2: tensor parallelism of the engines."""
 
     degree: int = power_of_two(1)  # devices of an engine, at the start
@@ -133,7 +133,7 @@ class ParallelismConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class ImportanceConfig:
+class ImportanceConfig(Section):
     """Flux, component 3: one correction for staleness, mixed versions and replay."""
 
     kind: Importance = Importance.NONE  # way to keep ratios from growing: truncate or mask
@@ -151,7 +151,7 @@ class ImportanceConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class ReplayConfig:
+class ReplayConfig(Section):
     """Flux, component 3: groups that were trained on are trained on again (`fluxjax.learner.replay`)."""
 
     share: float = within(0.0, "[0, 1)", "fresh groups are what is kept")  # share of a step's groups; 0: no replay
@@ -192,7 +192,7 @@ _RELATIVE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus
 
 
 @dataclasses.dataclass(slots=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     # A built-in algorithm, chosen with its own settings; or your algorithm as module:attribute: a class, an object, or
     # a module with the two functions that `fluxjax.algorithms.rl_algorithm` names. In Python also the object itself: it
     # is never copied, and a run's folder has only the name of its class.
@@ -287,7 +287,7 @@ class AlgorithmConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class CriticConfig:
+class CriticConfig(Section):
     """The settings of the critic that some algorithms have (PPO): its training, and advantages from its values."""
 
     # Other settings of the critic are those of optim; its minibatches and epochs are those of algorithm.
@@ -298,7 +298,7 @@ class CriticConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class LoraConfig:
+class LoraConfig(Section):
     """LoRA (arXiv:2106.09685): adapters beside projections of the language model's layers are trained, and all other
     weights stay as they are."""
 

@@ -5,7 +5,7 @@ import enum
 from urllib.parse import urlsplit
 
 from ..base.errors import ConfigError
-from .bounds import positive
+from .bounds import Section, positive
 
 
 class RolloutEngine(enum.Enum):
@@ -21,7 +21,7 @@ _UNKNOWN = (*_DIVIDED, "--quantization")
 
 
 @dataclasses.dataclass(slots=True)
-class ServersConfig:
+class ServersConfig(Section):
     """Rollout servers, if rollout.engine is serve or sglang."""
 
     count: int = positive(1)  # servers that the run starts on its host; without effect if there are addresses
@@ -92,7 +92,7 @@ class Route(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class WeightsConfig:
+class WeightsConfig(Section):
     """The route of new weights to rollout servers, if rollout.engine is serve or sglang."""
 
     route: Route = Route.AUTO  # auto: shm on this host; to other hosts orbax, or bucket without weights.folder

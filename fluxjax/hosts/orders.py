@@ -28,7 +28,7 @@ from ..base.types import Columns
 from ..batch.fill import sized_group
 from ..batch.share import Outline, Piece, Share, TrainGroup
 
-PROTOCOL = 10
+PROTOCOL = 11
 MediaTold: TypeAlias = Sequence[tuple[str, str]] | None  # (ticket, place) of each medium; None: the receiver decodes
 PlaceOf: TypeAlias = Callable[[str], str]  # ticket -> the preprocessor that holds its medium
 UNKNOWN_PLACE = ""
@@ -59,9 +59,10 @@ class Start(Order):
 
 
 class Begin(Order):
-    """A phase of training begins: `warm_start` or `rl`."""
+    """A phase of training begins: `warm_start`, or `rl` of `steps` training steps."""
 
     phase: str
+    steps: int = 0
 
 
 class Coming(Order):
@@ -96,9 +97,10 @@ class Save(Order):
 
 
 class Restore(Order):
-    """Take part in restoring the checkpoint of `step`, and go on from that step."""
+    """Take part in restoring the checkpoint of `step`, and go on from that step, in a run of `steps` training steps."""
 
     step: int
+    steps: int
 
 
 class End(Order):

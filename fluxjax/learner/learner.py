@@ -117,7 +117,7 @@ class Learner:
         optim = optim or config.optim
         temperature = config.rollout.fixed_temperature if temperature is None else temperature
         phase = TrainingPhase(token_loss, temperature or 1.0, never_sampled)
-        self._schedule = learning_rate(optim, steps or config.policy_updates)
+        self._schedule = learning_rate(optim, steps or config.policy_updates(config.steps))
         self._optimizer = optimizer(optim, self._schedule, self._decayed)
         built_for = phase, config.algorithm, config.model, config.sharding
         if self._built_for != built_for:  # else another `fit` would compile the same programs again

@@ -40,16 +40,17 @@ class RunModels:
         self._config, self.algorithm, self._never_sampled = config, algorithm, never_sampled
         self.learner, self.critic, self.reference = learner, critic, reference
 
-    def begin(self) -> None:
-        """Begins RL with the policy as it is. Raises what `first_reference` raises."""
-        self._reset()
+    def begin(self, steps: int) -> None:
+        """Begins RL of `steps` training steps with the policy as it is. Raises what `first_reference` raises."""
+        self._reset(steps)
         if self._config.algorithm.kl_coefficient:
             self.reference = first_reference(self._config, self.learner)
         if self.critic is not None:
-            self.critic.begin(self.learner.weights(), self._config.steps)
+            self.critic.begin(self.learner.weights(), steps)
 
-    def _reset(self) -> None:
-        self.learner.reset(self.algorithm.token_loss, never_sampled=self._never_sampled)
+    def _reset(self, steps: int) -> None:
+        updates = self._config.policy_updates(steps)
+        self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
         """Makes the policy its own reference, if the configuration says so for its version; returns True if it did."""
@@ -83,12 +84,12 @@ class RunModels:
         if self.critic is not None:
             self.critic.forget()
 
-    def load(self, arrays: dict[str, Any]) -> None:
-        """Takes over what the method `arrays` returned, and takes learner and critic out of the argument."""
-        self._reset()
+    def load(self, arrays: dict[str, Any], steps: int) -> None:
+        """Takes over what the method `arrays` returned, for `steps` training steps; learner and critic leave it."""
+        self._reset(steps)
         self.learner.load_state(arrays.pop("learner"))
         if self.critic is not None:
-            self.critic.restart(self._config.steps)
+            self.critic.restart(steps)
             self.critic.load_state(arrays.pop("critic"))
         self.reference = arrays.get("reference")
         if self.reference is not None and not self._config.algorithm.reference:

@@ -21,7 +21,7 @@ import math
 import numbers
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from sharding.door import ByName
 
@@ -111,7 +111,7 @@ class BuiltIn:
     def __post_init__(self) -> None:
         """Raises `ConfigError`, naming the parameter, unless each has the type and the bound of its declaration."""
         vars(self)["_counts"] = collections.defaultdict(float)
-        check_fields(cast(Any, self), f"{self.name}.")
+        check_fields(self, f"{self.name}.")
 
     def take_counts(self) -> dict[str, float]:
         """Returns the counts since the last call, by the names of metrics behind `rewards/`."""

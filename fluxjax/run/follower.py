@@ -75,7 +75,7 @@ class Follower:
         """Has the parts of this process carry out one order of process 0; raises their errors."""
         match order:
             case Begin():
-                self._begin(order.phase)
+                self._begin(order)
             case Coming():
                 self._media.hear(itertools.chain.from_iterable(told for _, told in order.media))
                 self._coming.hear(order)
@@ -89,12 +89,12 @@ class Follower:
             case Save():
                 self._parts.checkpoints.write(order.step, self._models.arrays(), {})
             case Restore():
-                self._restore(order.step)
+                self._restore(order)
 
-    def _begin(self, phase: str) -> None:
+    def _begin(self, order: Begin) -> None:
         self._warm_start = None
-        if phase == "rl":
-            self._models.begin()
+        if order.phase == "rl":
+            self._models.begin(order.steps)
             return
         begin_warm_start(self._config, self._learner)
         sources = open_warm_start(self._config)
@@ -119,13 +119,13 @@ class Follower:
         here = (self._warm_start or self._prompts).again(draw for draw, told in media.items() if told is None)
         return elsewhere | {prepared.prompt.draw: prepared.inputs for prepared in here}
 
-    def _restore(self, step: int) -> None:
-        _, arrays, state = self._parts.checkpoints.restore(self._models.abstract(), step, self._models.forget)
-        self._models.load(arrays)
+    def _restore(self, order: Restore) -> None:
+        _, arrays, state = self._parts.checkpoints.restore(self._models.abstract(), order.step, self._models.forget)
+        self._models.load(arrays, order.steps)
         self._prompts.load_state_dict(state["source"])
         self._prompts.loader.check(state["source"].get("contents", {}))
         self._coming.forget()
-        self._parts.checkpoints.forget_after(step)
+        self._parts.checkpoints.forget_after(order.step)
 
 
 def follow(gang: Team, algorithm: object) -> None:

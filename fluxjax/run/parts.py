@@ -50,7 +50,7 @@ _Score = Callable[[Prompt, str], Awaitable[Reward]]
 def settled(
     config: Config, sizes: DecoderConfig, processor: Processor, gang: Team, note: Callable[[str], None] | None
 ) -> Config:
-    """Returns a copy of the configuration with `auto` and 0 settled for the devices of this process: the
+    """Returns a copy of the configuration that refuses changes, `auto` and 0 settled for this process's devices: the
     rematerialisation, by the pre-flight's memory check (`note` gets its progress; None: no check), and the number of
     engines. Raises `ConfigError` if there are too few devices, or if the run does not fit into their memory."""
     config = copy.deepcopy(config)
@@ -58,6 +58,7 @@ def settled(
         config.sharding.remat = settled_remat(config, sizes, run_mesh(config), processor.media_token_ids, note)
     config.rollout.engines = engine_count(config, jax.local_devices(), gang.processes)
     config.validate_scheduling()  # now that the number of engines is settled
+    config.settle()
     return config
 
 

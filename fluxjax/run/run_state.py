@@ -37,9 +37,9 @@ class RunState:
         read_only: bool = False,
     ) -> None:
         """`policy` makes the scheduling policy of a user; None: that of the configuration. The summary's total counts
-        from `began` on, on `time.monotonic`."""
+        from `began` on, on `time.monotonic`. `asked` has the run's steps and intervals; `fit` replaces it."""
         self._parts, self._gang, self._policy, self._read_only = parts, gang, policy, read_only
-        self.prompts, self._rewards, self.summary = prompts, rewards, summary
+        self.asked, self.prompts, self._rewards, self.summary = parts.config, prompts, rewards, summary
         self.prepared: dict[int, PreparedPrompt] = {}  # prompts that a resumed coordinator still needs, by draw
         self.loaded: int | None = None  # the step from which the run goes on
         self.started = False  # whether the warm start is over
@@ -48,7 +48,9 @@ class RunState:
 
     def begin(self) -> None:
         """Begins with step 0."""
-        self.coordinator = make_coordinator(self._parts.config, self._policy)
+        asked = self.asked
+        every = {"evaluate_every": asked.evaluation.every, "checkpoint_every": asked.checkpoint.every}
+        self.coordinator = make_coordinator(self._parts.config, self._policy, steps=asked.steps, **every)
         self.replay = None
         if self._parts.config.replay.share:
             from ..learner.replay import ReplayBuffer
@@ -57,20 +59,19 @@ class RunState:
 
     # --- restoring -------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        """Loads the state that the run goes on from, if it resumes: that of `load`, or of the newest checkpoint. A
-        loaded state is loaded again, because `fit` may have changed steps, intervals and prompts."""
+    def resume(self) -> int | None:
+        """Loads the state that the run goes on from, if it resumes, and returns its step: that of `load`, or of the
+        newest checkpoint. A loaded state is loaded again, because `fit` may have changed its steps and prompts."""
         step = self._parts.checkpoints.undamaged() if self.loaded is None else self.loaded
-        if step is not None:
-            self.load(step)
+        return None if step is None else self.load(step)
 
     def load(self, step: int | None = None) -> int:
         """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`."""
         checkpoints, models = self._parts.checkpoints, self._parts.models
         step = checkpoints.chosen(step)
-        self._gang.tell(Restore(step))
+        self._gang.tell(Restore(step, self.asked.steps))
         step, arrays, state = checkpoints.restore(models.abstract(), step, models.forget)
-        models.load(arrays)
+        models.load(arrays, self.asked.steps)
         self.begin()
         self.prompts.load_state_dict(state["source"])
         if not self._read_only:

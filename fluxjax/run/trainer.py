@@ -57,7 +57,7 @@ class FluxTrainer:
         trainer = FluxTrainer(config)
         result = trainer.fit()
 
-    Everything it builds is open to inspection: `config` (with `auto` settled), `model`, `processor`, `learner`
+    Everything it builds is open to inspection: `config` (settled, and frozen), `model`, `processor`, `learner`
     (parameters on the mesh), `engine`, `coordinator`, `timeline`, `summary`. Raises `ConfigError` for settings that
     cannot work and `DataError` for data that cannot be read.
     """
@@ -205,12 +205,12 @@ class FluxTrainer:
         defaults of all arguments. The `source` of each of `prompts` must be one that the configuration names: its
         reward scores them."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
-        for config in (self.config, self._asked):  # copies of the caller's
-            config.steps = config.steps if num_steps is None else num_steps
-            config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
-            config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
-            config.validate()
-        own_callbacks = self.callbacks
+        asked = copy.deepcopy(self._asked)
+        asked.steps = asked.steps if num_steps is None else num_steps
+        asked.evaluation.every = asked.evaluation.every if eval_interval is None else eval_interval
+        asked.checkpoint.every = asked.checkpoint.every if checkpoint_interval is None else checkpoint_interval
+        asked.validate()
+        self._asked = self.state.asked = asked
         if prompts is not None:
             self.sources = given(prompts, self.config.data)
             self.state.prompts.close()
@@ -218,13 +218,12 @@ class FluxTrainer:
         if eval_prompts is not None:
             self.eval_sources, self._held_out = given(eval_prompts, self.config.data), None
         try:
-            self.callbacks = [*own_callbacks, *callbacks]
+            self._told = [*self.callbacks, *callbacks]
             with stop_on_signals(self.stop):
                 return run_async(self._fit())
         finally:  # the next `fit` goes on from the newest checkpoint
             self._runtime, self.state.loaded = None, None
             self._stopping = self.display.stopping = False
-            self.callbacks = own_callbacks
             self.state.prompts.close()  # no process outlives the run
             self._unlock()
 
@@ -288,58 +287,44 @@ class FluxTrainer:
     # --- the chapters of fit --------------------------------------------------------------------
 
     async def _fit(self) -> TrainingResult:
-        config, state, checkpoints = self.config, self.state, self.parts.checkpoints
-        state.resume()  # raises its errors before anything is written
-        resumed, summary = state.loaded, state.summary
+        self._open()
+        with self.display, contextlib.closing(self.metrics):
+            self.pool.start(self.display.note)
+            self.pixels.begin()
+            if self.state.loaded is None:
+                await self._warm_start()
+            finish = await self._reinforce()
+            if finish.complete:
+                await self._last_measurements()
+            result = self._write_results(finish)
+        self.tell(Callback.on_fit_end, result)
+        return result
+
+    def _open(self) -> None:
+        """Resumes the run if it has a checkpoint, and opens its records."""
+        state, checkpoints = self.state, self.parts.checkpoints
+        resumed = state.resume()  # raises its errors before anything is written
         changes = [] if resumed is None else run_folder.changes(self._asked, self.run_dir)
         run_folder.write(self._asked, self.run_dir)
         if resumed is None:
             state.begin()
         else:
             checkpoints.forget_after(resumed)
-        failed_before = len(checkpoints.failed)
-        with summary.stage("data"):
+        checkpoints.failed.clear()  # an earlier `fit` counted these
+        with self.summary.stage("data"):
             _ = self.held_out  # decoded now, not within the first evaluation
         shown = self.pool.servers, self.gang.statuses, self.pixels.preprocessors
         resume = None if resumed is None else {"rl": resumed, "eval": self.coordinator.evaluated_step}
-        self.metrics = MetricsLog(self.run_dir, config.report, *shown, resume=resume)
+        self.metrics = MetricsLog(self.run_dir, self.config.report, *shown, resume=resume)
         self.display.show(*shown)
         self.tell(Callback.on_fit_start)
-        with self.display, contextlib.closing(self.metrics):
-            self.display.note(opening(summary, self.sources, self.run_dir, resumed))
-            for line in (*(f"changed by this resume: {change}" for change in changes), *remarks(config)):
-                self.display.note(line)
-            self.pool.start(self.display.note)
-            self.pixels.begin()
-            if resumed is None:
-                await self._warm_start()
-            await self.pool.set_parallelism(config.parallelism.degree)  # the coordinator's first degree
-            await self._serve(self.weights())
-            finish = await self._reinforce()
-            summary.steps, summary.complete = finish.step, finish.complete
-            if finish.complete:
-                await self._last_measurements()
-            with summary.stage("checkpoint"):
-                checkpoints.wait()
-            summary.checkpoints_failed += len(checkpoints.failed) - failed_before
-            with summary.stage("report"):
-                export(self.model, self.processor, self.run_dir / "model")
-                export_adapters(config, self.parts.model, self.learner, self.run_dir / "adapter", self.gang)
-                write_pictures(self.run_dir, self.metrics.file, summary, self.timeline, self.pool, self.pixels)
-            state.count_total()
-            result = TrainingResult(summary, self.run_dir)
-            summary.write(self.run_dir)
-            self.display.note(closing(summary, finish.reason))
-            self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
-        self.tell(Callback.on_fit_end, result)
-        return result
-
-    async def _serve(self, weights: dict[str, Any]) -> None:
-        await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))
+        self.display.note(opening(self.summary, self.sources, self.run_dir, resumed))
+        for line in (*(f"changed by this resume: {change}" for change in changes), *remarks(self.config)):
+            self.display.note(line)
 
     def tell(self, hook: Callable[..., None], *event: object) -> None:
         """Calls `hook`, a method of `Callback`, on every callback, in the order in which they were given."""
-        for callback in self.callbacks:
+        for callback in self._told:
             getattr(callback, hook.__name__)(self, *event)
 
     async def _warm_start(self) -> None:
@@ -359,8 +344,8 @@ class FluxTrainer:
                     self.gang.stepped(self.learner.idle)
                     self.metrics.log("warm_start", step, metrics)
                     self.display.step(step, metrics, {})
-        self.gang.tell(Begin("rl"))
-        self.models.begin()
+        self.gang.tell(Begin("rl", self.state.asked.steps))
+        self.models.begin(self.state.asked.steps)
         if config.sharding.compile_ahead:  # RL has other programs: no shape is compiled for them yet
             composer.shapes.begin_anew()
         self.state.started = True
@@ -369,7 +354,10 @@ class FluxTrainer:
 
     async def _reinforce(self) -> Finish:
         config, state = self.config, self.state
-        self.display.phase("RL", config.steps, done=self.coordinator.step)
+        await self.pool.set_parallelism(config.parallelism.degree)  # the coordinator's first degree
+        weights = self.weights()
+        await on_all(self.engines, lambda engine: engine.update_weights(self.learner.version, weights))
+        self.display.phase("RL", state.asked.steps, done=self.coordinator.step)
         source = state.prompts
         if not self.gang.alone:
             from ..hosts.coming import ToldPrompts
@@ -415,6 +403,22 @@ class FluxTrainer:
             if self.vision is not None:
                 with contextlib.suppress(EvaluationGivenUp):
                     self.summary.blind = await self.held_out.accuracy(self.engine, limit, blind=True)
+
+    def _write_results(self, finish: Finish) -> TrainingResult:
+        config, summary, checkpoints = self.config, self.summary, self.parts.checkpoints
+        summary.steps, summary.complete = finish.step, finish.complete
+        with summary.stage("checkpoint"):
+            checkpoints.wait()
+        summary.checkpoints_failed += len(checkpoints.failed)
+        with summary.stage("report"):
+            export(self.model, self.processor, self.run_dir / "model")
+            export_adapters(config, self.parts.model, self.learner, self.run_dir / "adapter", self.gang)
+            write_pictures(self.run_dir, self.metrics.file, summary, self.timeline, self.pool, self.pixels)
+        self.state.count_total()
+        summary.write(self.run_dir)
+        self.display.note(closing(summary, finish.reason))
+        self.display.note(f"see {self.run_dir}/learning.png, timeline.png, summary.json and model/")
+        return TrainingResult(summary, self.run_dir)
 
     def _fetched(self, start: float, end: float, bytes: int) -> None:
         if self._runtime is not None:  # a warm start has no stages

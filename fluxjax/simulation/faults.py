@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..config import ConfigError
-from ..config.bounds import check_fields, not_negative, positive, within
+from ..config.bounds import Section, check_fields, not_negative, positive, within
 
 _CRASH, _DOWN, _SLOW, _SLOW_FOR, _REPLY, _DELAY, _SYNC, _REWARD = range(8)
 _MASK = (1 << 64) - 1
@@ -44,7 +44,7 @@ def generator(*names: int) -> np.random.Generator:
 
 
 @dataclasses.dataclass(slots=True)
-class FaultRates:
+class FaultRates(Section):
     """Rates of faults; by default none happen. Intervals and durations (s) are means of exponential distributions."""
 
     crash_every: float = not_negative(0.0)  # seconds between two crashes of an engine; 0: never

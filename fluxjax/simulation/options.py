@@ -10,7 +10,7 @@ import operator
 from typing import ClassVar
 
 from ..config import Config, ConfigError
-from ..config.bounds import check_fields, not_negative, positive, within
+from ..config.bounds import Section, check_fields, not_negative, positive, within
 from ..config.learning import MAX_DEGREE
 from .faults import FaultRates
 from .hardware import HARDWARE, LONGEST_PROMPT, TASKS, Hardware
@@ -34,7 +34,7 @@ class Rewards(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class SimulationConfig:
+class SimulationConfig(Section):
     model: Model = Model.QWEN_14B  # 7b, 14b or 32b: Qwen2.5
     gpus: int = positive(32)  # all GPUs of the cluster
     train_gpus: int = not_negative(0)  # GPUs for training alone; 0: engines and trainer share all GPUs, in turn
