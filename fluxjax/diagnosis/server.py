@@ -70,7 +70,7 @@ class ServerComparison:
     """Compares `options.server` with the trainer, which has the checkpoint folder `options.model`. Raises ValueError or
     OSError for a folder, a text or a file that can't be used."""
 
-    _trainer: Trainer  # loaded when the server has stated its dtype
+    _trainer: TrainerSide  # loaded when the server has stated its dtype
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder, self._tolerance, self._processor = options.model, options.tolerance, Processor.load(options.model)
@@ -95,7 +95,7 @@ class ServerComparison:
             names, exact = ("version", "model_path", "dtype", "weight_version"), info.get("dtype") == "float32"
             yield Finding("server", ", ".join(f"{name} {info.get(name)}" for name in names))
             self._tolerance = self._tolerance or (EXACT if exact else ROUGH)
-            self._trainer = Trainer(self._folder, "float32" if exact else "bfloat16")
+            self._trainer = TrainerSide(self._folder, "float32" if exact else "bfloat16")
             checks = {"token ids": self._tokens, "template": self._tokens, "weights": self._weights}
             checks |= dict.fromkeys(self._probes, self._log_probs)
             checks |= {f"{name} as files": self._log_probs for name, probe in self._probes.items() if probe.media}
@@ -259,7 +259,7 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         yield f"positions ({axes})", fault, dataclasses.replace(request, prompt=prompt)
 
 
-class Trainer:
+class TrainerSide:
     """A checkpoint as a training step computes it in `dtype`, on one device."""
 
     def __init__(self, folder: str, dtype: str) -> None:
