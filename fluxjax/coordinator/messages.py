@@ -1,7 +1,7 @@
 """The messages that the coordinator hears (events) and says (instructions), as frozen data, and their `Handlers`.
 
 To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
-`Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
+`Coordinator`, `Runtime`, `Cluster` and the tests' `Books` then refuse to be imported until each handles it.
 """
 
 import dataclasses

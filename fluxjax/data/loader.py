@@ -124,7 +124,7 @@ class Mixture(TypedDict):
 
 class PromptLoader:
     """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
-    has each of its records once. Raises `DataError` for weights that name no source or are not positive."""
+    has each of its records once. Raises `DataError` for weights of other sources, and for weights not above 0."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:
