@@ -103,7 +103,7 @@ class RunModels:
 
 def first_reference(config: Config, learner: Learner) -> Params:
     """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
-    Raises `ConfigError` for a checkpoint of another model."""
+    Raises `ConfigError` for a checkpoint that can't be read, or of another model."""
     if not config.algorithm.reference:
         return learner.params
     try:

@@ -32,7 +32,7 @@ class MathAnswer(BuiltIn):
     r"""Gives 1 if the answer in the text equals the prompt's, else 0.
 
     The answer is the last text that `<answer>` tags, `\boxed{}` or "the answer is" mark; else the last number (with
-    `only_marked`, there is none). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
+    `only_marked`, nothing). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
     equals `(x+1)^2`. A unit may be missing, but not differ. A list without brackets is a set: its order doesn't count.
     Needs the extra `math`.
     """
@@ -63,7 +63,7 @@ class MathAnswer(BuiltIn):
         )
 
     async def score(self, completion: Completion) -> Reward:
-        """Scores a completion. Raises the errors of `WorkerPool.call` other than those that the answer causes: a
+        """Scores a completion. Raises the errors of `WorkerPool.acall` other than those that the answer causes: a
         comparison that takes too much time or memory, or fails."""
         given = explicit_answer(completion.text)
         if given is None and not self.only_marked:
@@ -201,7 +201,7 @@ class Notation(NamedTuple):
     plain: str  # the formula without the commands around words
     unit: str  # unit or modulus; empty: neither
     words: set[str]  # words of the formula
-    signs: list[str]  # dropped by math-verify: negations, derivatives, the bases of numbers
+    signs: list[str]  # dropped by math-verify: negations, derivatives, transposes, degrees, the bases of numbers
 
     @property
     def latex(self) -> str:
@@ -211,7 +211,7 @@ class Notation(NamedTuple):
 
 
 def notation(latex: str) -> Notation:
-    """Takes an answer apart."""
+    """Returns the parts of an answer."""
     text = latex.translate(_TRANSLATED)
     for pattern, new in _REWRITTEN:
         text = re.sub(pattern, new, text)

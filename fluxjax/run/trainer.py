@@ -205,7 +205,7 @@ class FluxTrainer:
         defaults of all arguments. The `source` of each of `prompts` must be one that the configuration names: its
         reward scores them."""
         self._lock = self._lock or run_folder.lock(self.run_dir)
-        for config in (self.config, self._asked):  # copies of the caller's
+        for config in (self.config, self._asked):  # copies of the caller's configuration
             config.steps = config.steps if num_steps is None else num_steps
             config.evaluation.every = config.evaluation.every if eval_interval is None else eval_interval
             config.checkpoint.every = config.checkpoint.every if checkpoint_interval is None else checkpoint_interval
@@ -248,7 +248,7 @@ class FluxTrainer:
     def save_checkpoint(self) -> None:
         """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
 
-        Raises `ResumeError` if it cannot be written, or before the first `fit`, when there is nothing to save;
+        Raises `ResumeError` if the state cannot be written, or before the first of these calls, when there is no state;
         within `fit` checkpoints are saved by `checkpoint.every`.
         """
         self.state.save_now()
@@ -402,8 +402,8 @@ class FluxTrainer:
         return await self._runtime.run()
 
     async def _evaluated(self, full: bool) -> dict[str, float]:
-        """Returns the held-out accuracy of the weights that the engine serves; over fewer prompts during the run than
-        at its start and end."""
+        """Returns the held-out accuracy of the weights that the engine serves; without `full`, over at most `_DURING`
+        prompts of a source."""
         samples = self.config.evaluation.samples
         with self.summary.stage("eval"):
             return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))

@@ -94,8 +94,8 @@ class Places:
     A place may take `lease_seconds` for a medium, and longer if others are before it. A place that is late is lost if
     nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. It
     is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at once if
-    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a lease.
-    `lock` guards the places by name, `seats`.
+    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at least four times a
+    lease. `lock` guards the places by name, `seats`.
     """
 
     def __init__(
