@@ -321,7 +321,7 @@ class Fsdp:
         return _put(batch, placed, local=True)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients): loss and tally summed over all devices, gradients laid out like the trained
+        """Returns (loss, tally, gradients): loss and tally of all devices together, gradients laid out like the trained
         weights of `params`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
