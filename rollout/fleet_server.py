@@ -327,8 +327,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Has the server answer. If there are doubts, it must also show its weights, since others may have restarted
-        it."""
+        """Has the server answer. If there are doubts, it must also show its weights, since somebody else may have
+        restarted it."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:

@@ -51,7 +51,7 @@ class SampleReply:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
-    preemptions: int = 0  # times that the sample lost its cache to others, if the server counts them
+    preemptions: int = 0  # times that the sample lost its cache to other samples, if the server counts them
 
 
 class ServerClient:

@@ -5,7 +5,7 @@ of the same sizes). Minimising KL(policy || teacher) of each token by policy gra
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
-in nats; `kl_coefficient` (default 1) multiplies it. The loss ignores rewards; they are only reported.
+in nats; `kl_coefficient` (default 1) multiplies A_t. The loss ignores rewards; they are only reported.
 """
 
 from collections.abc import Sequence

@@ -71,8 +71,8 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The training step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the step's,
-    for policies that steer by them."""
+    """The training step over the groups of `Train` is done; the trainer now holds `version`. The step's `metrics`
+    are for policies that steer by them."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -36,7 +36,7 @@ def open_sources(config: Config) -> dict[str, Source]:
 
 
 def open_held_out(config: Config) -> dict[str, Source]:
-    """Opens the held-out records of every source that has some; logs a warning for each source without any."""
+    """Opens the held-out records of every source that has an `eval_path` or is embedded; warns of other sources."""
     result: dict[str, Source] = {}
     for name, source in config.data.sources.items():
         if source.eval_path or not source.path:

@@ -56,7 +56,7 @@ class NearPixels:
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows are no longer expected, requested or not. Does not block."""
+        """Says that these rows, requested or not, are no longer expected. Does not block."""
         with self._changed:
             for ticket_rows in rows:
                 self._expected.pop(ticket_rows.ticket, None)

@@ -257,7 +257,7 @@ def _vp8(data: bytes) -> bool:
 
 def _vp9(data: bytes) -> bool:
     """Says whether a packet holds a key frame, and not the order to show an earlier frame."""
-    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these
+    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these bits
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 
 

@@ -1,6 +1,6 @@
 """A placement is a plan in the making. This file has its score, first blocks, the descent beneath them, the exchange.
 
-The descent places sequences from the largest groups down: some stay on all of a group, its halves share the others.
+The descent places sequences from the largest groups down: some stay on all of a group, its halves share the rest.
 A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
 such that the two halves can share the others within the compute and memory left. All sequences may always stay, so that
 a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
@@ -341,7 +341,7 @@ class Exchange:
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
         """Deals the sequences of two groups of `2 * half` devices anew. Returns whether traffic falls; None if no deal
-        was tried, because none could lower it."""
+        was tried, because no deal could lower traffic."""
         size = 2 * half
         firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]
