@@ -340,7 +340,7 @@ class Server:
     def _check_silence(self, excused: bool) -> None:
         """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples
         (first tokens may take long), else for 3 `patience` (it may read hundreds of requests before it counts them).
-        Time does not count while it is `excused`, or while samples wait there."""
+        Time does not count if `excused`, or while samples wait there."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))

@@ -2,7 +2,7 @@
 
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights; one device has nothing to gather.
+`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and one device has none to gather.
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
 A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather

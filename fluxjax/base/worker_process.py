@@ -103,7 +103,7 @@ def _end_when_closed(descriptor: int) -> None:
 
 
 def bound_memory(allowed: int) -> None:
-    """Bounds this process to its present memory plus `allowed` bytes, if it can; a crash leaves no core file.
+    """Bounds this process to its present memory plus `allowed` bytes, if the system can; a crash leaves no core file.
     When memory runs out, the system kills this process before the run."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -100,7 +100,7 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
     A group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens without the prompt (0: no
     limit): as few as first-fit-decreasing finds, nearly always one. If the longest response alone exceeds these
-    limits, its length is the limit of all pieces.
+    limits, its length is the limit of its group's pieces.
     """
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):

@@ -39,7 +39,7 @@ class MathAnswer(BuiltIn):
 
     name = kind = "math"
     counted = "compared", "timed_out", "gave_up"
-    # Two numbers, one or both with a decimal point, are equal if they differ by at most this share of the larger one,
+    # Numbers, one or both with a decimal point, are equal if they differ by at most this share of the larger number,
     # and by less than one unit of the last written place.
     tolerance: float = not_negative(1e-6)
     lenient: bool = False  # compares as math-verify does: 12 % is also 12, the set {1, 2} also the pair (1, 2)

@@ -126,7 +126,7 @@ def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
     """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory (`none`
-    if the memory is not known, else `layer` under odc).
+    if memory is not known or not checked, else `layer` under odc).
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
     compiled, except under odc; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's

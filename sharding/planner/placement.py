@@ -48,7 +48,7 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
     `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the spare part of
     these units. The largest sequence goes first, to the least loaded block. The pressure of a block is its excess over
     1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, until
-    it is at most `GOOD` or falls no more.
+    pressure is at most `GOOD` or falls no more.
     """
     if count == 1:
         return [0] * amounts.shape[1]
