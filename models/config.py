@@ -45,7 +45,8 @@ def _check_numbers(section: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `mrope_section` counts frequencies a position axis (time, height, width) and sums to half
-    the rotated size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` the later fields."""
+    the rotated size; empty means one position axis. `linear` and `yarn` read `factor`; only `yarn` reads the fields
+    from `original_max_positions` to `truncate`."""
 
     theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
@@ -136,7 +137,7 @@ class PatchLayout:
     temporal_patch_size: int = 2  # frames
     spatial_merge_size: int = 2  # patches a side of a merge block
     window_size: int = 112  # pixels; 0: no windows
-    tokens_per_second: float | int = 4  # ticks of the rotary time axis
+    tokens_per_second: float | int = 4  # ticks of the rotary time axis in a second
 
     @classmethod
     def of(cls, vision: VisionConfig) -> PatchLayout:
@@ -145,7 +146,7 @@ class PatchLayout:
     @property
     def timed(self) -> bool:
         """Says whether each frame pair of a video has its own place in the text, behind its time in seconds, as in
-        models whose tower has no windows (Qwen3-VL); in others, a video is one run of features."""
+        models whose tower has no windows (Qwen3-VL); in other models, a video is one run of features."""
         return self.window_size == 0
 
     @property
@@ -217,7 +218,7 @@ class DeepVisionConfig(VisionConfig):
 
     patch_size: int = 16
     window_size: int = 0
-    full_attention_layers: tuple[int, ...] = ()  # all layers are such layers
+    full_attention_layers: tuple[int, ...] = ()  # not read: all layers have full attention
     position_grid: int = 48  # rows, and columns, of the learned grid
     deepstack_layers: tuple[int, ...] = ()
 

@@ -105,7 +105,7 @@ def _theta(config: JsonObject, rope: JsonObject, default: float) -> float:
 
 
 def _rope_fields(config: JsonObject) -> list[str]:
-    """The fields of `config` that hold rotary settings; `rope_parameters` if no field does."""
+    """The fields of `config` that hold rotary settings; `rope_parameters` if there is no such field."""
     return [name for name in _ROPE_FIELDS if config.get(name)] or ["rope_parameters"]
 
 

@@ -327,8 +327,8 @@ class Server:
                               f"{self.process.last_words()}")  # fmt: skip
 
     async def _look(self) -> None:
-        """Has the server answer. If there are doubts, it must also show its weights, since others may have restarted
-        it."""
+        """Has the server answer. If there are doubts, it must also show its weights, since somebody else may have
+        restarted it."""
         doubts, holds, patience = self.doubts, self.holds, self._fleet.options.patience
         self.load = await self.client.load(patience)
         if doubts > self.cleared:
@@ -340,7 +340,7 @@ class Server:
     def _check_silence(self, excused: bool) -> None:
         """Raises ServerError if an attempt got no token for too long: for `start_seconds` if the server runs samples
         (first tokens may take long), else for 3 `patience` (it may read hundreds of requests before it counts them).
-        Time does not count while samples wait there."""
+        Time does not count if `excused`, or while samples wait there."""
         options = self._fleet.options
         most = options.start_seconds if self.load.get("running") else 3 * options.patience
         excused = excused or bool(self.load.get("waiting"))
@@ -356,7 +356,7 @@ class Server:
     # --- weights --------------------------------------------------------------------------------
 
     async def bring(self) -> None:
-        """Has the server follow the orders of its seat; a server that can't is lost."""
+        """Has the server follow the orders of its seat; a server that can't follow them is lost."""
         client, seat = self.client, self.seat
         try:
             await self._bring()

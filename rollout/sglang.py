@@ -25,7 +25,7 @@ CONNECT, CONTROL, UPDATE = 5.0, 30.0, 600.0  # seconds: to connect, for a short 
 OPENING = 16  # most requests whose head is not sent yet: our servers hang up on the oldest of 64 silent connections
 LEAST_LOGPROB = -1e30  # least log-prob of a token that can be sampled
 _ROWS_DROPPED = "drops the height and width rows of Qwen3.5's M-RoPE on CUDA (slime #2336, sglang #35345)"
-# By `model_type` of config.json: the first release of SGLang that serves the model, and the fault of earlier ones
+# By `model_type` of config.json: the first release of SGLang that serves the model, and the fault of earlier releases
 FIRST_RELEASES = {"qwen3_5": ((0, 5, 20), _ROWS_DROPPED), "qwen3_5_moe": ((0, 5, 20), _ROWS_DROPPED)}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -51,7 +51,7 @@ class SampleReply:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
-    preemptions: int = 0  # times that the sample lost its cache to others, if the server counts them
+    preemptions: int = 0  # times that the sample lost its cache to other samples, if the server counts them
 
 
 class ServerClient:
@@ -154,8 +154,8 @@ class ServerClient:
         return size
 
     async def check_release(self, model_type: str) -> None:
-        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly. If any release does, an
-        SGLang that states no release is refused, too."""
+        """Raises UnfitRelease for an SGLang that computes models of this `model_type` wrongly. If some release computes
+        them wrongly, also raises it for an SGLang that states no release."""
         if model_type not in FIRST_RELEASES:
             return
         first, fault = FIRST_RELEASES[model_type]

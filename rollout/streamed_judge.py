@@ -97,7 +97,7 @@ class StreamedJudge:
             async with self._busy:
                 if asked.answers is None:
                     await self._answer(list(self._waiting[alike]), start)
-                if asked.answers is None:  # the batch failed, perhaps by another call's fault: tries alone
+                if asked.answers is None:  # the batch failed, perhaps by another call's fault: this call tries alone
                     await self._answer([asked], start)
                 assert asked.answers is not None
                 return asked.answers

@@ -35,7 +35,7 @@ KeyValues: TypeAlias = tuple[Array, Array]  # keys and values of one layer, [B, 
 
 class StreamedPrograms:
     """The programs of one architecture. `outer` are the model's weights without its layers (and without a vision
-    tower). A `layer` is the weights of a resident layer, or the parts of a streamed one.
+    tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -148,7 +148,7 @@ class StreamedPrograms:
         return token_logprobs(hidden_BAD, model.head_weight(self.walk), tokens_BA)[0]
 
     def _likeliest(self, outer: Params, x: Float[Array, "B T D"], last_B: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The most probable token behind a column of each row; the first of equally probable ones."""
+        """The most probable token behind a column of each row; the first of equally probable tokens."""
         model = models.merge(self._outer, outer)
         hidden_BD = model.final_norm(self.walk, jnp.take_along_axis(x, last_B[:, None, None], axis=1))[:, 0]
         head_VD = model.head_weight(self.walk)

@@ -111,8 +111,8 @@ class Link:
 
 def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tuple[Number, Number]:
     """Returns (sent, flying) of both all-to-alls of an attention over `tokens` tokens: the bytes that a device sends to
-    the others of its group, and the bytes that all devices of the group send to each other. In a group wider than a
-    node, `sent` counts bytes to other nodes only: transfers within the node are faster and run meanwhile."""
+    the other devices of its group, and the bytes that all devices of the group send to each other. In a group wider
+    than a node, `sent` counts bytes to other nodes only: transfers within the node are faster and run meanwhile."""
     total = model.wire_bytes(degree) * tokens
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree

@@ -2,7 +2,7 @@
 
 A strategy decides where weights come from and what the backward pass keeps while a stack of layers is walked. A
 model never asks on how many devices it runs. It calls `walk.use(module)` before it reads a module's weights and
-`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and a single device need not.
+`walk.scan(...)` over its `Stack` of layers; in these calls FSDP gathers weights, and one device has none to gather.
 
 Under fully sharded data parallelism (`Fsdp`), every device holds a slice of every weight and computes its own rows.
 A layer's weights are gathered when the walk reaches the layer, and dropped after it. The transpose of the gather
@@ -112,7 +112,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The single-device walk, and the base of all others.
+    """The single-device walk, and the base of all other walks.
 
     `gather(spec, local)` turns the local shard of an (unstacked) weight into the complete weight, in the compute dtype.
     `remat` says what the backward pass computes again of each layer (`REMAT`). With `none` it computes nothing again,
@@ -196,7 +196,7 @@ class Walk:
         if self.remat == "none" and self.gather is None and entries is None:
             return body
         policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
-        # XLA must not merge values that are computed again with the first ones; within a loop it can't.
+        # XLA must not merge values that are computed again with those of the forward pass; within a loop it can't.
         return jax.checkpoint(body, prevent_cse=written_out, policy=policy)
 
     def loop(
@@ -321,7 +321,7 @@ class Fsdp:
         return _put(batch, placed, local=True)
 
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
-        """Returns (loss, tally, gradients): loss and tally summed over all devices, gradients laid out like the trained
+        """Returns (loss, tally, gradients): loss and tally of all devices together, gradients laid out like the trained
         weights of `params`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:

@@ -5,7 +5,7 @@ of the same sizes). Minimising KL(policy || teacher) of each token by policy gra
 
     A_t = log teacher(o_t) - log policy(o_t),     loss -w min(r A_t, clip(r) A_t)
 
-in `kl_coefficient` (1) nats. The loss ignores rewards; they are only reported.
+in nats; `kl_coefficient` (default 1) multiplies A_t. The loss ignores rewards; they are only reported.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Distillation(RLAlgorithm):
     def token_loss(
         self, logprobs_BT: TokenValues, entropies_BT: TokenValues, batch: TrainBatch, cfg: AlgorithmConfig
     ) -> LossAndMetrics:
-        """Returns the loss in the head of this file. Metrics: `ratio`, `clip_fraction`, `teacher_kl`, which is the
-        estimate k1 of KL(policy || teacher) in nats."""
+        """Returns the loss in the head of this file. Metrics: those of `clipped_loss`, and `teacher_kl`, the estimate
+        k1 of KL(policy || teacher) in nats."""
         trained_BT = batch.loss_weights_BT != 0.0
         behind_BT = masked(batch.reference_logprobs_BT - proximal(logprobs_BT, batch), trained_BT)
         advantages_BT = cfg.kl_coefficient * batch.advantages_BT * behind_BT

@@ -45,7 +45,7 @@ TALLIED = (*_SUMS, "staleness/lag_max")
 
 
 def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> np.ndarray:
-    """Returns the loss weight of each token of response `i` of a step, so that the step's loss is a weighted sum.
+    """Returns, for each response `i` of a step, the loss weight of its tokens: the step's loss is a weighted sum.
 
     `lengths` are the numbers of tokens of all responses of the *entire* step. With N responses of lengths |o_i|:
 
@@ -62,8 +62,8 @@ def response_weights(lengths: np.ndarray, aggregation: LossAggregation, max_new_
 
 
 def normaliser(lengths: np.ndarray, aggregation: LossAggregation, max_new_tokens: int) -> int:
-    """Returns the factor of `response_weights`' divisor that is common to all responses: tokens of the step, or
-    responses. The factor of a step is the sum of its parts' factors; 0 if there is nothing to train on."""
+    """Returns the factor of `response_weights`' divisor that is common to all responses: tokens of the step, responses
+    that are not empty, or `N max_new_tokens`. A step's factor is the sum of its parts' factors; 0: nothing to train."""
     lengths = np.asarray(lengths, np.int64)
     if aggregation is LossAggregation.TOKEN_MEAN:
         return int(lengths.sum())
@@ -131,8 +131,8 @@ def regularised(
     cfg: AlgorithmConfig,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"]]]:
     """Returns `loss - entropy_coefficient * entropy + kl_coefficient * KL(policy || reference)` for tokens that are
-    trained on, else 0. The loss has no KL term if the reward has it. It adds the metric `reference_kl`, the estimated
-    KL in nats, if there is a KL coefficient."""
+    trained on, else 0. The loss has no KL term if the reward has it. Adds the metric `reference_kl`, the estimated KL
+    in nats, if there is a KL coefficient."""
     trained_BT = batch.loss_weights_BT != 0.0
     loss_BT = masked(loss_BT, trained_BT)
     if cfg.entropy_coefficient > 0.0:

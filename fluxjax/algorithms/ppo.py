@@ -77,7 +77,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: flo
 
 
 def terminal_rewards(outcomes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the rewards of tokens: a response's outcome at its last token, 0 at the others."""
+    """Returns the rewards of tokens: a response's outcome at its last token, 0 at its other tokens."""
     lengths = np.asarray(lengths, np.int64)
     rewards = np.zeros(int(lengths.sum()))
     ends = np.cumsum(lengths)[lengths > 0]

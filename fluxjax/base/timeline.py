@@ -20,9 +20,9 @@ _activities: list[str | Callable[[], str]] = []
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Time in which one lane was busy. `name` is the stage (compile, data, rollout, reward, train, sync, eval,
-    checkpoint), `lane` names the worker, such as an engine. `start` and `end` are seconds on the timeline's clock;
-    `step` counts from 1."""
+    """Time in which one lane was busy. `name` is a stage (data, rollout, reward, train, sync, eval, checkpoint) or
+    other work, such as `compile`; `lane` names the worker, such as an engine. `start` and `end` are seconds on the
+    timeline's clock; `step` counts from 1, and is 0 for work of no step."""
 
     name: str
     lane: str

@@ -26,7 +26,7 @@ import numpy as np
 from .errors import said
 from .process_channel import Channel, WithArrays
 
-GRACE = 10.0  # seconds past a job's bound after which the system ends the job, if the run has not
+GRACE = 10.0  # seconds past a job's bound after which the system ends this process, if the run has not ended it
 FIRST_VICTIM = "500"  # 1000 at most: when memory runs out, the system kills this process before the run
 
 

@@ -201,8 +201,8 @@ def _onto_rows(line: dict[str, np.ndarray], layout: SizedLayout, devices: range)
 
 
 def _on(layout: SizedLayout, devices: range, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the places of `cells` in the rows of these devices, whether each cell is in these rows, and their
-    size."""
+    """Returns the places of `cells` in the rows of these devices, whether each cell is in these rows, and the number of
+    the cells of these rows."""
     at, size = cells - devices.start * layout.columns, len(devices) * layout.columns
     return at, (at >= 0) & (at < size), size
 

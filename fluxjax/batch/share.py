@@ -101,8 +101,8 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
     """Returns the pieces, each computed as one sequence: groups with `share_prompts`, else responses.
 
     A group is cut into pieces of at most `longest` tokens, and of at most `responses` tokens without the prompt (0: no
-    limit): as few as first-fit-decreasing finds, nearly always one. A response that exceeds these limits alone, with
-    its prompt, is still a piece.
+    limit): as few as first-fit-decreasing finds, nearly always one. If the longest response alone exceeds these
+    limits, its length is the limit of its group's pieces.
     """
     pieces: list[Piece] = []
     for number, (_, prompt, sizes, patches) in enumerate(items):

@@ -400,7 +400,7 @@ class Config(Section):
             )
 
     def validate_scheduling(self) -> None:
-        """Raises `ConfigError` for a policy, and settings that it reads, that cannot work together."""
+        """Raises `ConfigError` for settings of the scheduling that cannot work together."""
         parallelism, policy = self.parallelism, self.policy
         engines = self.rollout.engines  # 0: the number is not settled yet
         if parallelism.degree < parallelism.min_degree:

@@ -6,7 +6,8 @@ section 4.4, which projects KV-cache use by the prediction. The model of ln(toke
     weights[source] . features(i) + effect(i) + noise(j),
 
 with weights by ridge regression (`Level`); each source's weights are shrunk towards the weights of all sources. A
-prompt's effect is shrunk less if more of its responses were observed; both variances are estimated for each source.
+prompt's effect is shrunk less if more of its responses were observed; the variances of effect and noise are estimated
+for each source.
 `expected_tokens` conditions the prediction on the tokens that a running response already has.
 """
 
@@ -26,7 +27,7 @@ WORDS = 32  # hashed words: prompts that share words are similar, and so are the
 _WORD = re.compile(r"[^\W\d_]+")
 _DIGIT = re.compile(r"\d")
 _MARK = re.compile(r"[\\^_={}()\[\]+*/<>$|-]")
-_SOLVE_EVERY = 32  # responses between two solutions; more after thousands of responses
+_SOLVE_EVERY = 32  # responses between two solutions; fewer at first, more after thousands of responses
 # The number of later responses after which a response has lost most of its weight: the model follows the policy.
 _MEMORY = 16_384
 _TYPICAL = math.log(256)  # tokens, before any observation
@@ -36,8 +37,8 @@ _SMALLEST = 1e-4  # variance of ln(length): lengths that follow from the prompt 
 
 
 def features(prompt: Prompt) -> np.ndarray:
-    """Returns f64[FEATURES], roughly in [-2, 2]: an intercept, the logs of text length, words, digits and formula
-    marks, counts of images and videos, then hashed words."""
+    """Returns f64[FEATURES], roughly in [-2, 2]: an intercept; the logs of text length, words, digits and formula
+    marks; the share of digits and marks; the logs of images and videos; then hashed words."""
     text = prompt.text
     words = _WORD.findall(text.lower())
     digits, marks = len(_DIGIT.findall(text)), len(_MARK.findall(text))
@@ -101,8 +102,8 @@ class Level:
     def learn(self, x: np.ndarray, y: float, weight: float, within: float | None, residual: float) -> None:
         """Enters a response with its squared deviation `within` its group (None: it is the group's first) and its
         squared residual from the regression."""
-        # Only a group's first response counts: the regression knows the group when the others arrive, so their
-        # residuals are too small.
+        # Only the residual of a group's first response counts: the regression knows the group when later responses
+        # arrive, so their residuals are too small.
         if within is None:
             self.sums[2] += residual
             self.sums[3] += 1
@@ -116,7 +117,7 @@ class Level:
             self._settle()
 
     def _settle(self) -> None:
-        """Estimates variances and weights again, shrunk towards the parent's."""
+        """Estimates variances and weights again, shrunk towards the parent's, or without a parent towards the prior."""
         parent, (squares, pairs, residuals, groups) = self._parent, self.sums
         within, between = (parent.within, parent.between) if parent else (_VARIANCE, _VARIANCE)
         total = (_STRENGTH * (within + between) + residuals) / (_STRENGTH + groups)
@@ -174,7 +175,8 @@ def log_tail(z: float) -> float:
 
 
 def expected_tokens(mu: float, sigma: float, running: int = 0, limit: int = 0) -> float:
-    """Returns the expectation of the length min(L, limit) given L > running; if `limit` is 0, there is no limit."""
+    """Returns E[min(L, limit) | L > running] for ln L normal with mean `mu` and standard deviation `sigma`; if `limit`
+    is 0, there is no limit."""
     if limit and running >= limit:
         return float(running)
     start, end = _standard(mu, sigma, running), _standard(mu, sigma, limit) if limit else math.inf
@@ -294,7 +296,7 @@ class LengthPredictor:
         return _posterior(level, fixed, variance, known.at(prompt.draw) if known else _SeenResponses(prompt.draw))
 
     def observe(self, prompt: Prompt, length: int, finished: bool = True, sample: int = 0) -> None:
-        """Enters response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped early (a
+        """Notes response number `sample` of a draw, with `length` tokens. If not `finished`, it was stopped early (a
         censored observation: it would have been longer). A response that fills `limit` counts as unfinished, too."""
         if length < 0:
             raise ValueError(f"prompt {prompt.source}/{prompt.id}: a response of {length} tokens")
@@ -344,7 +346,7 @@ class LengthPredictor:
         return x, fixed + level.shift, variance
 
     def state_dict(self) -> State:
-        """Omits the features, which are computed again when they are needed."""
+        """Returns the state without the features, which are computed again when they are needed."""
         self._enter_observed()
         return {
             "pooled": self._pooled.state_dict(),

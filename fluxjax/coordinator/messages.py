@@ -1,7 +1,7 @@
 """The messages that the coordinator hears (events) and says (instructions), as frozen data, and their `Handlers`.
 
 To add a message, write its class here and, for an instruction that an event answers, a line in `ANSWERS`.
-`Coordinator`, `Runtime`, `Cluster` and `Books` then refuse to be imported until each handles it.
+`Coordinator`, `Runtime`, `Cluster` and the tests' `Books` then refuse to be imported until each handles it.
 """
 
 import dataclasses
@@ -71,8 +71,8 @@ class RewardReady(Event):
 
 
 class Trained(Event):
-    """The training step over the groups of `Train` is done; the trainer now holds `version`. `metrics` are the step's,
-    for policies that steer by them."""
+    """The training step over the groups of `Train` is done; the trainer now holds `version`. The step's `metrics`
+    are for policies that steer by them."""
 
     version: int
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)

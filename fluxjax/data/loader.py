@@ -36,7 +36,7 @@ def open_sources(config: Config) -> dict[str, Source]:
 
 
 def open_held_out(config: Config) -> dict[str, Source]:
-    """Opens the held-out records of every source that has some; logs a warning for each source without any."""
+    """Opens the held-out records of every source that has an `eval_path` or is embedded; warns of other sources."""
     result: dict[str, Source] = {}
     for name, source in config.data.sources.items():
         if source.eval_path or not source.path:
@@ -124,7 +124,7 @@ class Mixture(TypedDict):
 
 class PromptLoader:
     """Draws prompts from several sources in proportion to their weights: `order[n]` is draw `n`. An epoch of a source
-    has each of its records once. Raises `DataError` for weights that name no source or are not positive."""
+    has each of its records once. Raises `DataError` for weights of other sources, and for weights not above 0."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seed: int) -> None:
         if not sources:

@@ -19,7 +19,7 @@ from models.shadow import Rows
 from .tickets import ByteStore, normalised
 
 log = logging.getLogger("fluxjax.data")
-QUESTION_BYTES = 8 << 20  # bytes fetched ahead by one question: their patches arrive together
+QUESTION_BYTES = 8 << 20  # bytes at which one question asks for no more patches: all its patches arrive together
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +56,7 @@ class NearPixels:
             self._changed.notify_all()
 
     def pass_by(self, rows: Sequence[Rows]) -> None:
-        """Says that these rows are no longer expected, requested or not. Does not block."""
+        """Says that these rows, requested or not, are no longer expected. Does not block."""
         with self._changed:
             for ticket_rows in rows:
                 self._expected.pop(ticket_rows.ticket, None)
@@ -94,7 +94,7 @@ class NearPixels:
 
     def _here(self, rows: Rows) -> np.ndarray | None:
         """Returns cached patches, joined from several pieces if need be; waits for pieces that are being fetched. None
-        if some rows are neither cached nor being fetched."""
+        if there are no rows, or some rows are neither cached nor being fetched."""
         self._expected.pop(rows.ticket, None)
         pieces: list[np.ndarray] = []
         start = rows.start

@@ -1,7 +1,8 @@
 """Parquet files as the Hugging Face hub has them: text columns beside lists of embedded images.
 
 Rows are read when they are drawn, a row group at a time; the last few row groups stay in memory. Media are named by
-their cells, their bytes are not read. Only the id column is read at the start, to refuse duplicates.
+their cells; their bytes are not kept. At the start, only the ids are read, to refuse duplicates, and the first rows of
+unused columns, to find media there.
 """
 
 import bisect
@@ -189,7 +190,7 @@ def chosen_files(path: str, held_out: bool = False) -> list[str]:
     """Returns the parquet files of a folder, or of a pattern of names, in the order of their names. If a folder has
     several splits, only files of the training split are returned, or with `held_out` of the other split.
 
-    Raises `DataError` if the choice is not clear, and OSError.
+    Raises `DataError` if there are no files or the choice is not clear, and OSError.
     """
     if "*" in posixpath.basename(path) and not is_folder(path):
         if not (names := matching(parent(path), posixpath.basename(path))):

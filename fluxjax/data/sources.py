@@ -107,7 +107,7 @@ def answer_text(value: object) -> str | None:
 
 def tell_unused(fields: Mapping[str, Sequence[object]], source: str, any_used: bool, where: str) -> None:
     """Warns of unused fields whose values look like media. Raises `DataError` if such a field holds more than file
-    names, and no media are used (`any_used`)."""
+    names, and no media are used (not `any_used`)."""
     for name, values in fields.items():
         if any(map(_is_media, values)):
             fix = f"data.sources.{source}.columns.images or .videos"
@@ -200,7 +200,7 @@ class Source(Protocol):
 
 
 class PromptList:
-    """A source whose prompts are in memory, and the records that cannot be used."""
+    """A source whose prompts are in memory, with a `RecordError` in the place of a record that cannot be used."""
 
     def __init__(self, prompts: Sequence[Prompt | RecordError]) -> None:
         self.prompts = prompts

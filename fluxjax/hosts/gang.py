@@ -149,7 +149,7 @@ class Gang(Team):
 
     def orders(self) -> Iterator[Order]:
         """Yields the orders of process 0 to this process, up to `End`. Raises LinkError if a process fails, OrderError
-        for bytes that are no order."""
+        for anything but an order."""
         order: Order | None = None
         while not isinstance(order, End):
             with self.watch.waiting():
@@ -203,8 +203,8 @@ class Gang(Team):
                 self._heard.append(heard)
 
     def stepped(self, idle: float | None = None) -> None:
-        """See `Team.stepped`. Every other process sends its status of the step to process 0, which reads statuses while
-        it waits in `agree` and `whole`."""
+        """See `Team.stepped`. Every other process sends its status of the step to process 0, which reads statuses in
+        `agree`, `decided` and `whole`."""
         if self._stepped == self._number:
             return
         self._stepped, self._stepped_at = self._number, time.perf_counter()

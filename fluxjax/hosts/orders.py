@@ -291,7 +291,7 @@ def _sizes(tokens: int, runs: Sequence[Sequence[int]], frames: Sequence[int], le
 
 
 def told_media(inputs: PromptInput, place_of: PlaceOf) -> list[list[Any]] | None:
-    """Returns [ticket, place] of each medium of a prompt, in order; None if this process has the pixels."""
+    """Returns [ticket, place] of each medium of a prompt, in order; None if no media store holds its pixels."""
     patches = inputs.patches_PX
     if not isinstance(patches, ShadowTensor):
         return None

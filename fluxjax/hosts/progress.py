@@ -20,7 +20,7 @@ _BEGUN, _ENDED = "progress/compiles", "progress/compiled"  # topics of `Links`
 
 class Progress:
     """Ends all processes if this process is at the same piece of work for `limit` seconds (in process 0, `HEAD_START`
-    seconds more). Seconds in which any process compiles do not count: processes tell each other when they compile."""
+    seconds more). A compilation in any process restarts the clock: processes tell each other of long compilations."""
 
     def __init__(self, links: Links, limit: float) -> None:
         self._links, self._limit = links, limit + (0.0 if links.process else HEAD_START)

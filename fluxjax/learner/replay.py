@@ -45,7 +45,7 @@ class ReplayBuffer:
     def choose(self, fresh: int, version: int) -> tuple[list[Group], dict[int, PreparedPrompt]]:
         """Returns the groups to replay in a step that trains weights of this version on `fresh` fresh groups, in the
         order of their draws, and their prompts by draw. Each of them counts as replayed once more; groups that are too
-        old are removed."""
+        old, or were replayed before, are removed."""
         self._let_go(version)
         wanted = int(fresh * self._config.share / (1.0 - self._config.share) + 1e-9)
         chosen = sorted(self._kept.values(), key=lambda kept: (-kept.born, -kept.group.prompt.draw))[:wanted]

@@ -53,7 +53,7 @@ class RunModels:
         self.learner.reset(self.algorithm.token_loss, steps=updates, never_sampled=self._never_sampled)
 
     def renew_reference(self) -> bool:
-        """Makes the policy its own reference, if the configuration says so for its version; returns True if it did."""
+        """Makes the policy its own reference, if the configuration says so for its version; says whether it does."""
         renewed = self._config.algorithm.renews_reference(self.learner.version)
         if renewed:
             self.reference = self.learner.params
@@ -77,8 +77,8 @@ class RunModels:
         return arrays
 
     def forget(self) -> None:
-        """Frees the present arrays, so that no device holds them beside those of `load`, unless an engine serves
-        them."""
+        """Frees the present arrays, except frozen weights and arrays that an engine serves, so that no device holds
+        them beside the arrays of `load`."""
         self.reference = None
         self.learner.forget()
         if self.critic is not None:
@@ -104,7 +104,7 @@ class RunModels:
 
 def first_reference(config: Config, learner: Learner) -> Params:
     """Returns the frozen weights of the KL term as RL begins: the learner's own, or those of `algorithm.reference`.
-    Raises `ConfigError` for a checkpoint of another model."""
+    Raises `ConfigError` for a checkpoint that can't be read, or of another model."""
     if not config.algorithm.reference:
         return learner.params
     try:

@@ -1,7 +1,7 @@
 r"""The answer inside a response: in its tags, in its `\boxed{}`, behind "the answer is", or its last number.
 
-The functions take at most linear time, and read only the end of a long text: a response may be adversarial. Digits are
-ASCII digits.
+A response may be adversarial: the functions take at most linear time, except `matches` and `last_group`, whose patterns
+are the user's. Only the end of a long text is searched for an answer. Digits are ASCII digits.
 """
 
 import re

@@ -32,14 +32,14 @@ class MathAnswer(BuiltIn):
     r"""Gives 1 if the answer in the text equals the prompt's, else 0.
 
     The answer is the last text that `<answer>` tags, `\boxed{}` or "the answer is" mark; else the last number (with
-    `only_marked`, there is none). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
+    `only_marked`, nothing). It is compared as text, as a number, and at last by math-verify, for which `x^2+2x+1`
     equals `(x+1)^2`. A unit may be missing, but not differ. A list without brackets is a set: its order doesn't count.
     Needs the extra `math`.
     """
 
     name = kind = "math"
     counted = "compared", "timed_out", "gave_up"
-    # Two numbers, if either has a decimal point, are equal if they differ by at most this share of the larger number,
+    # Numbers, one or both with a decimal point, are equal if they differ by at most this share of the larger number,
     # and by less than one unit of the last written place.
     tolerance: float = not_negative(1e-6)
     lenient: bool = False  # compares as math-verify does: 12 % is also 12, the set {1, 2} also the pair (1, 2)
@@ -63,7 +63,7 @@ class MathAnswer(BuiltIn):
         )
 
     async def score(self, completion: Completion) -> Reward:
-        """Scores a completion. Raises the errors of `WorkerPool.call` other than those that the answer causes: a
+        """Scores a completion. Raises the errors of `WorkerPool.acall` other than those that the answer causes: a
         comparison that takes too much time or memory, or fails."""
         given = explicit_answer(completion.text)
         if given is None and not self.only_marked:
@@ -201,7 +201,7 @@ class Notation(NamedTuple):
     plain: str  # the formula without the commands around words
     unit: str  # unit or modulus; empty: neither
     words: set[str]  # words of the formula
-    signs: list[str]  # dropped by math-verify: negations, derivatives, the bases of numbers
+    signs: list[str]  # dropped by math-verify: negations, derivatives, transposes, degrees, the bases of numbers
 
     @property
     def latex(self) -> str:
@@ -211,7 +211,7 @@ class Notation(NamedTuple):
 
 
 def notation(latex: str) -> Notation:
-    """Takes an answer apart."""
+    """Returns the parts of an answer."""
     text = latex.translate(_TRANSLATED)
     for pattern, new in _REWRITTEN:
         text = re.sub(pattern, new, text)

@@ -54,7 +54,7 @@ def joined(settings: DistributedConfig, environment: Mapping[str, str]) -> Team:
 
 def main(config: Config) -> int:
     """Trains. Returns the exit status: 0 if the run is complete or was stopped on request, 2 for an error that the user
-    can mend. If one of several processes ends, all do; the status is `LOST` if another process is the reason. A second
+    can mend. If one of several processes ends, all end; the status is `LOST` if another process is the reason. A second
     Ctrl-C or SIGTERM, or one before `fit`, ends all processes at once, with status 128 + the signal's number."""
     use_compile_cache()
     links: Links | None = None

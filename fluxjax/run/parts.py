@@ -126,11 +126,12 @@ def assemble(
 def settled_remat(
     config: Config, model: DecoderConfig, mesh: Mesh, never_sampled: tuple[int, ...], progress: Callable[[str], None]
 ) -> Remat:
-    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory.
+    """Returns the rematerialisation to train with: as configured, or for `auto` the first that fits into memory (`none`
+    if memory is not known or not checked, else `layer` under odc).
 
     If a device's memory is known (on GPUs, or by `sharding.device_memory_gib`), the run's largest programs are
-    compiled; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's words, for a run that
-    needs more memory, and for `offload` on devices without host memory.
+    compiled, except under odc; a compilation cache keeps them for the run. Raises ConfigError, in the pre-flight's
+    words, for a run that needs more memory, and for `offload` on devices without host memory.
     """
     settings, room = config.sharding, _room(config)
     if settings.remat is Remat.OFFLOAD and not _has_host_memory():
@@ -298,7 +299,7 @@ class HeldOut:
 def held_out_prompts(
     sources: Mapping[str, Source], count: int, preparer: Preparer, count_skip: Callable[[str], None]
 ) -> dict[str, list[PreparedPrompt]]:
-    """Returns the first `count` usable prompts of each source. Raises DataError for a source that has none."""
+    """Returns the usable prompts among the first `count` rows of each source. Raises DataError if a source has none."""
     prompts = {}
     for name, source in sources.items():
         rows = range(min(count, len(source)))

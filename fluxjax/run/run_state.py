@@ -66,7 +66,8 @@ class RunState:
         return None if step is None else self.load(step)
 
     def load(self, step: int | None = None) -> int:
-        """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`."""
+        """Loads the checkpoint of a step, by default the newest; returns its step. Raises `ResumeError`, and
+        `DataError` if a source has changed."""
         checkpoints, models = self._parts.checkpoints, self._parts.models
         step = checkpoints.chosen(step)
         self._gang.tell(Restore(step, self.asked.steps))

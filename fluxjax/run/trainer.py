@@ -247,7 +247,7 @@ class FluxTrainer:
     def save_checkpoint(self) -> None:
         """Saves the state that `fit` or `load_checkpoint` left behind and waits for the disk.
 
-        Raises `ResumeError` if it cannot be written, or before the first `fit`, when there is nothing to save;
+        Raises `ResumeError` if the state cannot be written, or before the first of these calls, when there is no state;
         within `fit` checkpoints are saved by `checkpoint.every`.
         """
         self.state.save_now()
@@ -390,8 +390,8 @@ class FluxTrainer:
         return await self._runtime.run()
 
     async def _evaluated(self, full: bool) -> dict[str, float]:
-        """Returns the held-out accuracy of the weights that the engine serves; over fewer prompts during the run than
-        at its start and end."""
+        """Returns the held-out accuracy of the weights that the engine serves; without `full`, over at most `_DURING`
+        prompts of a source."""
         samples = self.config.evaluation.samples
         with self.summary.stage("eval"):
             return await self.held_out.accuracy(self.engine, samples if full else min(samples, _DURING))

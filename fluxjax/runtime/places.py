@@ -66,7 +66,7 @@ class PlaceSeat:
         self.changed = threading.Condition(lock)
         self.link: FlightPlace | None = None  # None: not connected
         self.reason = "it was not reached yet"  # why there is no connection
-        self.refused = ""  # why the place refuses this client, if it does
+        self.refused = ""  # the reason why the place refuses this client, or empty
         self.busy = self.asked = 0  # media and ranges that it is chosen for now, and in all
         self.counts: Counter[str] = Counter()  # looks, fetches, bytes, lost
         self.said = PlaceCounts()
@@ -91,11 +91,11 @@ class PlaceSeat:
 class Places:
     """The places at these addresses, HOST:PORT, by name (if `addresses` has no names, each address is a name).
 
-    A place may take `lease_seconds` for a medium, and longer if others are before it. A place that is late is lost if
+    A place may take `lease_seconds` for a medium, and longer if other media are before it. A late place is lost if
     nothing at all was heard of it for `lease_seconds`, statistics included; then `silent` is called with its name. It
     is used again when it answers again. DataError is raised if no place answers for `patience` seconds, and at once if
-    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and four times a lease.
-    `lock` guards the places by name, `seats`.
+    a place refuses this client. Each place is asked for its statistics every `stats_seconds`, and at least four times a
+    lease. `lock` guards the places by name, `seats`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Places:
         self._holders = Recent[tuple[PlaceSeat, FlightPlace]](_HELD)  # valid as long as the place has this connection
         self._history: collections.deque[Transition] = collections.deque(maxlen=_HISTORY)
         self._alone_since = time.monotonic()  # when the last connection was lost
-        self._failure = ""  # why all work has ended, if it has
+        self._failure = ""  # the reason why all work has ended, or empty
         self._closed = False
         named = addresses if isinstance(addresses, Mapping) else {address: address for address in addresses}
         for place, address in named.items():

@@ -45,7 +45,7 @@ class _Preprocessor(LocalProcess):
         self.begin([*self._words, f"--listen={self._listen}:{port}"], self._variables)
 
     def announced(self) -> str:
-        """Returns the address that the process has written to its log; empty if it has not yet."""
+        """Returns the address that the process has written to its log; empty if the log has none yet."""
         with self.log.open("rb") as log:
             log.seek(self._read)
             for line in log:
@@ -98,7 +98,7 @@ class Preprocessors:
         self._failure = ""
         self._complete = False  # all have listened
         self._closing = threading.Event()
-        # The system ends them with the thread that starts them.
+        # The system ends the preprocessors with the thread that starts them.
         self._thread = threading.Thread(target=self._run, name="preprocessors", daemon=True)
         self._thread.start()
         with self._changed:

@@ -119,7 +119,7 @@ class Batch:
 
     def horizon(self) -> int:
         """Returns the number of steps until a sample ends or the cache is full. At least one sample must run, and each
-        running sample have room for a token."""
+        running sample must have room for a token."""
         marks = self._marks
         while marks[0][2].mark != marks[0][0]:
             heapq.heappop(marks)

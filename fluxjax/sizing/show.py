@@ -12,7 +12,7 @@ from rich.table import Table
 from .account import GIB
 from .check import Verdict
 
-_KINDS = {  # in the order of bars and columns
+_KINDS = {  # in the order of the table's rows and of the parts of a bar
     "master weights": "#1f77b4",
     "moments": "#6baed6",
     "gradients": "#08519c",

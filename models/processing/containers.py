@@ -36,14 +36,14 @@ FORMATS = (
 )
 PICTURE_BRANDS = {"avif", "heic", "heix", "mif1"}  # brands of AVIF and HEIF, which FFmpeg reads as MP4
 NO_PROTOCOLS = ""  # a whitelist without any protocol: FFmpeg opens no file that another file names
-# Titles are not read and may be in any encoding. PyAV accepts any encoding from version 19 on, before with this option.
+# Titles are not read and may be in any encoding. Before version 19, PyAV needs this option.
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 BUFFER_BYTES = 1 << 18  # bytes of one read; every read takes the interpreter's lock
 CODED = 2  # coded pixels for each shown pixel, at most: codecs pad sides to multiples of a block
 
 SAYING_LENGTH = {"matroska", "flv", "ivf"}  # formats that declare their length correctly
 TOLERANCE = 0.01  # share of the declared length that may be missing
-REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage any of as many last frames
+REORDERED = 16  # most frames that a decoder holds back (H.264, HEVC): a cut may damage any of the last 16 frames
 TS_PACKET, TS_SYNC = 188, b"G"  # bytes of a transport stream's packet, and the byte that each packet begins with
 
 START = b"\0\0\1"  # start of a unit of a bytestream
@@ -226,7 +226,8 @@ class EntryPoints:
 
 
 def units(data: bytes, length_bytes: int) -> Iterator[bytes]:
-    """Yields the non-empty units of a packet. Before each unit stands its length, or a start code (0 bytes)."""
+    """Yields the non-empty units of a packet. Before each unit stands its length, or with `length_bytes` 0 a start
+    code."""
     if length_bytes:
         place = 0
         while place + length_bytes < len(data):
@@ -256,7 +257,7 @@ def _vp8(data: bytes) -> bool:
 
 def _vp9(data: bytes) -> bool:
     """Says whether a packet holds a key frame, and not the order to show an earlier frame."""
-    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these
+    head = data[0] << 1 if data[0] >> 4 == 0b1011 else data[0]  # profile 3 has one more bit before these bits
     return data[0] >> 6 == 0b10 and head >> 2 & 0b11 == 0
 
 

@@ -103,7 +103,7 @@ def resize_frame(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 def patchify(frames: np.ndarray, layout: PatchLayout) -> tuple[np.ndarray, Grid]:
     """Patches `[P, 3, temporal * patch ** 2]` (uint8) of frames `[frames, height, width, 3]`, and their grid.
 
-    The last frame is repeated until the temporal patch divides their number: an image becomes a frame pair.
+    The last frame is repeated until the temporal patch divides the number of frames: an image becomes a frame pair.
     Patches are bytes here, since floats would be four times the memory to move.
     """
     time, patch, merge = layout.temporal_patch_size, layout.patch_size, layout.spatial_merge_size
@@ -185,8 +185,8 @@ class Arrangement:
 
 
 def arrange(grid_thw: Sequence[Sequence[int]] | np.ndarray, layout: PatchLayout) -> Arrangement:
-    """`grid_thw` has a row (frame pairs, patch rows, patch columns) for each medium. Raises ValueError for a grid that
-    does not divide into merge blocks, and for windows smaller than a block."""
+    """The window order of media; `grid_thw` has a row (frame pairs, patch rows, patch columns) for each medium. Raises
+    ValueError for a grid that does not divide into merge blocks, and for windows smaller than a block."""
     merge = layout.spatial_merge_size
     window = layout.window_size // layout.patch_size // merge
     if layout.window_size and not window:

@@ -246,7 +246,7 @@ class Processor:
         messages.append({"role": "user", "content": content})
         rendered = render(self.chat_template, messages, **special)
         bos = special.get("bos_token")
-        # as in transformers: text tokenizers add no such tokens here; processors do, unless the template has added them
+        # as in transformers: models with vision get the tokens of both ends, unless the template has added them
         return self.encode(rendered, ends=self.vision and not (bos and rendered.startswith(bos)))
 
     def _check_marks(self, text: str, media: Sequence[tuple[str, Source]]) -> None:

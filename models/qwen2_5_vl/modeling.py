@@ -44,7 +44,7 @@ class PatchEmbed(nnx.Module):
 
 class VisionBlock(nnx.Module):
     """Pre-norm attention and MLP, all with biases. `q`, `k`, `v` are one weight (`C`). `plain` blocks have layer norms
-    and an MLP without gate, others RMS norms and a gated MLP."""
+    and an MLP without gate, other blocks have RMS norms and a gated MLP."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, stack: int | None = None, *, plain: bool = False) -> None:
         D, F, N, H = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
@@ -71,10 +71,10 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Joins each `merge_unit` neighbouring patches (one group of the window order) into one text-width feature."""
+    """Joins each `merge_unit` neighbouring patches (one merge block) into one text-width feature."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, norm: RMSNorm | LayerNorm) -> None:
-        """`norm` is over one patch, or over all patches of a group."""
+        """`norm` is over one patch, or over all patches of a merge block."""
         inner = config.hidden_size * config.merge_unit
         init = Normal(config.initializer_range)
         self.width = inner
@@ -154,7 +154,7 @@ class Qwen25VL(Decoder):
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
         """(token embeddings, features that layers add). If a token's `feature_index_BT` is not negative, the first
-        numbers of that row of the features, as many as an embedding has, replace it. Layers add the others.
+        numbers of that row of the features, as many as an embedding has, replace its embedding. Layers add the rest.
 
         Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.

@@ -21,7 +21,7 @@ class ChunkStart(enum.IntEnum):
     """The state with which a chunk begins."""
 
     NEW = 0  # zero
-    NEXT = 1  # the state after the chunk before; the first chunk of a row: the given state
+    NEXT = 1  # the state after the chunk before; in the first chunk of a row, the given state
     FORK = 2  # as NEXT, and this state is kept for the prompt's other branches
     BRANCH = 3  # the kept state
 
@@ -29,7 +29,7 @@ class ChunkStart(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRuns:
-    """The chunks of each row: `N` chunks of `C` cells, each a token or nothing, a row (all i32).
+    """The chunks of each row: `N` chunks of `C` cells a row, each cell a token or nothing (all i32).
 
     `columns_BNC` is the column of each cell's token, -1 for nothing; `cells_BT` is the inverse, the cell (`n * C + c`)
     of each token, -1 for padding. `start_BN` has the `ChunkStart` of each chunk. `before_BN3` has the columns of the

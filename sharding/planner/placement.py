@@ -1,6 +1,6 @@
 """A placement is a plan in the making. This file has its score, first blocks, the descent beneath them, the exchange.
 
-The descent places sequences from the largest groups down: some stay on all of a group, its halves share the others.
+The descent places sequences from the largest groups down: some stay on all of a group, its halves share the rest.
 A group of `s` devices has some compute and memory left on each device. A cheapest set of sequences stays on all `s`,
 such that the two halves can share the others within the compute and memory left. All sequences may always stay, so that
 a plan always exists. Few sequences are dealt by trying all ways (left, right, both). Many are dealt by differencing
@@ -46,9 +46,9 @@ def blocks(amounts: np.ndarray, count: int, room: np.ndarray) -> list[int]:
     """The block, out of `count`, of each sequence: as even as possible in compute and memory at once.
 
     `amounts`, `[2, sequences]`, are work and tokens in units of a block's target; `room`, `[2]`, is the spare part of
-    these units. The longest sequence goes first, to the least loaded block. The pressure of a block is its excess over
+    these units. The largest sequence goes first, to the least loaded block. The pressure of a block is its excess over
     1, divided by `room`. Then the block with the most pressure and another block deal their sequences anew, until
-    pressure falls no more.
+    pressure is at most `GOOD` or falls no more.
     """
     if count == 1:
         return [0] * amounts.shape[1]
@@ -341,7 +341,7 @@ class Exchange:
 
     def _deal(self, half: int, group: int, partner: int) -> bool | None:
         """Deals the sequences of two groups of `2 * half` devices anew. Returns whether traffic falls; None if no deal
-        was tried, because none could lower it."""
+        was tried, because no deal could lower traffic."""
         size = 2 * half
         firsts = (group * size, partner * size)
         whole = [i for first in firsts for i in self.members[size, first]]

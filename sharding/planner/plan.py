@@ -160,7 +160,7 @@ class Limits:
 
     `max_degree`: most devices for one sequence, a power of two; 0 for the most that devices and heads allow. A group
     stays in an aligned block; its size is the largest power of two that divides the devices (12: 4, odd numbers: 1).
-    `num_heads`: query heads; a degree never exceeds them. 0: heads set no bound.
+    `num_heads`: query heads; no degree exceeds this number. 0: heads set no bound.
     `alpha`: most tokens of a device over the mean (FlexRL's alpha). It is exceeded, by as little as the search finds,
     only if one sequence or one block of `max_degree` devices holds more at the highest degree.
     `tolerance`: accepted excess of the largest compute load over the smallest possible; within it, less traffic counts.

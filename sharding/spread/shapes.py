@@ -205,7 +205,8 @@ def _doubled(need: int) -> int:
 
 
 def round_up(need: int, cap: int = 0) -> int:
-    """The next member of a geometric series (eight an octave, multiples of 8); never above `cap` (0: none)."""
+    """The next member of a geometric series (eight an octave, multiples of 8), or `cap` (0: none) if that is less. A
+    `need` above `cap` is rounded up without a cap."""
     step = max(1 << max(need.bit_length() - 4, 0), 8)
     size = -(-need // step) * step
     return min(size, cap) if cap and need <= cap else size

@@ -72,7 +72,7 @@ class Objects:
         return {"object": len(self._objects) - 1}
 
     def do(self, request: dict[str, Any]) -> Any:
-        """Returns the encoded result of one request: the value of a name, or of a call."""
+        """Returns the encoded result of one request: the value of a name or of a call, or the contents of an object."""
         target = self._objects[request["object"]]
         for name in request["path"]:
             target = getattr(target, name)
@@ -102,7 +102,7 @@ def _answer(requests: BinaryIO, answers: BinaryIO, objects: Objects) -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """Returns `{"value": ...}`, or `{"raised": [names of its types, message]}`, for `sys.exit`, too."""
+    """Returns `{"value": ...}`, or `{"raised": [names of the error's types, message]}`, for `sys.exit`, too."""
     try:
         return {"value": work()}
     except BaseException as error:

@@ -23,7 +23,7 @@ class EngineModel:
         self._numbers = itertools.count()
 
     async def ask(self, question: Question) -> Answer:
-        """Asks the engine. Raises RewardFailure if the engine aborts its answer, `EngineError` if it gives none."""
+        """Asks the engine. Raises RewardFailure if the engine aborts its answer, `EngineError` if the engine fails."""
         processor = self._processor
         sampling = SamplingParams(
             max_new_tokens=question.max_tokens,

@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 20  # bytes of a reply
 _CONNECT_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries; they double
 _LONGEST_SHARED = 60.0  # seconds that a Retry-After holds back other questions, at most
-_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed; all from 500 on are, too
+_PASSING = frozenset({408, 425, 429})  # statuses after which a retry may succeed, beside all statuses from 500 on
 _MOST_IMAGE_BYTES = 20 << 20  # bytes of a file; OpenAI takes no larger files
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
@@ -276,7 +276,8 @@ def _retry_after(text: str) -> float:
 
 def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
     """Returns the address of a route: `route` is added if the address doesn't end with it. Raises ConfigError if `url`
-    is no http address, and for a token that would go over http to another machine without `plain_http`."""
+    is no http address or has credentials, and for a token that would go over http to another machine without
+    `plain_http`."""
     parts = urlsplit(url)
     try:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -298,7 +299,7 @@ def checked_url(url: str, route: str, token: str, plain_http: bool) -> str:
 
 
 def token_of(variable: str) -> str:
-    """Returns the token in an environment variable. Raises ConfigError if the variable has no token."""
+    """Returns the token in an environment variable; empty without a name. Raises ConfigError if it has no token."""
     if not variable:
         return ""
     token = os.environ.get(variable, "").strip()

@@ -41,7 +41,7 @@ class Bubblewrap(ProcessSandbox):
         super().__init__(python, slots)
         self._bwrap, self._root = self._means()
         first, last = _UIDS
-        # Two ids a slot. Sandboxes of one process share no id; sandboxes of two processes on one host rarely do.
+        # Two ids a slot. Sandboxes of one process share no id; sandboxes of two processes on a host rarely share one.
         start = os.getpid() * _BLOCK + next(_taken) * 2 * slots
         self._uids = [first + (start + k) % (last - first) for k in range(2 * slots)]
         self._filter = seccomp.program()
