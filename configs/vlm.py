@@ -52,6 +52,7 @@ def get_config(variant: str = "") -> Config:
     elif variant == "qwen3_vl":
         config.name = "vlm-qwen3_vl"
         config.model.tiny |= {"architecture": "qwen3_vl", "num_heads": 2, "mrope_section": (6, 5, 5)}
+        config.model.tiny |= {"vision_depth": 3, "vision_intermediate_size": 256}  # 2 and 128: clips are not learned
     elif variant:
         raise ConfigError(f"configs/vlm.py has the variants '', 'debug', 'digits' and 'qwen3_vl', not {variant!r}")
     return config
