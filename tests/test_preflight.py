@@ -99,25 +99,24 @@ def test_the_schedule_of_a_compiled_program_is_read():
     assert found["all-reduce"].bytes == 4
 
 
-class Refusing(jax.stages.Lowered):
-    """A program that does not compile, for this `reason`, unless XLA's Triton kernels of products are off."""
+def refusing(reason: str) -> jax.stages.Lowered:
+    """A program that does not compile, for this reason, unless XLA's Triton kernels of products are off."""
 
-    reason: str
+    class Refusing(jax.stages.Lowered):
+        def compile(self, compiler_options=None, **more):
+            if compiler_options != {"xla_gpu_enable_triton_gemm": False}:
+                raise jax.errors.JaxRuntimeError(f"INTERNAL: {reason}")
+            return super().compile(**more)  # on CPUs there is no such option
 
-    def compile(self, compiler_options=None, **more):
-        if compiler_options != {"xla_gpu_enable_triton_gemm": False}:
-            raise jax.errors.JaxRuntimeError(f"INTERNAL: {self.reason}")
-        return super().compile(**more)  # on CPUs there is no such option
+    lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    lowered.__class__ = Refusing
+    return lowered
 
 
 def test_products_that_triton_cannot_compile_are_compiled_without_it():
-    lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    lowered.__class__ = Refusing
-    lowered.reason = f"{UNTILED} that satisfy hlo: %dot.97"
-    assert Compiled.of(lowered).results == 4 * 8 * 8
-    lowered.reason = "out of memory"
+    assert Compiled.of(refusing(f"{UNTILED} that satisfy hlo: %dot.97")).results == 4 * 8 * 8
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
-        Compiled.of(lowered)
+        Compiled.of(refusing("out of memory"))
 
 
 RESIDENT = {"master weights": 4, "moments": 8, "reference weights": 0, "engine weights": 15, "KV cache": 14}
