@@ -100,9 +100,8 @@ def write(shape: str, folder: pathlib.Path) -> None:
     config = read_file(f"{ROOT}/configs/vlm.py:debug")
     _, processor = build_model(config, open_sources(config))
     quarter = SIZES[shape]["hidden_size"] // SIZES[shape]["num_heads"] // 8
-    config.model = dataclasses.replace(
-        config.model, **SIZES[shape], mrope_section=(2 * quarter, quarter, quarter), initializer_range=0.02
-    )
+    section = (2 * quarter, quarter, quarter)
+    config.model.tiny |= {**SIZES[shape], "mrope_section": section, "initializer_range": 0.02}
     tiny = tiny_model(config.model, processor, tiny_vision(config.model))
     model = models.create(dataclasses.replace(tiny, text=dataclasses.replace(tiny.text, vocab_size=VOCABULARY)))
     models.save(model, folder, dtype=jnp.bfloat16)
