@@ -310,7 +310,7 @@ def first_weights(policy: Params, critic: Params) -> Params:
 
 
 def values(critic: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Array, "B T"]:
-    """The value, float32, of the tokens before each token, the state in which that token was chosen.
+    """The value, float32, of the state in which each token was chosen (the tokens before it).
 
     If a token has no predecessor (the first of a segment, padding), the number is finite and meaningless.
     """

@@ -5,10 +5,10 @@
 The parts, in order: template or token ids, patches of images (not of videos: transformers needs torchvision for them),
 positions by axis, embeddings, features of the tower, each decoder layer, final norm, logits, log-probs. They are of a
 prompt of text, then of a prompt with media if the model reads media; positions of both prompts precede all embeddings.
-A part differs if its largest difference is above the tolerance; for all parts but log-probs, the tolerance is
-multiplied by the part's largest magnitude if that is above 1. The first part that differs, but for known differences,
-ends the comparison with exit status 1. Wrong input, and no torch or transformers, is one line on stderr and exit
-status 2.
+Ids and positions must be equal. Other parts differ if their largest difference is above the tolerance; for all but
+log-probs, the tolerance is multiplied by the part's largest magnitude if that is above 1. The first part that differs,
+but for known differences, ends the comparison with exit status 1. Wrong input, or a missing torch or transformers, ends
+it with one line on stderr and exit status 2.
 """
 
 import argparse

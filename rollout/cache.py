@@ -1,9 +1,9 @@
 """The cache of the embedded engine on its devices: pages of keys and values, and states.
 
 The cache is a pool of pages (`rollout.slots`); a sample's entries are those of its pages, in order. Layers with Gated
-DeltaNet have no pages, but one state of fixed size a slot. A prefill returns the state behind each of its rows, and a
-start writes the state to the slots of all samples of the row: so a group forks its prompt's state. A chunk of a prompt
-leaves its state in the slots of the samples that go on from it.
+DeltaNet have no pages, but one state of fixed size a slot. A prefill returns the state behind each of its rows. When
+samples start, the state of their prompt's row is written to each of their slots. A chunk of a prompt leaves its state
+in the slots of the samples that go on from it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class KVCache:
 
     @staticmethod
     def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
-        """The arrays of the cache of a model, without values. Heads come before tokens, as a round reads them: gathered
-        pages need no transposition."""
+        """The arrays of the cache of a model, without values. Heads come before tokens, as a round reads them: a view
+        moves blocks `[S, H]` as they are."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:

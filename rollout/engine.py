@@ -1,7 +1,7 @@
 """The protocol of rollout engines: the embedded engine (`rollout.jax_engine`) and seats of a fleet (`rollout.fleet`).
 
-A response always comes back with exactly the token ids that were sampled, the log-probability of each token
-under the distribution that it was sampled from, and the weight version that produced it.
+A response always comes back with exactly the token ids that were sampled, the log-probability of each token (as
+`SamplingParams` says), and the weight version that produced it.
 """
 
 import dataclasses

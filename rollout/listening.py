@@ -113,7 +113,7 @@ def address_of(listening: socket.socket) -> str:
 
 def http_server(app: Any, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """The server of an ASGI application: its `serve` serves until `should_exit` is set. `started` is called when it is
-    ready. The caller handles signals: uvicorn would die of them, and wait for running samples."""
+    ready. The caller handles signals: uvicorn would wait for running samples, then die of the signal."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds heads; the protocol of httptools does not
 

@@ -1,7 +1,8 @@
 """Processes of this machine that a run starts, rollout servers above all: command, port, log, and end.
 
-A process that outlives the run would keep its GPU. On Linux, this file, started as a program with a command, therefore
-becomes that command, and ends when the thread that started it ends. On other systems the command may outlive the run.
+A process that outlives the run would keep its GPU. So this file is a program, too: its arguments are a command, which
+replaces it in the process. On Linux, the process ends when the thread that started it ends; on other systems it may
+outlive the run.
 """
 
 from __future__ import annotations

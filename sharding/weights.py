@@ -40,7 +40,7 @@ class WeightSpec:
     axes: tuple[str, ...]
     init: Initializer = dataclasses.field(compare=False)
     dtype: DTypeLike = jnp.float32
-    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: not a matrix
+    inputs: int = 0  # leading dimensions that `models.layers.project` sums over; 0: not for `project`
     outputs_first: bool = False  # the dimensions that are summed over come last, as in an engine
     frozen: bool = False  # not trained
     lora: float = 0.0  # factor on the product of its adapters; 0: no adapters
@@ -85,7 +85,7 @@ def cut_of(spec: WeightSpec, mesh: Mesh) -> Cut | None:
 
     The first logical axis of `CUT` whose size the number of devices divides is cut. If no axis fits, outer mesh axes
     are left out: the weight is then cut over the largest suffix of the mesh axes that fits, and replicated over the
-    other mesh axes (over all of a mesh of 3, say).
+    other mesh axes. If no suffix fits, as may be with 3 devices, it is replicated over all.
     """
     names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
     for first in range(len(names)):

@@ -20,10 +20,10 @@ _STOPPING = "stopping after this step; once more to stop at once"
 
 
 def hear_signals(stops: list[Callable[[], None]], end: Callable[[int], None]) -> None:
-    """Makes each Ctrl-C and SIGTERM call, from now on, the function popped from `stops`, or `end` with the signal's
-    number if `stops` is empty. Only commands call it. `jax.distributed.initialize` takes SIGTERM for itself, so call
-    `take_signals` again after it. A thread makes the calls: Python would wait for the main thread, which may compile
-    for minutes or wait for other processes for ever.
+    """Handles Ctrl-C and SIGTERM from now on: a signal pops a function from `stops` and calls it; if `stops` is empty,
+    it calls `end` with its number. Only commands call `hear_signals`. `jax.distributed.initialize` takes SIGTERM for
+    itself, so call `take_signals` again after it. A thread makes the calls: Python would wait for the main thread,
+    which may compile for minutes or wait for other processes for ever.
     """
     heard, pipe = os.pipe()
 

@@ -36,7 +36,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A device's capacity in a microbatch: a row with the `tokens` of all packed rows of a device, and `patches`."""
+    """A device's capacity in a microbatch: `patches`, and one row of `tokens_per_row * rows_per_device` tokens."""
 
     tokens: int
     patches: int
@@ -108,8 +108,8 @@ class Part:
             sizes["chunks"] = chunks_needed(sizes["columns"], self.pieces, self._room.share_prompts)
         if self.media is None:
             return sizes
-        # Several devices beyond an axis may show a feature that crosses the axis only once, so the cap is a second
-        # bound.
+        # `media.needs` counts a feature once for each device that shows it, even if it crosses an axis only once. The
+        # cap is a second bound.
         media = self.media.needs(*self._shown()) | {"frame": self._frame}
         return sizes | {n: min(need, self.caps[n]) if n.startswith("send/") else need for n, need in media.items()}
 

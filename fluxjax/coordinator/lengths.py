@@ -365,7 +365,7 @@ class LengthPredictor:
 
 
 def _posterior(level: Level, fixed: float, variance: float, known: _SeenResponses) -> tuple[float, float]:
-    """Returns mean and standard deviation of ln(length) of the prompt's next response. The prior of the prompt's effect
+    """Returns mean and standard deviation of ln(length) of the prompt's next response. The prior of the prompt's mean
     is N(fixed, between + variance)."""
     prior = level.between + variance
     precision = 1 / prior + (known.count + known.past_count) / level.within

@@ -153,8 +153,8 @@ class Qwen25VL(Decoder):
         vision: VisionInput | None = None,
         features_MX: Float[Array, "M X"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeepFeatures | None]:
-        """(token embeddings, features that layers add). If a token's `feature_index_BT` is not negative, the first
-        numbers of that row of the features, as many as an embedding has, replace its embedding. Layers add the rest.
+        """(token embeddings, features that layers add). A token's `feature_index_BT`, if not negative, is a
+        row of the features. The row's first D numbers replace the token's embedding; layers add the rest.
 
         Features are those of `vision`, or `features_MX` if they were computed before. Without either the tower does
         not run: text-only batches cost nothing extra.

@@ -1,8 +1,8 @@
 """Qwen3-VL: the decoder of Qwen3, and a vision tower several of whose layers the decoder reads (DeepStack).
 
 Every layer of the tower attends within a frame pair. Its patches have learned positions, too: a square grid, resampled
-bilinearly to the rows and columns of each frame. The tower is one stack of layers for each stretch that ends at a layer
-whose features the decoder reads, so that no walk hands on more than a hidden state.
+bilinearly to the rows and columns of each frame. The tower's layers are cut into stacks, behind each layer whose
+features the decoder reads: so a walk hands on nothing but a hidden state.
 """
 
 import jax

@@ -212,7 +212,7 @@ def initialize(coordinator: str, processes: int, process: int, **options: Any) -
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether a name or address is loopback: it means this host on every host."""
+    """Says whether a name or address is loopback: on every host it means that host itself."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

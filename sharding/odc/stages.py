@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ..walk import Params, Stack, Walk
 
 T = TypeVar("T")
-Slots = Sequence[int]  # numbers of values that stages pass to each other; each value is written once
+Slots = Sequence[int]  # indices of values that stages pass to each other; each value is written once
 Arrays = Sequence[jax.Array]
 Layer = jax.Array | np.int32  # the index of a layer
 Run = Callable[..., Sequence[jax.Array]]
@@ -246,7 +246,7 @@ class Program:
         self.steps.append(Step(stage, 0, reads, [self._new(var) for var in results]))
 
     def _stack(self, stack: MarkedStack, eqn: JaxprEqn) -> None:
-        """Adds one step for each layer, all layers of a kind of one stage."""
+        """Adds one step for each layer; all layers of one kind share a stage."""
         given, rest = eqn.invars[: stack.carried], iter(eqn.invars[stack.carried :])
         carries = [var for var in _variables(given) if var in self._slot]
         if len(carries) < stack.carried:

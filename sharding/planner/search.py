@@ -187,8 +187,8 @@ def top_degree(problem: Problem) -> int:
 
 
 def redealt(problem: Problem, degree: int) -> list[int]:
-    """The number of each sequence's block of `degree` devices, by repair with blocks in place of devices: slower than
-    `dealt`, and better. If the limit of compute can't be met, ever higher limits are tried."""
+    """Deals sequences to blocks of `degree` devices; returns each sequence's block. Repairs the result of `dealt`, with
+    a block as one device: slower than `dealt`, and better. While the limit of compute isn't met, tries a higher one."""
     block_I = dealt(problem, degree)
     amounts = problem.shares / degree
     placement: Placement = ([1] * len(block_I), block_I)

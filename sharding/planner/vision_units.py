@@ -24,7 +24,7 @@ def spread_vision(
     """Returns the device of each unit, `[units]` int64: units of the vision tower are spread over the devices of their
     replica (`replica` consecutive devices; 0: all).
 
-    `units`: patches of each unit. Equal units in a row with one home (the frame pairs of a video) are placed together.
+    `units`: patches of each unit. Consecutive equal units of one home (the frame pairs of a video) are dealt together.
     `home_first`, `home_degree`: the devices that hold the tokens of each unit. Within each replica the largest load is
     at most 1.05 of the mean, or else the load of longest-first placement; as many units as this allows stay home.
     """
@@ -105,7 +105,7 @@ def _level(loads: np.ndarray, size: int, count: int, room: np.ndarray) -> np.nda
 def surely_hold(patches: int, frame: int, devices: int, cap: int) -> bool:
     """Says whether devices of `cap` patches surely hold `patches`, spread in frame pairs of at most `frame` patches.
 
-    `spread_vision` gives no device more than 1.05 of the mean or, longest first, than the mean plus one frame pair.
+    The largest load under `spread_vision` is at most 1.05 of the mean, or at most the mean plus one frame pair.
     """
     mean = patches / devices
     return patches <= cap or (mean * TARGETS[0] <= cap and mean + frame <= cap)
