@@ -74,6 +74,7 @@ QWEN3_VL = DecoderConfig(
     vision_end_token_id=END,
 )
 
+assert QWEN3_VL.vision is not None
 # Its layers are d d a d: no multiple of the period.
 QWEN3_5 = DecoderConfig(
     "qwen3_5",

@@ -23,6 +23,7 @@ GENERATION = {"do_sample": True, "eos_token_id": [0, 2], "temperature": 0.6, "to
 
 @pytest.fixture
 def folder(tmp_path) -> pathlib.Path:
+    assert MODEL.vision is not None
     models.save(models.create(MODEL, seed=4), tmp_path / "checkpoint")
     tiny.build(["ab ?"], layout=PatchLayout.of(MODEL.vision)).save(tmp_path / "checkpoint")
     (tmp_path / "checkpoint/generation_config.json").write_text(json.dumps(GENERATION))

@@ -37,6 +37,7 @@ TOLERANCE = 2e-5  # float32 log-probs of a few nats
 
 @pytest.fixture(scope="module")
 def prompt(tmp_path_factory):
+    assert MODEL.vision is not None
     processor = tiny.build(["a which?"], layout=PatchLayout.of(MODEL.vision), num_frames=FRAMES, max_pixels=16 * 16)
     file = write_video(tmp_path_factory.mktemp("media") / "long.mp4", moving_frames(SECONDS, 16, 16), fps=1)
     return processor.prepare("a<video>which?", [("video", str(file))])

@@ -46,6 +46,7 @@ def limits(share=True):
 @pytest.fixture(scope="module")
 def policy():
     """The model with weights so large that attention is far from uniform, and what masks it wrongly shows."""
+    assert MODEL.vision is not None
     wide = dataclasses.replace(
         MODEL,
         text=dataclasses.replace(MODEL.text, initializer_range=0.15),

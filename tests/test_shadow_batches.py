@@ -64,6 +64,7 @@ def process(paths):
         def make(strategy: str, seed: int, shadow: bool) -> types.SimpleNamespace:
             config = settings_of(strategy)
             sources = {name: open_source(path, name) for name, path in paths.items()}
+            assert MODEL.vision is not None
             layout = PatchLayout.of(MODEL.vision)
             processor = tiny.build(all_texts(sources.values()), layout=layout, max_pixels=40 * 40)
             proxy = store = None

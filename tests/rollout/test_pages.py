@@ -124,7 +124,8 @@ class PagedDevice:
                 assert inside[: count_B[row]].all(), "a token without a page"
                 self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
                 if self.limits.recurrent:
-                    assert batch.slot_B[row] == slot and self.states[slot] == known[:-1]
+                    assert batch.slot_B is not None and batch.slot_B[row] == slot
+                    assert self.states[slot] == known[:-1]
                     self.states[slot] = [*known[:-1], *map(int, fresh)]
             assert (batch.slot_B is None) != self.limits.recurrent
             assert batch.slot_B is None or (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
@@ -244,7 +245,7 @@ def test_24_states_go_on_from_the_tokens_before_them(seed):
     for _ in range(60):
         history = []
         for _ in range(rng.integers(1, 4)):
-            length = int(rng.choice([rng.integers(33, 61), 48, 16 * rng.integers(1, 4)]))
+            length = int(rng.choice([int(rng.integers(33, 61)), 48, 16 * int(rng.integers(1, 4))]))
             prefixes = (rng.integers(0, 2, 4) * rng.integers(0, 31, 4)).tolist()
             history.append(("submit", (length, int(rng.integers(2, 5)), 36, prefixes, bool(rng.integers(0, 5) == 0))))
             for turn in rng.integers(0, 10**6, rng.integers(1, 20)).tolist():

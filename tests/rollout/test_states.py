@@ -8,6 +8,7 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4  # absolute, float32 log-probs: sums through a state have another order, token by token
 TEXT = DecoderConfig("qwen3_5_text", QWEN3_5.text)
-WORDS = {"forbidden_ids": (IMAGE, VIDEO, START, END)}
+WORDS: dict[str, Any] = {"forbidden_ids": (IMAGE, VIDEO, START, END)}
 PREFIXES = ((), (3, 4, 5), tuple(range(2, 22)), ())
 LONG = 3 * LONGEST  # more tokens than one chunk of the delta rule
 
