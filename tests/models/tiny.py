@@ -89,7 +89,9 @@ def qwen3_5_text_config(**text: Any) -> DecoderConfig:
 
 
 def qwen3_5_config(**text: Any) -> DecoderConfig:
-    vision = dataclasses.replace(qwen3_vl_config().vision, deepstack_layers=())
+    vision = qwen3_vl_config().vision
+    assert vision is not None
+    vision = dataclasses.replace(vision, deepstack_layers=())
     plain = qwen3_5_text_config(**text)
     return dataclasses.replace(plain, architecture="qwen3_5", vision=vision, image_token_id=60, video_token_id=61)
 
