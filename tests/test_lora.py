@@ -201,7 +201,7 @@ def test_a_checkpoint_has_adapters_only_and_goes_on_bit_for_bit(tmp_path):
     frozen = frozen_of(again)
     run_models = RunModels(config, ALGORITHMS["grpo"], again)
     _, arrays, _ = with_checkpoints.restore(run_models.abstract(), make_room=run_models.forget)
-    run_models.load(arrays)
+    run_models.load(arrays, config.steps)
     jax.tree.map(np.testing.assert_array_equal, run_models.reference, reference)
     jax.tree.map(np.testing.assert_array_equal, steps(again, [1, 2]), want)
     jax.tree.map(np.testing.assert_array_equal, frozen_of(again), frozen)
