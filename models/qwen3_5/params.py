@@ -1,7 +1,8 @@
 """The files of a Qwen3.5 checkpoint, with or without a tower: `config.json`, and the names of all weights.
 
-SGLang needs two fields that transformers leaves out when it writes a config.json: `full_attention_interval`, and an
-empty `deepstack_visual_indexes`. A configuration has them from when it is read, so that exports have them, too.
+SGLang needs three fields that transformers leaves out when it writes a config.json: `full_attention_interval`,
+`partial_rotary_factor` outside `rope_parameters`, and an empty `deepstack_visual_indexes`. A configuration has them
+from when it is read, so that exports have them, too.
 """
 
 import dataclasses
@@ -46,8 +47,7 @@ DELTA_LAYERS = {
 
 def read_text_model(config: JsonObject) -> DecoderConfig:
     text = _read_text(config, config)
-    complete = {**config, "full_attention_interval": text.attention_interval}
-    return DecoderConfig("qwen3_5_text", text, extra=json.dumps(complete))
+    return DecoderConfig("qwen3_5_text", text, extra=json.dumps(_completed(config, text)))
 
 
 def read_config(config: JsonObject) -> DecoderConfig:
@@ -58,8 +58,7 @@ def read_config(config: JsonObject) -> DecoderConfig:
         raise ModelConfigError(
             f"deepstack_visual_indexes {list(vision.deepstack_layers)} are not supported with Qwen3.5, which has none"
         )
-    text_config = {**text_config, "full_attention_interval": text.attention_interval}
-    complete = {**config, "text_config": text_config, "vision_config": vision_config}
+    complete = {**config, "text_config": _completed(text_config, text), "vision_config": vision_config}
     return DecoderConfig(
         "qwen3_5",
         text,
@@ -71,6 +70,11 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 TOKENS = dict(zip(TOKEN_IDS, (248056, 248057, 248053, 248054), strict=True))  # the defaults of transformers
+
+
+def _completed(config: JsonObject, text: TextConfig) -> JsonObject:
+    """The text settings, with those that SGLang reads."""
+    return {**config, "full_attention_interval": text.attention_interval, SHARE: text.rotated}
 
 
 def _read_text(config: JsonObject, outer: JsonObject) -> TextConfig:

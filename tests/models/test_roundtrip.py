@@ -57,6 +57,7 @@ def test_round_trip_keeps_names_bits_and_config(tmp_path, kind: str, tied: bool,
         written, theirs = json.loads(ours), json.loads(theirs)
         text = written.get("text_config", written)
         assert text.pop("full_attention_interval") == 4
+        assert text.pop("partial_rotary_factor") == text["rope_parameters"]["partial_rotary_factor"]
         assert kind == "qwen3_5_text" or written["vision_config"].pop("deepstack_visual_indexes") == []
         assert written == theirs
     else:

@@ -27,7 +27,7 @@ from models.processing import Processor
 from models.processing.processor import PADS
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
-from models.registry import ARCHITECTURES
+from models.registry import ARCHITECTURES, read_config, write_config
 from rollout import wire
 from rollout.engine import EngineError
 from rollout.local_server import LocalServer
@@ -55,8 +55,6 @@ VISION = {
     "num_position_embeddings": 64,
     "initializer_range": 0.15,
 }
-# What SGLang reads of Qwen3.5 in the place of `layer_types` and `rope_parameters`, and transformers does not write.
-SGLANG_READS = {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
 FLAGS: Mapping[str, Sequence[str]] = {
     "Qwen3VL": (),
     # The form of the prefix cache that a CPU has for recurrent states, and few of the states, which are large
@@ -130,11 +128,9 @@ def save(model: Any, folder: pathlib.Path) -> pathlib.Path:
     """Writes a checkpoint that SGLang starts from."""
     model.save_pretrained(folder)
     processor().save(folder)
-    if model.config.model_type == "qwen3_5":
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"] |= SGLANG_READS
-        config["vision_config"] |= {"deepstack_visual_indexes": []}  # by default, the layers 8, 16 and 24
-        (folder / "config.json").write_text(json.dumps(config))
+    # An export has the fields that SGLang reads of Qwen3.5 and transformers does not write
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(write_config(read_config(config))))
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json"):
         settings = json.loads((folder / name).read_text()) | {"processor_class": "Qwen3VLProcessor"}
         if name.startswith("video"):
