@@ -32,7 +32,7 @@ CANNOT_WORK = [
         "lora.targets is ('q_proj', 'lm_head'); it must name some",
     ),
     ("lora.rank=3 lora.targets=()", "lora.targets is (); it must name some of q_proj"),
-    ("lora.rank=3 lora.targets=('q_proj','q_proj')", "up_proj, down_proj, each once"),
+    ("lora.rank=3 lora.targets=('q_proj','q_proj')", "in_proj_a, out_proj, each once"),
     ("lora.rank=-1", "lora.rank is -1; it must not be negative"),
     ("lora.rank=3 lora.alpha=0", "lora.alpha is 0.0; it must be greater than 0"),
     # --- algorithms ---------------------------------------------------------------------------------

@@ -116,8 +116,10 @@ class NoRoom(Walk):
     round: int = 1000
 
     def loop(self, layers, carry, step, xs):
-        xs = list(xs)  # of a prefill: numbers; of a round, beside them: what a layer has cached, [B, K, entries, H]
-        round = isinstance(xs[0], tuple)
+        xs = list(
+            xs
+        )  # a prefill has two numbers a layer; a round three items, the second its cache, [B, K, entries, H]
+        round = len(xs[0]) == 3
         length, most = (xs[0][1][0].shape[2], self.round) if round else (carry.shape[1], self.prefill)
         if length >= most:
             raise MemoryError(f"no room for {length} entries")
