@@ -118,7 +118,7 @@ class NoRoom(Walk):
     def loop(self, layers, carry, step, xs):
         xs = list(
             xs
-        )  # a prefill has two numbers a layer; a round three items, the second its cache, [B, K, entries, H]
+        )  # of a prefill two numbers a layer; of a round three items, the second its cache [B, K, entries, H]
         round = len(xs[0]) == 3
         length, most = (xs[0][1][0].shape[2], self.round) if round else (carry.shape[1], self.prefill)
         if length >= most:
