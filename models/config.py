@@ -201,6 +201,11 @@ class VisionConfig(PatchLayout):
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
+    def kernel_shape(self) -> tuple[int, ...]:
+        """The weight of the patch convolution in checkpoints."""
+        return (self.hidden_size, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
+
+    @property
     def merge_unit(self) -> int:
         """Patches that become one feature."""
         return self.spatial_merge_size**2

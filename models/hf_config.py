@@ -187,13 +187,32 @@ def _read_rope_field(
     )
 
 
-def read_vision_theta(config: JsonObject) -> float:
+def _vision_theta(config: JsonObject) -> float:
     """The base of the vision tower's rotary embedding, which always has two spatial axes and no scaling."""
     settings = {field: _rope_settings(config, field, _READ_BY_VISION)[1] for field in _rope_fields(config)}
     thetas = {field: _theta(config, rope, 10000.0) for field, rope in settings.items()}
     if len(set(thetas.values())) > 1:
         raise ModelConfigError(f"{' and '.join(thetas)} of vision_config contradict each other; keep one of them")
     return next(iter(thetas.values()))
+
+
+def read_tower(config: JsonObject, activation: str, *more: str) -> dict[str, Any]:
+    """The fields of a `VisionConfig` that every architecture reads from `vision_config`; `more` names further fields,
+    which the file may lack. Raises ModelConfigError for a missing field, quantised weights, and another activation."""
+    where = "vision_config of config.json"
+    refuse_quantised(config, where)
+    if config.get("hidden_act", activation) != activation:
+        raise ModelConfigError(
+            f"vision hidden_act {config['hidden_act']!r} is not supported; supported is {activation}"
+        )
+    needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
+    optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", *more)
+    return {
+        **{name: need(config, name, where) for name in needed},
+        **{name: config[name] for name in optional if config.get(name) is not None},
+        "rope_theta": _vision_theta(config),
+        "initializer_range": float(config.get("initializer_range", 0.02)),
+    }
 
 
 def read_text(

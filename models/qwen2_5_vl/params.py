@@ -3,8 +3,8 @@
 import dataclasses
 import json
 
-from ..config import DecoderConfig, JsonObject, ModelConfigError, VisionConfig
-from ..hf_config import need, read_text, read_vision_theta, refuse_quantised, write_text
+from ..config import DecoderConfig, JsonObject, VisionConfig
+from ..hf_config import need, read_text, read_tower, write_text
 from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_weights
 
 TOWER = {
@@ -37,20 +37,11 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def read_vision(config: JsonObject) -> VisionConfig:
-    where = "vision_config of config.json"
-    refuse_quantised(config, where)
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"vision hidden_act {config['hidden_act']!r} is not supported; supported is silu")
-    needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
-    optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", "window_size")
     return VisionConfig(
-        **{name: need(config, name, where) for name in needed},
-        **{name: config[name] for name in optional if config.get(name) is not None},
+        **read_tower(config, "silu", "window_size"),
         full_attention_layers=tuple(config.get("fullatt_block_indexes", (7, 15, 23, 31))),
         in_channels=config.get("in_channels") or config.get("in_chans") or 3,
         tokens_per_second=float(config.get("tokens_per_second", 4)),
-        rope_theta=read_vision_theta(config),
-        initializer_range=float(config.get("initializer_range", 0.02)),
     )
 
 
@@ -79,10 +70,8 @@ def write_vision(vision: VisionConfig) -> dict[str, object]:
 
 def tensor_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
     """Every weight of the model, each exactly once, under the names of `config.names`."""
+    assert config.vision is not None
     tower, decoder = PREFIXES[config.names]
-    vision = config.vision
-    assert vision is not None
-    size, frames = vision.patch_size, vision.temporal_patch_size
     kernel, *tower_names = name_weights(TOWER, tower, weights)
-    convolution = (vision.hidden_size, vision.in_channels, frames, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *tower_names, *decoder_names(weights, decoder)]
+    kernel = dataclasses.replace(kernel, disk_shape=config.vision.kernel_shape)
+    return [kernel, *tower_names, *decoder_names(weights, decoder)]

@@ -17,6 +17,7 @@ from ..qwen2_5_vl.params import TOKEN_IDS
 from ..qwen3_vl.params import read_vision, tower_names, write_vision
 from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_weights
 
+TOKENS = dict(zip(TOKEN_IDS, (248056, 248057, 248053, 248054), strict=True))  # the defaults of transformers
 INTERVAL = 4
 SHARE = "partial_rotary_factor"
 # Fields of `DeltaHeads` in config.json, and the values of transformers if the file has none.
@@ -67,9 +68,6 @@ def read_config(config: JsonObject) -> DecoderConfig:
         names=NameLayout.NESTED,
         extra=json.dumps(complete),
     )
-
-
-TOKENS = dict(zip(TOKEN_IDS, (248056, 248057, 248053, 248054), strict=True))  # the defaults of transformers
 
 
 def _completed(config: JsonObject, text: TextConfig) -> JsonObject:

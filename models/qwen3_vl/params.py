@@ -5,7 +5,7 @@ import json
 import math
 
 from ..config import DecoderConfig, DeepVisionConfig, JsonObject, ModelConfigError, NameLayout
-from ..hf_config import need, read_text, read_vision_theta, refuse_quantised, uninterleaved, write_text
+from ..hf_config import need, read_text, read_tower, uninterleaved, write_text
 from ..qwen2_5_vl.params import TOKEN_IDS
 from ..tensor_names import PREFIXES, TensorName, Weights, decoder_names, name_weights
 
@@ -36,26 +36,13 @@ def read_config(config: JsonObject) -> DecoderConfig:
 
 
 def read_vision(config: JsonObject) -> DeepVisionConfig:
-    where = "vision_config of config.json"
-    refuse_quantised(config, where)
-    if config.get("hidden_act", ACTIVATION) != ACTIVATION:
-        raise ModelConfigError(
-            f"vision hidden_act {config['hidden_act']!r} is not supported; supported is {ACTIVATION}"
-        )
-    needed = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size")
-    optional = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels")
+    fields = read_tower(config, ACTIVATION, "in_channels")
     positions = config.get("num_position_embeddings", 2304)
     side = math.isqrt(positions)
     if side**2 != positions:
-        raise ModelConfigError(f"num_position_embeddings={positions} in {where} is no square")
-    return DeepVisionConfig(
-        **{name: need(config, name, where) for name in needed},
-        **{name: config[name] for name in optional if config.get(name) is not None},
-        position_grid=side,
-        deepstack_layers=tuple(config.get("deepstack_visual_indexes", (8, 16, 24))),
-        rope_theta=read_vision_theta(config),
-        initializer_range=float(config.get("initializer_range", 0.02)),
-    )
+        raise ModelConfigError(f"num_position_embeddings={positions} in vision_config of config.json is no square")
+    deepstack = tuple(config.get("deepstack_visual_indexes", (8, 16, 24)))
+    return DeepVisionConfig(**fields, position_grid=side, deepstack_layers=deepstack)
 
 
 def write_config(config: DecoderConfig) -> dict[str, object]:
@@ -99,6 +86,4 @@ def tower_names(config: DecoderConfig, weights: Weights) -> list[TensorName]:
     for number in range(len(vision.deepstack_layers)):
         names += named(f"deepstack_merger_list.{number}.", MERGER, f"deep_merger_{number}.")
     names += named("merger.", MERGER, "merger.")
-    size = vision.patch_size
-    convolution = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, size, size)
-    return [dataclasses.replace(kernel, disk_shape=convolution), *names]
+    return [dataclasses.replace(kernel, disk_shape=vision.kernel_shape), *names]
