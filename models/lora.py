@@ -23,7 +23,7 @@ from .hf import StoredTensor, tensor_names, write_weights
 from .tensor_names import DECODER, Path, TensorName
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-PROJECTIONS = {module.split(".")[-1]: tuple(path.split(".")) for module, path in DECODER.items() if "_proj" in module}
+PROJECTIONS = tuple(module.split(".")[-1] for module in DECODER if "_proj" in module)  # of layers with attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Lora:
 
     rank: int
     alpha: float  # alpha / rank multiplies the product of two adapters
-    targets: tuple[str, ...] = tuple(PROJECTIONS)
+    targets: tuple[str, ...] = PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +53,24 @@ def adapted(model: Decoder, lora: Lora) -> Decoder:
     """The abstract model with adapters, all other weights frozen; `model` may be abstract and is not changed. Raises
     ModelConfigError for a target that the model lacks."""
     shapes = shapes_only(model)
-    attach(shapes, _paths(model.config, lora), lora.rank, lora.alpha / lora.rank, Uniform())
+    paths = [weight.path for weight in _adapted_weights(model.config, lora)]
+    attach(shapes, paths, lora.rank, lora.alpha / lora.rank, Uniform())
     return shapes
 
 
-def _paths(config: DecoderConfig, lora: Lora) -> list[Path]:
-    """The paths of the adapted weights. Layers of several kinds have projections of the same name."""
-    found: dict[str, list[Path]] = {}
+def _adapted_weights(config: DecoderConfig, lora: Lora) -> list[TensorName]:
+    """The weights beside which adapters stand, as a checkpoint has them. Layers of several kinds have projections of
+    the same name."""
+    found: dict[str, list[TensorName]] = {}
     for weight in tensor_names(config):
         name = weight.name.removesuffix(".weight").split(".")[-1]
         if "_proj" in name and weight.path[0] != "visual":
-            found.setdefault(name, []).append(weight.path)
+            found.setdefault(name, []).append(weight)
     if missing := [target for target in lora.targets if target not in found]:
         raise ModelConfigError(
             f"lora.targets has {', '.join(missing)}, but this model's layers have the projections {', '.join(found)}"
         )
-    return [path for target in lora.targets for path in found[target]]
+    return [weight for name, weights in found.items() if name in lora.targets for weight in weights]
 
 
 def fresh_adapters(model: Decoder, seed: int, shardings: Params) -> dict[Path, jax.Array]:
@@ -130,26 +132,16 @@ def load_adapters(config: DecoderConfig, path: str | os.PathLike[str], lora: Lor
 def _entries(config: DecoderConfig, lora: Lora) -> list[TensorName]:
     """The adapters, by the module paths of the model in `transformers`, whatever the checkpoint's layout."""
     config = dataclasses.replace(config, names=NameLayout.NESTED)
-    paths = set(_paths(config, lora))
     entries = []
-    for weight in tensor_names(config):
-        if weight.path in paths:
-            inputs, outputs = weight.shape[: weight.inputs], weight.shape[weight.inputs :]
-            name = f"base_model.model.{weight.name.removesuffix('.weight')}.lora_"
-            first, second = beside(weight.path)
-            entries += [
-                TensorName(
-                    f"{name}A.weight",
-                    first,
-                    (*inputs, lora.rank),
-                    weight.numbers,
-                    weight.inputs,
-                    (lora.rank, math.prod(inputs)),
-                ),
-                TensorName(
-                    f"{name}B.weight", second, (lora.rank, *outputs), weight.numbers, 1, (math.prod(outputs), lora.rank)
-                ),
-            ]
+    for weight in _adapted_weights(config, lora):
+        inputs, outputs = weight.shape[: weight.inputs], weight.shape[weight.inputs :]
+        name = f"base_model.model.{weight.name.removesuffix('.weight')}.lora_"
+        first, second = beside(weight.path)
+        on_disk = (lora.rank, math.prod(inputs)), (math.prod(outputs), lora.rank)
+        entries += [
+            TensorName(f"{name}A.weight", first, (*inputs, lora.rank), weight.numbers, weight.inputs, on_disk[0]),
+            TensorName(f"{name}B.weight", second, (lora.rank, *outputs), weight.numbers, 1, on_disk[1]),
+        ]
     return entries
 
 

@@ -83,7 +83,7 @@ def text_groups(seed):
 
 
 def test_the_settings_name_the_projections_of_a_layer():
-    assert tuple(PROJECTIONS) == LORA_TARGETS
+    assert PROJECTIONS == LORA_TARGETS
 
 
 @pytest.mark.medium
@@ -163,8 +163,8 @@ def test_only_adapters_are_trained():
     learner = learner_of("text", config, 2)
     before, arrays = frozen_of(learner), flatten_dict(learner.params)
     own = jax.tree.map(np.array, learner.trained(learner.params))
-    names = {(*path[:-1], f"{path[-1]}_lora_{part}") for path in (PROJECTIONS["q_proj"], PROJECTIONS["down_proj"])
-             for part in "ab"}  # fmt: skip
+    adapted_paths = ("layers", "attention", "q"), ("layers", "mlp", "down")
+    names = {(*path[:-1], f"{path[-1]}_lora_{part}") for path in adapted_paths for part in "ab"}
     assert set(flatten_dict(own)) == names == set(flatten_dict(learner.opt_state[1].mu))
     for _ in range(2):
         assert learner.step(microbatches_for("text", config, 2))["grad_norm"] > 0
