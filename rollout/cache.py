@@ -22,7 +22,7 @@ from sharding.kernels.delta import DeltaState, new_state
 
 from .slots import PAGE_TOKENS, DecodeRound
 
-# Of a prefill: keys and values [L, B, K, T, H], and the states behind its rows, [L, B, ...], if layers have any
+# A prefill's keys and values [L, B, K, T, H]; if layers have states, those behind its rows [L, B, ...]
 Rows = tuple[Array, Array, DeltaState | None]
 LayerRows = tuple[Array, Array]  # keys and values of one layer [B, K, T, H], as attention reads them
 

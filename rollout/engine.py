@@ -41,9 +41,8 @@ class GenerateRequest:
     never on other requests. `prefix_ids` continues responses begun earlier (partial rollouts, migration).
     Prefixes are prefilled after the prompt and not returned again, but count: token indices go on from
     them, and `max_new_tokens` bounds the response with its prefix. `samples` are the numbers `i`: a request for
-    some samples of an earlier request names their numbers in that request, and gets the same tokens. `need` lets the
-    embedded engine abort the other samples once so many have ended, in that very turn; other engines wait for
-    `Engine.abort`.
+    some samples of an earlier request names their numbers in that request, and gets the same tokens. Once `need`
+    samples have ended, the embedded engine aborts all others in the same turn; other engines wait for `Engine.abort`.
     """
 
     rid: str

@@ -19,6 +19,12 @@ from models.qwen2_5_vl.positions import rope_index
 from sharding.kernels.delta_heads import DeltaHeads
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; text has the ids below
+MEDIA_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 TEXT_VOCABULARY = 60
 
 MODEL = DecoderConfig(
@@ -43,10 +49,7 @@ MODEL = DecoderConfig(
         patch_size=4,
         window_size=16,
     ),
-    image_token_id=IMAGE,
-    video_token_id=VIDEO,
-    vision_start_token_id=START,
-    vision_end_token_id=END,
+    **MEDIA_IDS,
 )
 
 TEXT = DecoderConfig(
@@ -69,13 +72,9 @@ QWEN3_VL = DecoderConfig(
     "qwen3_vl",
     text=dataclasses.replace(QWEN3.text, num_layers=3, rope=RopeConfig(mrope_section=(2, 2, 1), interleaved=True)),
     vision=DEEP_TOWER,
-    image_token_id=IMAGE,
-    video_token_id=VIDEO,
-    vision_start_token_id=START,
-    vision_end_token_id=END,
+    **MEDIA_IDS,
 )
 
-assert QWEN3_VL.vision is not None
 # Its layers are d d a d: no multiple of the period. With an epsilon of 1e-6, the norms of what small heads read of a
 # state now and then divide by float32 errors.
 QWEN3_5 = DecoderConfig(
@@ -93,10 +92,7 @@ QWEN3_5 = DecoderConfig(
         attention_interval=3,
     ),
     vision=dataclasses.replace(DEEP_TOWER, deepstack_layers=()),
-    image_token_id=IMAGE,
-    video_token_id=VIDEO,
-    vision_start_token_id=START,
-    vision_end_token_id=END,
+    **MEDIA_IDS,
 )
 
 # What a prompt is made of: numbers are runs of text tokens, tuples are media of a grid (frame pairs, rows, columns).

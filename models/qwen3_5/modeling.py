@@ -1,7 +1,7 @@
 """Qwen3.5: a decoder most of whose layers mix tokens by a state (Gated DeltaNet), all others by gated attention.
 
-The layers of the two kinds are two stacks. The text-only model is this decoder; the other model has the tower of
-Qwen3-VL, too, of which the decoder reads the last layer only.
+The layers of the two kinds are two stacks. The text-only model is this decoder. The other model also has the tower of
+Qwen3-VL; its decoder reads the tower's last layer only.
 """
 
 from flax import nnx

@@ -29,6 +29,12 @@ torch, transformers = parity("torch", "transformers")
 TEXTS = ["abcdefghijklmnopqrstuvwxyz ?!.,:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"]
 VOCAB = 160
 IMAGE, VIDEO, START, END = 150, 151, 152, 153
+MEDIA_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 TOLERANCE = 1e-4  # absolute, float32
 
 
@@ -107,10 +113,7 @@ def vl_config(text: dict[str, Any], **vision: Any) -> Any:
         text_config={"rope_parameters": rope, **text},
         vision_config=settings,
         tie_word_embeddings=text["tie_word_embeddings"],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **MEDIA_IDS,
     )
 
 
@@ -148,10 +151,7 @@ def qwen3_vl_config(text: dict[str, Any], **vision: Any) -> Any:
         text_config={"rope_parameters": rope, "head_dim": 12, **text},
         vision_config=settings,
         tie_word_embeddings=text["tie_word_embeddings"],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **MEDIA_IDS,
     )
 
 
@@ -163,7 +163,7 @@ def build_qwen3_vl(
 
 
 def qwen3_5_settings(**text: Any) -> dict[str, Any]:
-    """Two value heads a key head; 5 layers, of which the fourth attends.
+    """Two value heads a key head; five layers, the fourth with attention.
 
     Heads of so few numbers now and then read almost nothing of a state. Their norm divides by what they read: with an
     epsilon of 1e-6, float32 errors there are up to 2e-4 on both sides, compared with float64.
@@ -197,10 +197,7 @@ def qwen3_5_config(text: dict[str, Any], **vision: Any) -> Any:
         text_config=text,
         vision_config=settings,
         tie_word_embeddings=text["tie_word_embeddings"],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **MEDIA_IDS,
     )
 
 

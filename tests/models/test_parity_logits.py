@@ -102,7 +102,7 @@ def drawn_hybrid(seed: int) -> dict[str, Any]:
 
 
 def drawn_tower(seed: int, layers: int) -> dict[str, Any]:
-    """A tower of Qwen3-VL of any size, of which the decoder reads none to three layers more than the last one."""
+    """A tower of Qwen3-VL of any size; the decoder reads its last layer, and up to three layers before."""
     rng = np.random.default_rng(seed)
     depth, heads = int(rng.integers(2, 6)), int(rng.integers(1, 4))
     read = rng.choice(depth, size=min(int(rng.integers(1 if seed else 0, 4)), depth, layers), replace=False)

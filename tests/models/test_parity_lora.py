@@ -73,7 +73,7 @@ def test_peft_computes_the_same(kind, targets, peft, tmp_path):
     assert worst(computed(pair.model, adapters, lora, asked.inputs), after) < TOLERANCE
     assert (after - before).abs().max() > 0.3, "the adapter does nothing"
     adapted_modules = {name.split(".lora_A")[0] for name, _ in with_adapter.named_modules() if name.endswith(".lora_A")}
-    # 5 layers of Qwen3.5, of which the fourth attends
+    # five layers of Qwen3.5; the fourth has attention
     count = 4 + 5 * 3 + 4 * len(DELTA_TARGETS) if kind == "qwen3_5" else 3 * len(targets)
     assert len(adapted_modules) == count and not any("visual" in name for name in adapted_modules)
 

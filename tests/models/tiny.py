@@ -74,7 +74,7 @@ def qwen3_vl_config(**text: Any) -> DecoderConfig:
 
 
 def qwen3_5_text_config(**text: Any) -> DecoderConfig:
-    """Four layers, of which the third attends."""
+    """Four layers, the third with attention."""
     hybrid = {"delta": DeltaHeads(2, 4, 16, 12), "attention_interval": 3, "num_layers": 4, "initializer_range": 0.1}
     settings = {
         "rotated": 0.5,

@@ -72,7 +72,7 @@ def processor() -> Processor:
 
 
 def token_ids() -> dict[str, int]:
-    """Those of media, by their names in config.json."""
+    """The token ids of media, by their names in config.json."""
     names = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", **PADS}
     return {f"{name}_token_id": SPECIAL_TOKENS.index(token) for name, token in names.items()}
 
@@ -224,7 +224,7 @@ class TransformersModel:
         return positions[:, 0].numpy().astype(np.int32), int(delta)
 
     def logits(self, prompt: PromptArrays, response: Sequence[int]) -> np.ndarray:
-        """Those that the tokens of a response are drawn from, f32 [R, V]; media tokens are never drawn."""
+        """The logits from which the tokens of a response are sampled, f32 [R, V]; media tokens are never sampled."""
         inputs = self._inputs(prompt + PromptArrays(tuple(response)))
         pixels = {"image": "pixel_values", "video": "pixel_values_videos"}
         inputs |= {pixels[kind]: self._torch.as_tensor(values) for kind, values in prompt.patches.items()}

@@ -5,6 +5,7 @@ Numbers of rules: `test_pages.py`.
 
 import numpy as np
 import pytest
+from paged_device import small_chunks
 from rollout_cases import (
     LONGEST,
     QWEN3_VL,
@@ -19,7 +20,6 @@ from rollout_cases import (
     run,
 )
 from rollout_cases import text_prompt as text
-from test_pages import small_chunks
 from turns import by_turns
 
 from rollout import programs

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rollout_cases
+from paged_device import small_chunks
 from protocol_cases import (
     LONGEST,
     Subject,
@@ -31,7 +32,6 @@ from protocol_cases import (
     versions,
 )
 from rollout_cases import Answer, collect, full_logits, full_logprobs, request, until
-from test_pages import small_chunks
 
 import models
 from models.decoder import Decoder

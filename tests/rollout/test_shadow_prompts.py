@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_device import small_chunks
 from rollout_cases import (
     HANG,
     QWEN3_VL,
@@ -34,7 +35,6 @@ from rollout_cases import (
     serve,
 )
 from shadow_cases import Elsewhere
-from test_pages import small_chunks
 from turns import third_of
 
 import models

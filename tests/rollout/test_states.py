@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import rollout_cases
+from paged_device import small_chunks
 from rollout_cases import (
     END,
     IMAGE,
@@ -30,7 +31,6 @@ from rollout_cases import (
     run,
 )
 from rollout_cases import text_prompt as text
-from test_pages import small_chunks
 from turns import by_turns
 
 import models

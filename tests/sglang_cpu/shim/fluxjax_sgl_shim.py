@@ -36,6 +36,7 @@ def _with_reference(spec: Any) -> Any:
         execute(module)
 
         def layernorm_fn(x: Any, weight: Any, bias: Any, *, is_rms_norm: bool, activation: str, **how: Any) -> Any:
+            # All that Qwen3.5 asks for. The reference would ignore another request and give wrong numbers.
             if not is_rms_norm or activation not in ("silu", "swish"):
                 raise NotImplementedError("SGLang's reference has the RMS norm with a silu gate only")
             return module.rms_norm_ref(x, weight, bias, **how)

@@ -139,6 +139,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     **_: Any,
 ) -> torch.Tensor:
     """One further token of each request: q, k, v are [1, requests, heads, size]."""
+    # Only speculative decoding asks for this, and no server of the tests speculates. Updating the state in spite of it
+    # would give wrong tokens.
     if disable_state_update:
         raise NotImplementedError("speculative decoding is not in this stand-in")
     rows = (initial_state_indices >= 0).nonzero()[:, 0]

@@ -1,0 +1,169 @@
+"""A device that keeps token ids in its pages and states, on which tests play the engine's plans (`test_pages.py`)."""
+
+import numpy as np
+import pytest
+from rollout_cases import VL, VOCAB, Answer
+
+from rollout import scheduler as scheduling
+from rollout import turns
+from rollout.engine import GenerateRequest
+from rollout.requests import EngineLimits
+from rollout.scheduler import Scheduler
+from rollout.slots import PAGE_TOKENS
+
+STOP, SOME_IDS = 0, 9
+LONGEST = 96
+STEPS = 3
+
+
+def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    for module in (scheduling, turns):
+        patch.setattr(module, "CHUNK_TOKENS", tokens)
+        patch.setattr(module, "PREFILL_TOKENS", 2 * tokens)
+
+
+class PagedDevice:
+    """Plays the engine's turns on pages of token ids; checks what they read, and the books between turns."""
+
+    def __init__(self, slots: int, kv_tokens: int = 0, recurrent: bool = False) -> None:
+        self.limits = EngineLimits(slots, LONGEST, VOCAB, VL.vision, STEPS, kv_tokens=kv_tokens, recurrent=recurrent)
+        self.states: dict[int, list[int]] = {}  # by slot, the tokens that its state has read
+        self.least_id = STOP  # of new tokens
+        self.scheduler, self.version = Scheduler(self.limits), 0
+        self.cache = np.full((self.limits.pages, PAGE_TOKENS), -1)
+        self.answers: dict[tuple[str, int], Answer] = {}
+        self.poisoned: set[str] = set()
+        self.lost: set[tuple[str, int]] = set()
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.answers |= {(request.rid, sample): Answer() for sample in range(request.n)}
+        self.deliver(self.scheduler.submit(request)[1])
+
+    def deliver(self, deliveries) -> None:
+        for job, chunk in deliveries:
+            self.answers[job.request.rid, chunk.sample].add(chunk)
+
+    def turn(self, seed: int, fails: bool = False) -> None:
+        """A turn that serves a poisoned request fails; any other that serves several does where it is told to."""
+        scheduler, rng = self.scheduler, np.random.default_rng(seed)
+        scheduler.next_turn()
+        self.check()
+        if not self.limits.kv_tokens:
+            assert not scheduler.waiting or scheduler.running == self.limits.slots, "a free slot while samples wait"
+        jobs = scheduler.at_turn()
+        if self.poisoned & {job.request.rid for job in jobs} or (fails and len(jobs) > 1):
+            self.forget()
+            for job in scheduler.blame(jobs):
+                assert job.request.rid in self.poisoned, "lost for another's failure"
+                self.lost |= {(job.request.rid, sample.index) for sample in job.samples}
+            assert not len(scheduler.to_decode())
+            return
+        if not scheduler.jobs:
+            return
+        if scheduler.starting:
+            slots_B = self.start(turns.plan_starts(scheduler))
+            count_B, steps = np.ones(len(slots_B), np.int32), 1
+            tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), 1)).astype(np.int32)
+        else:
+            slots_B, batch = turns.plan_round(scheduler)
+            assert len(slots_B), "a turn that serves nobody"
+            steps = STEPS
+            tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
+            count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
+            for row, slot in enumerate(slots_B):
+                stops = np.flatnonzero(tokens_BR[row, : count_B[row]] == STOP)
+                count_B[row] = stops[0] + 1 if len(stops) else count_B[row]
+                known = self.tokens(scheduler.occupant[slot])
+                assert batch.length_B[row] == len(known) - 1
+                response = len(scheduler.response(scheduler.occupant[slot]))
+                assert (batch.token_B[row], batch.index_B[row]) == (known[-1], response)
+                after = scheduler.occupant[slot].job.request.prompt.next_position
+                assert batch.position_B[row] == after + response - 1
+                read = self.cache[np.minimum(batch.pages_BC[row], self.limits.pages - 1)].ravel()
+                np.testing.assert_array_equal(read[: len(known) - 1], known[:-1])
+                fresh = [known[-1], *tokens_BR[row, :-1]]
+                inside = batch.entries_BR[row] < self.cache.size
+                assert inside[: count_B[row]].all(), "a token without a page"
+                self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
+                if self.limits.recurrent:
+                    assert batch.slot_B is not None and batch.slot_B[row] == slot
+                    assert self.states[slot] == known[:-1]
+                    self.states[slot] = [*known[:-1], *map(int, fresh)]
+            assert (batch.slot_B is None) != self.limits.recurrent
+            assert batch.slot_B is None or (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
+            assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
+        self.deliver(scheduler.record(slots_B, tokens_BR, np.zeros(tokens_BR.shape, np.float32), count_B, self.version))
+        self.deliver(scheduler.reap())
+        self.check()
+
+    def forget(self) -> None:
+        self.cache[:], self.states = -1, {}
+
+    def ends(self, batch) -> list[list[int]]:
+        """The tokens that the state behind each row has read."""
+        inputs, context = batch.inputs, batch.context
+        rows = [inputs.tokens_BT[row, real].tolist() for row, real in enumerate(inputs.segments_BT != 0)]
+        if inputs.runs is None:
+            assert context is None or context.slot_B is None
+            return rows
+        assert (inputs.runs.columns_BNC >= 0).sum((1, 2)).tolist() == list(map(len, rows))
+        for row, length in enumerate([] if context is None else context.length_B):
+            before = self.states[context.slot_B[row]] if length else []
+            assert before == self.cache[context.pages_BC[row]].ravel()[:length].tolist()
+            rows[row] = before + rows[row]
+        return rows
+
+    def start(self, plan) -> np.ndarray:
+        started = []
+        for step in plan:
+            inputs, context = step.batch.inputs, step.batch.context
+            assert (inputs.segments_BT != 0).sum(axis=1).max() <= max(turns.CHUNK_TOKENS, LONGEST)
+            if context is not None and step.batch.outputs is None:
+                for row, length in enumerate(context.length_B):
+                    before = self.cache[context.pages_BC[row]].ravel()[:length]
+                    assert (before >= 0).all(), "a context that nobody wrote"
+            step.batch.outputs = ends = step.batch.outputs or self.ends(step.batch)
+            states = step.writes.states
+            assert self.limits.recurrent == (inputs.runs is not None) == (states is not None)
+            if states is not None:
+                real_B = states.slot_B < self.limits.slots
+                assert len(set(states.slot_B[real_B].tolist())) == real_B.sum(), "a state is written twice"
+                written = zip(states.slot_B[real_B].tolist(), states.row_B[real_B].tolist(), strict=True)
+                self.states |= {slot: ends[row] for slot, row in written}
+            page_W, row_W, column_WS = step.writes.page_W, step.writes.row_W, step.writes.column_WS
+            real = page_W < self.limits.pages
+            assert len(set(page_W[real].tolist())) == real.sum(), "a page is written twice"
+            self.cache[page_W[real]] = inputs.tokens_BT[row_W[real][:, None], column_WS[real]]
+            for row, slot in enumerate(step.slots_B):
+                known = self.tokens(self.scheduler.occupant[slot])
+                assert inputs.tokens_BT[step.starts.row_B[row], step.starts.last_B[row]] == known[-1]
+                pages = self.scheduler.occupant[slot].pages
+                np.testing.assert_array_equal(self.cache[pages].ravel()[: len(known)], known)
+                assert not self.limits.recurrent or self.states[slot] == known
+            started.append(step.slots_B)
+        return np.concatenate([np.zeros(0, np.int32), *started])
+
+    def tokens(self, sample) -> list[int]:
+        return [*sample.job.request.prompt.token_ids_T, *self.scheduler.response(sample)]
+
+    def check(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        holders = np.zeros(pool.total, int)
+        for slot, sample in enumerate(scheduler.occupant):
+            if sample is None:
+                continue
+            holders[sample.pages] += 1
+            assert scheduler.table.page_NC[slot, : len(sample.pages)].tolist() == sample.pages
+            assert sample.pages[: len(sample.job.pages)] == sample.job.pages or not sample.pages
+            own = sample.pages[len(sample.job.pages) :]
+            assert all(pool.holders[page] == 1 for page in own), "a page of one sample that another has, too"
+            assert not scheduler.cached_N[slot] or len(sample.pages) * PAGE_TOKENS >= len(self.tokens(sample)) - 1
+        assert holders.tolist() == pool.holders
+        assert pool.free == (holders == 0).sum()
+        running = [sample for sample in scheduler.occupant if sample is not None]
+        assert len({id(sample) for sample in running}) == len(running) == scheduler.running
+        assert all(scheduler.occupant[sample.slot] is sample and not sample.ended for sample in running)
+        assert all(sample.slot < 0 and not sample.ended for sample in scheduler.waiting)
+        unfinished = {key for key, answer in self.answers.items() if answer.finish is None} - self.lost
+        assert len(unfinished) == len(running) + len(scheduler.waiting)
+        assert set(scheduler.jobs) == {rid for rid, _ in unfinished}
