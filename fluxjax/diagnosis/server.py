@@ -148,30 +148,28 @@ class ServerComparison:
         rest = "pixels" if files else "tower" if probe.media else "decoder"
         faulty = suspects(self._processor, probe, request)
         finding = await self._compared(name, rest, request, faulty, probe if files else None)
-        return await self._located(finding, probe) if finding.name in ("decoder", "tower") else finding
+        if self._dumps is None or finding.name not in ("decoder", "tower"):
+            return finding
+        return await self._located(finding, probe, self._dumps)
 
-    async def _located(self, unexplained: Finding, probe: Probe) -> Finding:
+    async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
         """Names the first decoder layer behind which the server's hidden states of a prompt differ. Without such a
-        layer, or without dumps, the finding keeps its name."""
-        if self._dumps is None:
-            return unexplained
+        layer, the finding keeps its name."""
         ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
+        earlier = dumps.passes()
         try:
-            request = GenerateRequest("doctor", probe.inputs, SamplingParams(1))
-            await self._answers(request, None, extra_key=uuid.uuid4().hex)  # the server uses no cached prefix
-            theirs = self._dumps.states(len(ours), len(probe.inputs))
-            gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
+            await self._answers(GenerateRequest("doctor", probe.inputs, SamplingParams(1)), None)
+            theirs = dumps.states(earlier, len(ours), len(probe.inputs))
         except (EngineError, OSError) as error:
             return unexplained._replace(detail=f"{unexplained.detail}; layers cannot be compared: {said(error)}")
+        gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
         beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN is beyond
         layer = beyond[0] if beyond else int(np.argmax(gaps))
         before = f"{gaps[layer - 1]:.1e} before it" if layer else "it is the first layer"
         detail = f"{unexplained.detail}; hidden states differ by {gaps[layer]:.1e} behind layer {layer}, {before}"
-        if not beyond:
-            return unexplained._replace(detail=f"{detail}: compare the final norm, the head and decoding")
-        if unexplained.name == "tower" and layer == 0:  # its input has the tower's features
-            return unexplained._replace(detail=detail)
-        return _differs(f"layer {layer}", detail)
+        detail += "" if beyond else ": compare the final norm, the head and decoding"
+        of_tower = unexplained.name == "tower" and layer == 0  # its input has the tower's features
+        return _differs(f"layer {layer}", detail) if beyond and not of_tower else unexplained._replace(detail=detail)
 
     async def _packed_rows(self, name: str) -> Finding:
         if not self._agreed:
@@ -219,21 +217,20 @@ class ServerComparison:
             return _differs(rest, f"{name}: {detail}; no suspect explains it")
         return _differs(part, f"{name}: {fault}: {detail}, and by {least:.1e} if so here")
 
-    async def _answers(
-        self, request: GenerateRequest, files: Probe | None, **fields: str
-    ) -> tuple[list[Response], int]:
+    async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
-        the probe `files`, if given, in the place of patches, and expands placeholders itself. `fields` are further
-        fields of the request."""
+        the probe `files`, if given, in the place of patches, and expands placeholders itself."""
         config, rids = self._trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(request.n)]
         limits = EngineLimits.of(config, request.n, len(request.prompt) + TOKENS)
         body = request_body(checked(request, limits), dict(enumerate(rids)), config, interval=TOKENS)
+        if self._dumps is not None:
+            body["extra_key"] = rids[0]  # no prefix is cached: the dump has all tokens of the prompt
         if files is not None:
             body["input_ids"] = [files.ids] * request.n
             for kind in dict(files.media):
                 media = [base64.b64encode(data).decode() for of_kind, data in files.media if of_kind == kind]
                 body[f"{kind}_data"] = [media] * request.n
-        answers, replies = [], await self._client.ask("/generate", body | {"stream": False} | fields)
+        answers, replies = [], await self._client.ask("/generate", body | {"stream": False})
         for sample, (rid, reply) in enumerate(zip(rids, replies, strict=True)):
             ids, entries = tuple(reply["output_ids"]), reply["meta_info"]["output_token_logprobs"]
             logprobs = tuple(float(entry[0]) for entry in entries)

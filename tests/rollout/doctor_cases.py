@@ -47,8 +47,8 @@ Body = dict[str, Any]
 
 class FakeSGLang:
     """The application. `inputs` and `sampling` change the prompt and the sampling parameters on which the engine
-    computes, `reply` changes each answer to the prompt; `dump` gets the prompts of requests with an `extra_key`;
-    `refused` are routes that it does not have. A `plain` one is `rollout.serve` itself."""
+    computes, `reply` changes each answer to the prompt; `dump` gets all prompts; `refused` are routes that
+    it does not have. A `plain` one is `rollout.serve` itself."""
 
     def __init__(self, app: ASGIApp, processor: Processor, config: Any) -> None:
         self._app, self._processor, self._config = app, processor, config
@@ -74,11 +74,10 @@ class FakeSGLang:
         if path == "/tokenize":
             return await JSONResponse({"tokens": self._tokens(body)})(scope, receive, send)
         if path == "/generate":
-            marked = body.pop("extra_key", "")
+            body.pop("extra_key", "")  # of requests that share no cache
             prompt, body = self._computed(body)
             raw = json.dumps(body).encode()
-            if marked:
-                self.dump(prompt)
+            self.dump(prompt)
             send = send if self.reply is None else functools.partial(self._replied, send, prompt, [])
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         sent = iter([{"type": "http.request", "body": raw, "more_body": False}])
