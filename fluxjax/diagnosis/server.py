@@ -148,9 +148,8 @@ class ServerComparison:
         rest = "pixels" if files else "tower" if probe.media else "decoder"
         faulty = suspects(self._processor, probe, request)
         finding = await self._compared(name, rest, request, faulty, probe if files else None)
-        if self._dumps is None or finding.name not in ("decoder", "tower"):
-            return finding
-        return await self._located(finding, probe, self._dumps)
+        dumps = self._dumps if finding.name in ("decoder", "tower") else None
+        return finding if dumps is None else await self._located(finding, probe, dumps)
 
     async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
         """Names the first decoder layer behind which the server's hidden states of a prompt differ. Without such a

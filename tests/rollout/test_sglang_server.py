@@ -258,7 +258,7 @@ def test_the_doctor_finds_nothing(server: Subject, capsys: pytest.CaptureFixture
     assert states["template"] == "cannot be asked"  # the tiny checkpoint has none
 
 
-LAYER_1 = ("layers", "attention", "q"), 1
+LAYER_1 = ("layers", "attention", "o"), 1
 DUMPED = [
     pytest.param("qwen3", *LAYER_1, marks=pytest.mark.turn(0)),
     pytest.param("qwen3_vl", *LAYER_1, marks=pytest.mark.turn(2)),
