@@ -67,7 +67,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
 @functools.cache
 def processor() -> Processor:
     return build_processor(
-        ["abcdefghijklmnopqrstuvwxyz 0123456789.?"], layout=PatchLayout(patch_size=16, window_size=0)
+        ["abcdefghijklmnopqrstuvwxyz 0123456789.?"], layout=PatchLayout(patch_size=16, window_size=64)
     )
 
 
