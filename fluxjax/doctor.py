@@ -38,11 +38,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="further probes, one a video")
     parser.add_argument("--tolerance", type=number(float, 0, above=True), metavar="X",
                        help="of mean differences of log-probs (default: 0.001, or 0.05 below float32)")  # fmt: skip
+    parser.add_argument("--dumps", metavar="DIR", help="the server's --debug-tensor-dump-output-folder: names layers")
     parser.add_argument("--samples", type=number(int, 1), default=20, metavar="N", help="records a source (default 20)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options, options.flags = parser.parse_known_args(argv)
     if bool(options.server) != bool(options.model) or (options.server and options.flags):
         parser.error("--server URL and --model DIR go together, and take no --config")
+    if options.dumps and not options.server:
+        parser.error("--dumps DIR needs --server URL")
     options.differs = False
     return exit_status(lambda options: asyncio.run(_examine(options)), options) or int(options.differs)
 

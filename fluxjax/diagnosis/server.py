@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from models.parity import Probe
+from models.parity import Probe, our_parts
 from models.processing import MediaError, Processor, PromptError
 from rollout.engine import EngineError, GenerateRequest, SamplingParams
 from rollout.listening import TOKEN
@@ -41,6 +41,7 @@ from ..config import Config, DType
 from ..learner.gradients import Gradients, TrainingPhase
 from ..learner.loss_inputs import logprobs_of
 from . import Finding
+from .dumps import TensorDumps
 from .installation import clip_file, picture_file
 
 Answered: TypeAlias = tuple[GenerateRequest, list[Response]]
@@ -74,6 +75,7 @@ class ServerComparison:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder, self._tolerance, self._processor = options.model, options.tolerance, Processor.load(options.model)
+        self._dumps = TensorDumps(options.dumps) if options.dumps else None
         self._probes = {"text": Probe(self._processor, options.text, [])}
         self._refused: list[Finding] = []  # probes that this checkpoint can't have
         image, video = [("image", picture_file())], [("video", clip_file())]
@@ -145,7 +147,28 @@ class ServerComparison:
         request = GenerateRequest("doctor", probe.inputs, sampling, SAMPLES)
         rest = "pixels" if files else "tower" if probe.media else "decoder"
         faulty = suspects(self._processor, probe, request)
-        return await self._compared(name, rest, request, faulty, probe if files else None)
+        finding = await self._compared(name, rest, request, faulty, probe if files else None)
+        dumps = self._dumps if finding.name in ("decoder", "tower") else None
+        return finding if dumps is None else await self._located(finding, probe, dumps)
+
+    async def _located(self, unexplained: Finding, probe: Probe, dumps: TensorDumps) -> Finding:
+        """Names the first decoder layer behind which the server's hidden states of a prompt differ. Without such a
+        layer, the finding keeps its name."""
+        ours = [state_TD for part, state_TD in our_parts(self._trainer.model, probe.inputs).items() if "layer" in part]
+        earlier = dumps.passes()
+        try:
+            await self._answers(GenerateRequest("doctor", probe.inputs, SamplingParams(1)), None)
+            theirs = dumps.states(earlier, len(ours), len(probe.inputs))
+        except (EngineError, OSError) as error:
+            return unexplained._replace(detail=f"{unexplained.detail}; layers cannot be compared: {said(error)}")
+        gaps = [_relative(a_TD, b_TD) for a_TD, b_TD in zip(ours, theirs, strict=True)]
+        beyond = [number for number, gap in enumerate(gaps) if not gap <= self._tolerance]  # NaN is beyond
+        layer = beyond[0] if beyond else int(np.argmax(gaps))
+        before = f"{gaps[layer - 1]:.1e} before it" if layer else "it is the first layer"
+        detail = f"{unexplained.detail}; hidden states differ by {gaps[layer]:.1e} behind layer {layer}, {before}"
+        detail += "" if beyond else ": compare the final norm, the head and decoding"
+        of_tower = unexplained.name == "tower" and layer == 0  # its input has the tower's features
+        return _differs(f"layer {layer}", detail) if beyond and not of_tower else unexplained._replace(detail=detail)
 
     async def _packed_rows(self, name: str) -> Finding:
         if not self._agreed:
@@ -196,14 +219,16 @@ class ServerComparison:
     async def _answers(self, request: GenerateRequest, files: Probe | None) -> tuple[list[Response], int]:
         """Samples answers. Returns them, and the server's number of tokens of the prompt. The server gets the files of
         the probe `files`, if given, in the place of patches, and expands placeholders itself."""
-        config, rids = self._trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(SAMPLES)]
-        limits = EngineLimits.of(config, SAMPLES, len(request.prompt) + TOKENS)
+        config, rids = self._trainer.model.config, [f"doctor-{uuid.uuid4().hex}" for _ in range(request.n)]
+        limits = EngineLimits.of(config, request.n, len(request.prompt) + TOKENS)
         body = request_body(checked(request, limits), dict(enumerate(rids)), config, interval=TOKENS)
+        if self._dumps is not None:
+            body["extra_key"] = rids[0]  # no prefix is cached: the dump has all tokens of the prompt
         if files is not None:
-            body["input_ids"] = [files.ids] * SAMPLES
+            body["input_ids"] = [files.ids] * request.n
             for kind in dict(files.media):
                 media = [base64.b64encode(data).decode() for of_kind, data in files.media if of_kind == kind]
-                body[f"{kind}_data"] = [media] * SAMPLES
+                body[f"{kind}_data"] = [media] * request.n
         answers, replies = [], await self._client.ask("/generate", body | {"stream": False})
         for sample, (rid, reply) in enumerate(zip(rids, replies, strict=True)):
             ids, entries = tuple(reply["output_ids"]), reply["meta_info"]["output_token_logprobs"]
@@ -214,6 +239,11 @@ class ServerComparison:
 
 def _differs(part: str, detail: str) -> Finding:
     return Finding(part, detail, next(fix for word, fix in FIXES.items() if word in part))
+
+
+def _relative(ours_TD: np.ndarray, theirs_TD: np.ndarray) -> float:
+    """The mean over tokens of the difference of two hidden states, divided by the norm of ours."""
+    return float(np.mean(np.linalg.norm(ours_TD - theirs_TD, axis=-1) / np.linalg.norm(ours_TD, axis=-1)))
 
 
 def _message(probe: Probe) -> dict[str, Any]:
@@ -235,8 +265,10 @@ def _part_of(tensor: str) -> tuple[int, int, str]:
 
 
 def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> Iterator[Suspect]:
-    """Yields the suspects for the request of a probe with media; none for a probe of text."""
+    """Yields the suspects for the request of a probe."""
     if not probe.media:
+        free = dataclasses.replace(request.sampling, forbidden_ids=())
+        yield "sampling mask", "log-probs are without sampling mask", dataclasses.replace(request, sampling=free)
         return
     inputs, positions_3T, shown_T = probe.inputs, probe.inputs.positions_3T, probe.inputs.feature_index_T >= 0
     blind = dataclasses.replace(inputs, vision=None, feature_index_T=np.full_like(inputs.feature_index_T, -1))
@@ -245,6 +277,15 @@ def suspects(processor: Processor, probe: Probe, request: GenerateRequest) -> It
         image, video = (dataclasses.replace(kind, mean=mean, std=std) for kind in (processor.image, processor.video))
         prompt = dataclasses.replace(processor, image=image, video=video).prepare_ids(probe.ids, probe.media)
         yield "pixels", f"its pixels are {words}", dataclasses.replace(request, prompt=prompt)
+    if len(probe.media) > 1:  # the probes of several media have pictures of one size
+        prompt = processor.prepare_ids(probe.ids, probe.media[::-1])
+        yield "pixels", "its media are in reverse order", dataclasses.replace(request, prompt=prompt)
+    for factor in (2, 0.5):
+        layout = dataclasses.replace(processor.layout, tokens_per_second=factor * processor.layout.tokens_per_second)
+        prompt = dataclasses.replace(processor, layout=layout).prepare_ids(probe.ids, probe.media)
+        yield "positions (time)", f"a video's time is scaled by {factor}", dataclasses.replace(request, prompt=prompt)
+    prompt = dataclasses.replace(inputs, next_position=len(inputs))
+    yield "positions (all axes)", "those of the answer count tokens", dataclasses.replace(request, prompt=prompt)
     misplaced = {
         ("all axes", "it counts tokens on all axes, as for text"): np.tile(np.arange(len(inputs)), (3, 1)),
         ("height and width", "they are dropped: both are those of time"): positions_3T[[0, 0, 0]],

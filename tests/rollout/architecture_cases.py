@@ -357,13 +357,13 @@ def serving(architecture: str, folder: pathlib.Path) -> Iterator[Serving]:
     server = LocalServer(dataclasses.replace(plain, flags=(*plain.flags, *FLAGS[architecture])), folder / "server.log")
     server.start()
     try:
-        asyncio.run(_up(server))
+        asyncio.run(up(server))
         yield Serving(architecture, server.address, folder, reference, checkpoint)
     finally:
         server.kill()
 
 
-async def _up(server: LocalServer, seconds: float = 300.0) -> None:
+async def up(server: LocalServer, seconds: float = 300.0) -> None:
     async with client_at(server.address) as client, asyncio.timeout(seconds):
         while True:
             assert server.ended() is None, server.last_words(30)

@@ -47,7 +47,8 @@ Body = dict[str, Any]
 
 class FakeSGLang:
     """The application. `inputs` and `sampling` change the prompt and the sampling parameters on which the engine
-    computes; `refused` are routes that it does not have. A `plain` one is `rollout.serve` itself."""
+    computes, `reply` changes each answer to the prompt; `dump` gets all prompts; `refused` are routes that
+    it does not have. A `plain` one is `rollout.serve` itself."""
 
     def __init__(self, app: ASGIApp, processor: Processor, config: Any) -> None:
         self._app, self._processor, self._config = app, processor, config
@@ -57,6 +58,8 @@ class FakeSGLang:
         self.processor = self._processor
         self.inputs: Callable[[ModelInput], ModelInput] = lambda prompt: prompt
         self.sampling: Callable[[Body], Body] = lambda params: params
+        self.reply: Callable[[ModelInput, Body], None] | None = None
+        self.dump: Callable[[ModelInput], None] = lambda prompt: None
         self.refused: tuple[str, ...] = ()
         self.plain = False
 
@@ -71,7 +74,11 @@ class FakeSGLang:
         if path == "/tokenize":
             return await JSONResponse({"tokens": self._tokens(body)})(scope, receive, send)
         if path == "/generate":
-            raw = json.dumps(self._computed(body)).encode()
+            body.pop("extra_key", "")  # of requests that share no cache
+            prompt, body = self._computed(body)
+            raw = json.dumps(body).encode()
+            self.dump(prompt)
+            send = send if self.reply is None else functools.partial(self._replied, send, prompt, [])
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         sent = iter([{"type": "http.request", "body": raw, "more_body": False}])
 
@@ -79,6 +86,18 @@ class FakeSGLang:
             return next(sent, None) or await receive()
 
         await self._app({**scope, "headers": headers}, body_then_rest, send)
+
+    async def _replied(self, send: Send, prompt: ModelInput, held: list[Any], message: Any) -> None:
+        """Sends an answer that comes in one piece, as `reply` changes it."""
+        held.append(message)
+        if message["type"] == "http.response.body":
+            start, body = held
+            answers = json.loads(body["body"])
+            for answer in answers:
+                self.reply(prompt, answer)  # type: ignore[misc]
+            data = json.dumps(answers).encode()
+            await send({**start, "headers": [(b"content-length", str(len(data)).encode())]})
+            await send({**body, "body": data})
 
     def _tokens(self, body: Body) -> list[int]:
         if (text := body.get("prompt")) is not None:
@@ -91,8 +110,8 @@ class FakeSGLang:
         text = "".join(f"<{kind}>" for kind in media) + parts[-1]["text"]
         return self.processor.tokenise_chat(text, [(kind, b"") for kind in media])
 
-    def _computed(self, body: Body) -> Body:
-        """The body with the inputs on which this server computes."""
+    def _computed(self, body: Body) -> tuple[ModelInput, Body]:
+        """(the prompt on which this server computes, the body with this prompt)."""
         (ids, *_), n = body["input_ids"], len(body["input_ids"])
         entries = {field: body.pop(field)[0] for field in wire.FIELDS if field in body}
         if not entries:
@@ -103,11 +122,11 @@ class FakeSGLang:
         else:
             files = [(f.partition("_")[0], base64.b64decode(data)) for f, found in entries.items() for data in found]
             prompt = self.processor.prepare_ids(ids, files)
-        request = GenerateRequest("fake", self.inputs(prompt), SamplingParams(), n)
+        request = GenerateRequest("fake", prompt := self.inputs(prompt), SamplingParams(), n)
         computed = wire.request_body(request, dict(enumerate(body["rid"])), self._config, interval=1)
         fields = {name: value for name, value in body.items() if name != "input_ids"}
         fields["sampling_params"] = [self.sampling(dict(params)) for params in body["sampling_params"]]
-        return computed | fields
+        return prompt, computed | fields
 
 
 @dataclasses.dataclass
@@ -159,10 +178,10 @@ def patient(folder: pathlib.Path) -> Iterator[Patient]:
         thread.join(HANG)
 
 
-def changed(model: Any, *path: str, layer: int = 0) -> Any:
-    """A copy of the model in which one stacked weight of a layer is scaled."""
+def changed(model: Any, *path: str, layer: int = 0, by: float = 1.5) -> Any:
+    """A copy of the model in which one stacked weight of a layer, or the row of another weight, is scaled."""
     graphdef, params = models.split(model)
     copy = models.merge(graphdef, jax.tree.map(jnp.array, params))
     weight: Any = functools.reduce(getattr, path, copy)
-    weight[...] = weight[...].at[layer].multiply(1.5)
+    weight[...] = weight[...].at[layer].multiply(by)
     return copy

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +21,30 @@ from typing import Any
 import numpy as np
 import pytest
 import rollout_cases
+from architecture_cases import up
+from doctor_cases import changed
 from fleet_cases import run
-from protocol_cases import LONGEST, ROOT, Subject, client_at, model, picture, processor, prompts, sglang_python, subject
+from protocol_cases import (
+    LONGEST,
+    ROOT,
+    Subject,
+    checkpoint,
+    client_at,
+    command,
+    model,
+    picture,
+    processor,
+    prompts,
+    sglang_python,
+    subject,
+)
 from rollout_cases import collect, full_logprobs, request
 
 import models
 from fluxjax import doctor
 from rollout import wire
 from rollout.engine import FinishReason, WeightsMismatch
+from rollout.local_server import LocalServer
 from rollout.requests import checked
 from rollout.sglang import Refused, SampleReply, ServerClient
 from rollout.weights.published import Checksums
@@ -238,3 +256,34 @@ def test_the_doctor_finds_nothing(server: Subject, capsys: pytest.CaptureFixture
     asked = {"token ids", "weights", "text", "image", "video", "image as files", "sampling", "packed rows"}
     assert asked <= {name for name, state in states.items() if state == "ok"}, out
     assert states["template"] == "cannot be asked"  # the tiny checkpoint has none
+
+
+DUMPED = [pytest.param("qwen3", marks=pytest.mark.turn(0)), pytest.param("qwen3_vl", marks=pytest.mark.turn(2))]
+
+
+@pytest.mark.parametrize("kind", DUMPED)
+def test_the_doctor_names_the_layer_that_differs(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """By the dumps of a server that states no checksums."""
+    theirs, dumps = tmp_path / "server", tmp_path / "dumps"
+    with checkpoint(kind, tmp_path / "trainer") as ours:
+        shutil.copytree(ours, theirs)
+    models.save(changed(model(kind), "layers", "attention", "o", layer=1), theirs)
+    plain = command("sglang", theirs)
+    flags = (*plain.flags, "--debug-tensor-dump-output-folder", str(dumps))
+    process = LocalServer(dataclasses.replace(plain, flags=flags), tmp_path / "server.log")
+    monkeypatch.setattr(ServerClient, "checksums", none_stated)
+    process.start()
+    try:
+        asyncio.run(up(process))
+        how = ["--server", process.address, "--dumps", str(dumps), "--text", "which of the 3 is red?", "--json"]
+        found = [(doctor.main([*how, "--model", str(folder)]), capsys.readouterr().out) for folder in (theirs, ours)]
+    finally:
+        process.kill()
+    assert [status for status, _ in found] == [0, 1], found
+    assert json.loads(found[1][1])["difference"] == "layer 1", found
+
+
+async def none_stated(_: ServerClient) -> Any:
+    raise Refused("no checksums")

@@ -1,0 +1,46 @@
+"""Hidden states of an SGLang server, read from the tensor dumps of its forward passes."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Container
+
+import numpy as np
+
+
+class TensorDumps:
+    """The folder of dumps that a server was started with. Each rank writes a file for each forward pass. Raises
+    ValueError if there is no such folder, or no PyTorch to read dumps with."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = pathlib.Path(folder)
+        if not self._folder.is_dir():
+            raise ValueError(f"--dumps {folder}: no such folder; SGLang's flag is --debug-tensor-dump-output-folder")
+        try:
+            self._torch = importlib.import_module("torch")
+        except ImportError as error:
+            raise ValueError(f"--dumps is read with PyTorch: {error}: pip install 'fluxjax[parity]'") from None
+
+    def passes(self) -> list[pathlib.Path]:
+        """The files of rank 0, in the order of the passes; all ranks of a divided model have the same states."""
+        return sorted(self._folder.glob("TP0_*/Pass*.pt"))
+
+    def states(self, earlier: Container[pathlib.Path], layers: int, tokens: int) -> list[np.ndarray]:
+        """Returns the hidden states behind each decoder layer, f32 [T, D], of the `tokens` first tokens in passes that
+        are not `earlier`. Raises OSError if these passes do not have the states."""
+        # SGLang hooks the innermost modules. The norm before layer N + 1 adds what layer N computed to the stream,
+        # and returns (the norm, the stream).
+        norms = [*(f"model.layers.{number}.input_layernorm" for number in range(1, layers)), "model.norm"]
+        streams = []
+        for file in (file for file in self.passes() if file not in earlier):
+            outputs = self._torch.load(file, map_location="cpu", weights_only=True)
+            if missing := [name for name in norms if not isinstance(outputs.get(name), list)]:
+                raise OSError(f"{file} has no sums of {missing[0]}")
+            streams.append([outputs[name][1] for name in norms])
+            if len({stream.data_ptr() for stream in streams[-1]}) < layers:
+                raise OSError(f"{file}: the server's norms overwrite their input, as on a CPU with AMX")
+        computed = sum(len(of_layers[0]) for of_layers in streams)
+        if computed < tokens:
+            raise OSError(f"{self._folder} has new dumps of {computed} tokens, the prompt has {tokens}")
+        return [self._torch.cat(passes)[:tokens].float().numpy() for passes in zip(*streams, strict=True)]
