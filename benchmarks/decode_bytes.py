@@ -35,6 +35,7 @@ BLOCK = 128  # entries of a turn of the portable form's loop
 WIDTHS = {"pred": 1, "bf16": 2, "f16": 2}  # bytes of a number; others have their bits in their names
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "after-all", "partition-id"}
 LOOKS_UP = {"gather", "dynamic-slice", "slice"}  # read as much as they return
+KERNEL = "paged_kernels_attend"
 _INSTRUCTION = re.compile(r"\s+(ROOT )?(%?[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)")
 _CALLED = re.compile(r"(body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+\w*)\[([\d,]*)\]")
@@ -87,40 +88,39 @@ class Program:
 
     def round(self) -> tuple[int, int]:
         """The bytes that a round reads outside its loop over tokens, and in a turn of the loop."""
-        loops = [x for x in self._of(self.main).values() if x.kind == "while"]
-        body = max((x.called[0] for x in loops), key=lambda name: len(self._of(name)))
-        inside = self.read(body)
-        return self.read(self.main) - inside, inside
+        (body,) = (dict(_CALLED.findall(x.rest))["body"] for x in self._main if x.kind == "while")
+        return sum(self._read(x, self.main) for x in self._main if x.kind != "while"), self.read(body)
 
-    def read(self, name: str, times: int = 1) -> int:
-        """The bytes that a computation reads. A conditional counts as its branch that reads least: no sample of these
-        rounds limits its candidates. A loop without a known number of turns counts as one turn."""
-        total, instructions = 0, self._of(name)
-        for x in instructions.values():
-            if x.kind == "while":
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', x.rest)
-                inner = "paged" in x.rest or "by_blocks" in x.rest
-                body = dict(_CALLED.findall(x.rest))["body"]
-                total += self.read(body) * (int(trips[1]) if trips else self.turns if inner else 1)
-            elif x.kind == "conditional":
-                total += min(map(self.read, x.called))
-            elif x.kind in ("call", "async-start"):
-                total += sum(map(self.read, x.called))
-            elif x.kind == "custom-call" and "paged_kernels" in x.rest:
-                self.kernels += 1
-                total += self.kernel_bytes
-            elif x.kind not in FREE and not x.kind.endswith("-done"):
-                total += self._operands(x, instructions)
-        return total * times
+    @property
+    def _main(self) -> list[Instruction]:
+        return list(self.computations[self.main].values())
 
-    def _of(self, name: str) -> dict[str, Instruction]:
-        return self.computations[name]
+    def read(self, name: str) -> int:
+        """The bytes that a computation inside the loop over tokens reads."""
+        return sum(self._read(x, name) for x in self.computations[name].values())
+
+    def _read(self, x: Instruction, around: str) -> int:
+        """The bytes that an instruction reads. A conditional counts as its branch that reads least, since no sample of
+        these rounds limits its candidates. A loop whose number of turns XLA does not know is the portable form's."""
+        if x.kind == "while":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', x.rest)
+            return self.read(dict(_CALLED.findall(x.rest))["body"]) * (int(trips[1]) if trips else self.turns)
+        if x.kind == "conditional":
+            return min(map(self.read, x.called))
+        if x.kind in ("call", "async-start"):
+            return sum(map(self.read, x.called))
+        if x.kind == "custom-call" and KERNEL in x.rest:
+            self.kernels += 1
+            return self.kernel_bytes
+        if x.kind in FREE or x.kind.endswith("-done"):
+            return 0
+        return self._operands(x, self.computations[around])
 
     def _operands(self, x: Instruction, around: dict[str, Instruction]) -> int:
         """The bytes of an instruction's operands, of which it may read a part, or replace a part in place."""
         if x.kind != "fusion":
             return self._used(x, [around[name] for name in x.operands])
-        inner = self._of(x.called[0])
+        inner = self.computations[x.called[0]]
         total = 0
         for parameter in (y for y in inner.values() if y.kind == "parameter"):
             whole, parts = parameter.bytes, 0
@@ -193,7 +193,6 @@ def measure(layers: int, portable: bool) -> dict[str, Any]:
         found[name] = {"gb": round(read / 1e9, 3), "outside_the_loop_gb": round(outside / STEPS / 1e9, 3),
                        "floor_gb": round(floor / 1e9, 3), "over_floor": round(read / floor, 3),
                        "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
-        pathlib.Path(f"/tmp/dec/{name[:4].strip()}{portable}.hlo").write_text(hlo)
     return {
         "benchmark": "decode_bytes",
         "over_floor": max(case["over_floor"] for case in found.values()),

@@ -93,7 +93,7 @@ class EnginePrograms:
         return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Selects portable code for several devices: the compiler can't divide the vision tower's GPU kernel."""
+        """Selects portable code for several devices: the compiler can't divide the GPU kernels of attention."""
         return contextlib.nullcontext() if not self.rows else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -107,11 +107,13 @@ class EnginePrograms:
         """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
         a cached `context`; every token of a row sees all of the row's context. `features_FX` replace pixels."""
         model, layers = model_by_layers(self.graphdef, params)
-        allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
-        if context is not None:
+        mask = Mask(inputs.segments_BT, inputs.branches_BT)
+        if context is not None:  # its entries belong to the row's segment, which is number 1
             before_BS = jnp.arange(context.pages_BC.shape[1] * PAGE_TOKENS)[None, :] < context.length_B[:, None]
-            before_BTS = jnp.broadcast_to(before_BS[:, None], (*allowed.shape[:2], before_BS.shape[1]))
-            allowed = jnp.concatenate([before_BTS, allowed], axis=2)
+            mask = Mask(
+                jnp.concatenate([before_BS.astype(jnp.int32), inputs.segments_BT], axis=1),
+                jnp.pad(inputs.branches_BT, ((0, 0), (before_BS.shape[1], 0))),
+            )
         rotary = model.rotary(inputs.positions_3BT)
 
         def step(layer: Any, x: Array, numbers: tuple[int, int]) -> tuple[Array, LayerRows | DeltaState]:
@@ -125,7 +127,8 @@ class EnginePrograms:
                         jnp.concatenate([jnp.swapaxes(old, 1, 2), new], axis=1)
                         for old, new in zip(before, (k, v), strict=True)
                     )
-                return attention(q, keys, values, allowed), (k, v)
+                with self._divided():
+                    return attention(q, keys, values, mask), (k, v)
 
             def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
                 before = None

@@ -364,7 +364,9 @@ def plan_round(scheduler: Scheduler) -> RoundPlan:
 
 
 def _least_rows(limits: EngineLimits) -> int:
-    return min(LEAST_ROWS, limits.slots) if limits.small_model else 1
+    """The least rows of a round or a start. Rows are doubled up to all slots, so that rounds have at most 8 sizes."""
+    least = min(LEAST_ROWS, limits.slots) if limits.small_model else 1
+    return max(least, -(-limits.slots // 128))
 
 
 def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
