@@ -31,7 +31,7 @@ SHAPE = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, 
          "num_key_value_heads": 4}  # fmt: skip
 CASES = {"64 x 4096": [4096] * 64, "63 x 1024 + 1 x 32768": [1024] * 63 + [32768]}
 STEPS = 4  # tokens of a round
-BLOCK = 128  # entries of a turn of the portable form's loop
+BLOCK = 64  # entries of a turn of the portable form's loop
 WIDTHS = {"pred": 1, "bf16": 2, "f16": 2}  # bytes of a number; others have their bits in their names
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "after-all", "partition-id"}
 LOOKS_UP = {"gather", "dynamic-slice", "slice"}  # read as much as they return

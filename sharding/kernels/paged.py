@@ -21,7 +21,7 @@ from ..mesh import Tiling, launch, runs_triton
 # Says, while a program is traced, whether the kernel can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=256)
 
-BLOCK = 128  # entries of a sequence that the portable form reads at a time
+BLOCK = 64  # entries of a sequence that the portable form reads at a time
 PARTS = 16  # most parts of a sequence in the kernel
 LEAST_TILES = 4  # least tiles of a part: sums of a part take memory traffic, too
 MASKED = -1e30  # the score of an entry behind the sequence's end
