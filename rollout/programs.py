@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from models.decoder import Decoder, Mix
@@ -83,7 +84,7 @@ class EnginePrograms:
         if not self.rows:
             return features_MX
         assert isinstance(self.rows[0], NamedSharding)
-        whole = NamedSharding(self.rows[0].mesh, jax.sharding.PartitionSpec())
+        whole = NamedSharding(self.rows[0].mesh, P())
         return jax.lax.with_sharding_constraint(features_MX, whole)
 
     def _keep(
@@ -152,6 +153,17 @@ class EnginePrograms:
         places = jax.tree.unflatten(jax.tree.structure(rows), self.rows) if self.rows else None
         return rows if places is None else jax.lax.with_sharding_constraint(rows, places)
 
+    def _over_pages(self, q_BNH: Array, cache: KVCache, pages_BC: Array, length_B: Array, layer: int) -> Array:
+        """Attention over pages in one layer; each of several devices computes the heads whose keys it has."""
+        attend = functools.partial(paged_attention, layer=layer)
+        if self.rows:
+            place = self.rows[0]
+            assert isinstance(place, NamedSharding)
+            heads, whole = P(None, *place.spec[2:]), P()
+            specs = (heads, place.spec, place.spec, whole, whole)
+            attend = jax.shard_map(attend, mesh=place.mesh, in_specs=specs, out_specs=heads)
+        return attend(q_BNH, cache.k_LCKSH, cache.v_LCKSH, pages_BC, length_B)
+
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Logits, with the head as the left factor: for few rows, CPUs are up to twice as fast this way."""
         head = model.head_weight(self.walk)
@@ -212,9 +224,7 @@ class EnginePrograms:
 
                 def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
                     new = cache.extended(number, entry_B, k[:, 0], v[:, 0])
-                    with self._divided():
-                        out = paged_attention(q[:, 0], new.k_LCKSH, new.v_LCKSH, batch.pages_BC, length_B, number)
-                    return out[:, None], new
+                    return self._over_pages(q[:, 0], new, batch.pages_BC, length_B, number)[:, None], new
 
                 def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
                     assert text.delta is not None and state is not None, "the layer has a state"

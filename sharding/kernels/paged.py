@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..mesh import Tiling, launch, runs_triton
+from ..mesh import Tiling, launch, runs_triton, varying_zero
 
 # Says, while a program is traced, whether the kernel can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=256)
@@ -72,8 +72,8 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
         more = jnp.einsum("BKGS,BKSH->BKGH", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
         return out * fade + more, total, new
 
-    zeros = jnp.zeros((B, K, N // K, 1), jnp.float32)
-    sums = (jnp.zeros(q.shape, jnp.float32), zeros, zeros + MASKED)
+    zeros = jnp.zeros((B, K, N // K, 1), jnp.float32) + varying_zero(q, k, v)
+    sums = (jnp.broadcast_to(zeros, q.shape), zeros, zeros + MASKED)
     out, total, _ = jax.lax.fori_loop(0, -(-jnp.max(length) // (width * S)), attend, sums)
     return (out / total).astype(v.dtype).reshape(B, N, H)
 
