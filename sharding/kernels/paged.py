@@ -90,15 +90,17 @@ def tiling_of(dtype: Any, head: int) -> Tiling:
 def _by_parts(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: int) -> Array:
     (B, N, H), (_, C, K, S, _) = q.shape, k.shape
     tiling = tiling_of(q.dtype, H)
-    tiles = -(-length // tiling.sizes[0])
-    part_tiles = jnp.maximum(-(-tiles // PARTS), LEAST_TILES)
-    numbers = jax.ShapeDtypeStruct((B, PARTS, N), jnp.float32)
+    (keys,) = tiling.sizes
+    parts = min(-(-pages.shape[1] * S // (LEAST_TILES * keys)), PARTS)
+    tiles = -(-length // keys)
+    part_tiles = jnp.maximum(-(-tiles // parts), LEAST_TILES)
+    numbers = jax.ShapeDtypeStruct((B, parts, N), jnp.float32)
     sums, totals, peaks = launch(
         "paged_kernels",
         "attend",
         (q, k, v, pages, length, part_tiles, layer * C, C, pages.shape[1]),
-        (jax.ShapeDtypeStruct((B, PARTS, N, H), jnp.float32), numbers, numbers),
-        (K, PARTS, B),
+        (jax.ShapeDtypeStruct((B, parts, N, H), jnp.float32), numbers, numbers),
+        (K, parts, B),
         tiling,
         N=N,
         K=K,
@@ -106,10 +108,10 @@ def _by_parts(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: 
         PAGE=S,
         WIDTH=max(1 << (H - 1).bit_length(), 16),
         HEADS=max(1 << (N // K - 1).bit_length(), 16),
-        KEYS=tiling.sizes[0],
+        KEYS=keys,
         SCALE=H**-0.5,
     )
-    real = (jnp.arange(PARTS)[None, :] * part_tiles[:, None] < tiles[:, None])[:, :, None]  # others are not written
+    real = (jnp.arange(parts)[None, :] * part_tiles[:, None] < tiles[:, None])[:, :, None]  # others are not written
     peaks = jnp.where(real, peaks, MASKED)
     fades = jnp.where(real, jnp.exp2(peaks - peaks.max(axis=1, keepdims=True)), 0.0)
     total = jnp.where(real, totals * fades, 0.0).sum(axis=1)
