@@ -69,8 +69,8 @@ PARTS = {
     "engine": Part(
         140,
         60,
-        "64 slots: 5.5-7 ms a token, 9-11k tokens/s, 25 % of the floor of 1.7 ms; 8 slots: 2.5-3.2 ms, floor 1.1; "
-        "2-4 ms of the host a round of 4 tokens",
+        "decoding in place: 64 slots: 4.1-4.6 ms a token (4.7 measured with gathered pages), 8 slots: 2.8-3.1 (3.06); "
+        "2-4 ms of the host a round of 4 tokens; one decode program for each number of rows",
     ),
     "trace": Part(
         75,
@@ -96,8 +96,8 @@ PARTS = {
     "paged": Part(
         90,
         40,
-        "64 x 4096: Pallas' kernel 2.5-3 times as fast as gathering and attending; one row of 32k among 63 of 1k: "
-        "the engine's attention takes at least 10 times what 64 of 1k take",
+        "in place, ms a layer: 64 x 4096 0.19-0.23 (floor 0.160; gathered 0.615, Pallas 0.282 measured), 64 x 1024 "
+        "0.055-0.075, one row of 32k among 63 of 1k 0.08-0.12 (gathered 3.33, Pallas 0.182)",
     ),
     "deltanet": Part(
         150,

@@ -9,18 +9,18 @@ in the slots of the samples that go on from it.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from models.config import TextConfig
 from models.inputs import AnyArray
 from sharding.kernels.delta import DeltaState, new_state
+from sharding.kernels.paged import gathered
 
-from .slots import PAGE_TOKENS, DecodeRound
+from .slots import PAGE_TOKENS
 
 # A prefill's keys and values [L, B, K, T, H]; if layers have states, those behind its rows [L, B, ...]
 Rows = tuple[Array, Array, DeltaState | None]
@@ -73,8 +73,8 @@ class KVCache:
 
     @staticmethod
     def shapes(text: TextConfig, pages: int, slots: int, dtype: DTypeLike) -> KVCache:
-        """The arrays of the cache of a model, without values. Heads come before tokens, as a round reads them: a view
-        moves blocks `[S, H]` as they are."""
+        """The arrays of the cache of a model, without values. Heads come before tokens: a head's entries of a page are
+        one block, `[S, H]`."""
         shape = len(text.attention_layers), pages, text.num_kv_heads, PAGE_TOKENS, text.head_dim
         rows = jax.ShapeDtypeStruct(shape, dtype)
         if (heads := text.delta) is None:
@@ -84,20 +84,8 @@ class KVCache:
         return KVCache(rows, rows, jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), layer))
 
     def view(self, pages_BC: Int[Array, "B C"], layer: int) -> LayerRows:
-        """The entries of these pages in one layer, `[B, K, T, H]`. An out-of-range page reads some other page."""
-
-        def gather(x_LCKSH: Array) -> Array:
-            L, C, K, S, H = x_LCKSH.shape
-            rows = x_LCKSH.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
-            found = jnp.take(rows, jnp.minimum(pages_BC, C - 1) + layer * C, axis=0, mode="clip")
-            B, V = pages_BC.shape
-            return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
-
-        return gather(self.k_LCKSH), gather(self.v_LCKSH)
-
-    def view_bytes(self, pages: int) -> int:
-        """The bytes that a view of `pages` pages takes in all layers."""
-        return 2 * pages * self.k_LCKSH.dtype.itemsize * math.prod(self.k_LCKSH.shape) // self.k_LCKSH.shape[1]
+        """A copy of the entries of these pages in one layer, `[B, K, T, H]`."""
+        return gathered(self.k_LCKSH, pages_BC, layer), gathered(self.v_LCKSH, pages_BC, layer)
 
     def state(self, slot_B: Int[AnyArray, " B"] | None, layer: int) -> DeltaState:
         """The states of these slots in one layer. An out-of-range slot reads some other slot."""
@@ -114,19 +102,23 @@ class KVCache:
         """The states, with those of these slots replaced in all layers; out-of-range slots are dropped."""
         return jax.tree.map(lambda x, y: x.at[:, slot_B].set(y.astype(x.dtype), mode="drop"), self.states, new)
 
-    def append(self, layers: list[LayerRows | DeltaState], batch: DecodeRound) -> KVCache:
-        """Writes the entries of a round, and the states behind it; out-of-range entries and slots are dropped."""
-        entries_BR = batch.entries_BR
-        pages_BR, places_BR = entries_BR // PAGE_TOKENS, entries_BR % PAGE_TOKENS
+    def extended(
+        self, layer: int, entry_B: Int[Array, " B"], k_BKH: Float[Array, "B K H"], v_BKH: Float[Array, "B K H"]
+    ) -> KVCache:
+        """Writes one entry of each sample in one layer. Entries are numbered through all pages; those out of range are
+        dropped."""
+        page_B, place_B = entry_B // PAGE_TOKENS, entry_B % PAGE_TOKENS
 
-        def write(x: Array, new: tuple[Array, ...]) -> Array:
-            new_BRLKH = jnp.moveaxis(jnp.stack(new), (1, 3), (0, 1))
-            return x.at[:, pages_BR, :, places_BR].set(new_BRLKH, mode="drop")
+        def write(x: Array, new: Array) -> Array:
+            return x.at[layer, page_B, :, place_B].set(new, mode="drop")
 
-        rows, states = layers_by_kind(layers)
-        k, v = zip(*rows, strict=True)
-        states = None if states is None or batch.slot_B is None else self._written(batch.slot_B, states)
-        return KVCache(write(self.k_LCKSH, k), write(self.v_LCKSH, v), states)
+        return dataclasses.replace(self, k_LCKSH=write(self.k_LCKSH, k_BKH), v_LCKSH=write(self.v_LCKSH, v_BKH))
+
+    def with_states(self, slot_B: Int[AnyArray, " B"] | None, layers: list[DeltaState]) -> KVCache:
+        """Writes the states of these slots in all layers that have states; out-of-range slots are dropped."""
+        if not layers or slot_B is None:
+            return self
+        return dataclasses.replace(self, states=self._written(slot_B, jax.tree.map(lambda *x: jnp.stack(x), *layers)))
 
     def insert(self, rows: Rows, writes: PageWrites) -> KVCache:
         """Fills pages from prefilled rows. Several pages may read one column: samples share a prompt's prefill."""

@@ -48,6 +48,13 @@ class EngineArrays:
             self.params[kind] = [layer] * count
         self.cache = state.cache_shapes(limits.pages)
 
+    def decode(self) -> jax.stages.Lowered:
+        """The program of a round with samples in all slots, not compiled yet."""
+        limits = self._state.limits
+        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
+        batch = table.round(np.arange(limits.slots), limits.slots, limits.steps_per_sync)
+        return self._state.programs.decode.lower(self.params, self.cache, batch)
+
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like `prompt`,
         the longest one, as a call takes, or the last chunk of a sequence if that needs more memory. `features` has the
@@ -75,10 +82,7 @@ class EngineArrays:
             packed += plan([chunk], limits, PREFILL_TOKENS, PREFILL_PATCHES)
         largest = max((batch for _, batch in packed), key=_scores)
         before: tuple[Any, ...] = () if largest.context is None else (self.cache, largest.context)
-        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
-        every, pages = np.arange(limits.slots), pages_for(limits.max_sequence_tokens)
-        batch = table.round(every, limits.slots, limits.steps_per_sync, pages)
-        lowered = {"decode": programs.decode.lower(self.params, self.cache, batch)}
+        lowered = {"decode": self.decode()}
         if kept is not None:
             groups = (kept.input(number, kept.patches(number)) for number in range(len(kept.groups)))
             most = max(groups, key=lambda group: group.num_patches * (group.num_patches + group.frame_bound))

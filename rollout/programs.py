@@ -3,11 +3,10 @@
 They are pure functions of weights, cache and small host arrays. Their compilation depends on bucketed shapes only, not
 on values, so that the number of compilations stays small.
 
-A round of decoding reads a *view* of the cache (`rollout.cache`): the pages of the active slots, as many as the longest
-sample needs, gathered once into rows. New keys and values collect in a small buffer of the round and are written back
-once. So an engine pays only for the slots that run, and the loop over tokens never copies the cache. A view that would
-take much memory is gathered layer by layer at each token instead, so that a large cache does not exist twice. States of
-layers are gathered, carried through the loop, and scattered at its end.
+A round of decoding writes each new token's keys and values to their place in the cache, which is donated, and attention
+reads the pages where they lie (`sharding.kernels.paged`). So a round pays for the samples that run and for the entries
+that they have, and the loop over tokens never copies the cache. States of layers are gathered, carried through the
+loop, and scattered at its end.
 
 Every slot samples its tokens with its own parameters, so that one compiled program serves all slots. Log-probs follow
 the convention of `engine.SamplingParams`: `log_softmax(logits / temperature)` over the whole vocabulary without
@@ -27,12 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from models.decoder import Decoder, Mix
 from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
 from sharding.kernels.delta import DeltaInputs, DeltaState, delta_rule, delta_step
+from sharding.kernels.paged import paged_attention
 from sharding.mesh import Target, compiling_for
 from sharding.walk import Walk
 
@@ -43,29 +44,7 @@ from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
 DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
-VIEW_BYTES = 1 << 30  # largest view that a round gathers once; it gathers larger views by layers, at each token
 T = TypeVar("T")
-
-
-def cached_attention(
-    q: Float[Array, "B 1 N H"], cached: LayerRows, fresh: LayerRows, length_B: Int[Array, " B"], step: Int[Array, ""]
-) -> Float[Array, "B 1 N H"]:
-    """Attention of one new token a slot over its first `length_B` cached entries (`[B, K, S, H]`) and the round's
-    own entries `0 .. step` (`[B, K, R, H]`). Scores and softmax are float32."""
-    B, _, N, H = q.shape
-    K = cached[0].shape[1]
-    q = q.reshape(B, K, N // K, H)
-
-    def scores(k: Array) -> Array:
-        return jnp.einsum("BKGH,BKSH->BKGS", q, k, preferred_element_type=jnp.float32) * H**-0.5
-
-    S, R = cached[0].shape[2], fresh[0].shape[2]
-    old = jnp.where((jnp.arange(S)[None, :] < length_B[:, None])[:, None, None], scores(cached[0]), -1e30)
-    new = jnp.where((jnp.arange(R) <= step)[None, None, None], scores(fresh[0]), -1e30)
-    probs = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum("BKGS,BKSH->BKGH", probs[..., :S], cached[1])
-    out += jnp.einsum("BKGS,BKSH->BKGH", probs[..., S:], fresh[1])
-    return out.reshape(B, 1, N, H)
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +84,7 @@ class EnginePrograms:
         if not self.rows:
             return features_MX
         assert isinstance(self.rows[0], NamedSharding)
-        whole = NamedSharding(self.rows[0].mesh, jax.sharding.PartitionSpec())
+        whole = NamedSharding(self.rows[0].mesh, P())
         return jax.lax.with_sharding_constraint(features_MX, whole)
 
     def _keep(
@@ -115,7 +94,7 @@ class EnginePrograms:
         return jax.lax.dynamic_update_slice_in_dim(rows_FX, features_MX, row, axis=0)
 
     def _divided(self) -> contextlib.AbstractContextManager[None]:
-        """Selects portable code for several devices: the compiler can't divide the vision tower's GPU kernel."""
+        """Selects portable code for several devices: the compiler can't divide the GPU kernels of attention."""
         return contextlib.nullcontext() if not self.rows else compiling_for(Target("cpu"))
 
     def _prefill(
@@ -129,11 +108,13 @@ class EnginePrograms:
         """Keys, values `[L, B, K, T, H]` and final hidden states `[B, T, D]` of packed prompts, or of the tokens behind
         a cached `context`; every token of a row sees all of the row's context. `features_FX` replace pixels."""
         model, layers = model_by_layers(self.graphdef, params)
-        allowed = Mask(inputs.segments_BT, inputs.branches_BT).dense()
-        if context is not None:
+        mask = Mask(inputs.segments_BT, inputs.branches_BT)
+        if context is not None:  # its entries belong to the row's segment, which is number 1
             before_BS = jnp.arange(context.pages_BC.shape[1] * PAGE_TOKENS)[None, :] < context.length_B[:, None]
-            before_BTS = jnp.broadcast_to(before_BS[:, None], (*allowed.shape[:2], before_BS.shape[1]))
-            allowed = jnp.concatenate([before_BTS, allowed], axis=2)
+            mask = Mask(
+                jnp.concatenate([before_BS.astype(jnp.int32), inputs.segments_BT], axis=1),
+                jnp.pad(inputs.branches_BT, ((0, 0), (before_BS.shape[1], 0))),
+            )
         rotary = model.rotary(inputs.positions_3BT)
 
         def step(layer: Any, x: Array, numbers: tuple[int, int]) -> tuple[Array, LayerRows | DeltaState]:
@@ -147,7 +128,8 @@ class EnginePrograms:
                         jnp.concatenate([jnp.swapaxes(old, 1, 2), new], axis=1)
                         for old, new in zip(before, (k, v), strict=True)
                     )
-                return attention(q, keys, values, allowed), (k, v)
+                with self._divided():
+                    return attention(q, keys, values, mask), (k, v)
 
             def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
                 before = None
@@ -170,6 +152,17 @@ class EnginePrograms:
     def _placed(self, rows: T) -> T:
         places = jax.tree.unflatten(jax.tree.structure(rows), self.rows) if self.rows else None
         return rows if places is None else jax.lax.with_sharding_constraint(rows, places)
+
+    def _over_pages(self, q_BNH: Array, cache: KVCache, pages_BC: Array, length_B: Array, layer: int) -> Array:
+        """Attention over pages in one layer; each of several devices computes the heads whose keys it has."""
+        attend = functools.partial(paged_attention, layer=layer)
+        if self.rows:
+            place = self.rows[0]
+            assert isinstance(place, NamedSharding)
+            heads, whole = P(None, *place.spec[2:]), P()
+            specs = (heads, place.spec, place.spec, whole, whole)
+            attend = jax.shard_map(attend, mesh=place.mesh, in_specs=specs, out_specs=heads)
+        return attend(q_BNH, cache.k_LCKSH, cache.v_LCKSH, pages_BC, length_B)
 
     def _logits(self, model: Decoder, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Logits, with the head as the left factor: for few rows, CPUs are up to twice as fast this way."""
@@ -207,80 +200,70 @@ class EnginePrograms:
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
         B, steps = batch.token_B.shape[0], self.steps
-        at_once = cache.view_bytes(batch.pages_BC.size) <= VIEW_BYTES
         numbers, order = _numbers(model), model.stack.order
-        cached = [
-            cache.view(batch.pages_BC, i) if at_once and kind != DELTA_LAYERS else None
+        states = [
+            cache.state(batch.slot_B, i) if kind == DELTA_LAYERS else None
             for i, kind in zip(numbers, order, strict=True)
         ]
         sampling = batch.sampling
         keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
         allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, text.vocab_size)
-        empty = jnp.zeros((B, text.num_kv_heads, steps, text.head_dim), cache.k_LCKSH.dtype)
-        fresh: list[LayerRows | DeltaState] = [
-            (empty, empty) if kind != DELTA_LAYERS else cache.state(batch.slot_B, i)
-            for i, kind in zip(numbers, order, strict=True)
-        ]
+        no_features = jnp.full((B, 1), -1, jnp.int32)
 
-        def forward(token_B: Array, fresh: list, i: Array) -> tuple[Array, list[LayerRows | DeltaState]]:
+        def forward(
+            token_B: Array, alive_B: Array, cache: KVCache, states: list[DeltaState | None], i: Array
+        ) -> tuple[Array, KVCache, list[DeltaState | None]]:
             positions_3B1 = jnp.broadcast_to((batch.position_B + i)[None, :, None], (3, B, 1))
-            rotary = model.rotary(positions_3B1)
-            pages_BC = batch.pages_BC
-            if not at_once:  # values that depend on the step stay in the loop
-                pages_BC, _ = jax.lax.optimization_barrier((pages_BC, i))
+            rotary, entry_B = model.rotary(positions_3B1), batch.entries_BR[:, i]
+            length_B = jnp.where(alive_B, batch.length_B + i + 1, 1)  # samples that have ended may be at the last page
 
             def step(
-                layer: Any, x: Array, xs: tuple[int, LayerRows | None, Any]
-            ) -> tuple[Array, LayerRows | DeltaState]:
-                number, old, new = xs  # `new` is a pair of buffers, or a state
-                if old is None and isinstance(new, tuple):
-                    old = cache.view(pages_BC, number)
+                layer: Any, carry: tuple[Array, KVCache], xs: tuple[int, DeltaState | None]
+            ) -> tuple[tuple[Array, KVCache], DeltaState | None]:
+                (x, cache), (number, state) = carry, xs
 
-                def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerRows]:
-                    k_new, v_new = (
-                        jax.lax.dynamic_update_slice_in_dim(buffer, jnp.swapaxes(x, 1, 2), i, axis=2)
-                        for buffer, x in zip(new, (k, v), strict=True)
-                    )
-                    assert old is not None, "a layer with attention has entries"
-                    return cached_attention(q, old, (k_new, v_new), batch.length_B, i), (k_new, v_new)
+                def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+                    new = cache.extended(number, entry_B, k[:, 0], v[:, 0])
+                    return self._over_pages(q[:, 0], new, batch.pages_BC, length_B, number)[:, None], new
 
                 def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
-                    assert text.delta is not None and isinstance(new, DeltaState), "the layer has a state"
-                    return delta_step(channels, text.delta, new)
+                    assert text.delta is not None and state is not None, "the layer has a state"
+                    return delta_step(channels, text.delta, state)
 
-                return layer(x, rotary, Mix(attention=attend, delta=recur))
+                x, new = layer(x, rotary, Mix(attention=attend, delta=recur))
+                return ((x, new), None) if isinstance(new, KVCache) else ((x, cache), new)
 
-            no_features = jnp.full((B, 1), -1, jnp.int32)
             x, _ = model.embed(self.walk, token_B[:, None], no_features, None)
-            x, fresh = self.walk.loop(layers, x, step, zip(numbers, cached, fresh, strict=True))
-            return model.final_norm(self.walk, x)[:, 0], fresh
+            (x, cache), states = self.walk.loop(layers, (x, cache), step, zip(numbers, states, strict=True))
+            return model.final_norm(self.walk, x)[:, 0], cache, states
 
         def running(state: tuple) -> Array:
             return (state[0] < steps) & jnp.any(state[2])
 
         def decode_token(state: tuple) -> tuple:
-            i, token_B, alive_B, fresh, tokens_BR, logprobs_BR, count_B = state
-            hidden_BD, fresh = forward(token_B, fresh, i)
+            i, token_B, alive_B, cache, states, tokens_BR, logprobs_BR, count_B = state
+            hidden_BD, cache, states = forward(token_B, alive_B, cache, states, i)
             logits_BV = self._logits(model, hidden_BD)
             token_B, logprob_B = sample(logits_BV, allowed_BV, sampling, keys_B, batch.index_B + i)
             tokens_BR = jax.lax.dynamic_update_slice_in_dim(tokens_BR, token_B[:, None], i, axis=1)
             logprobs_BR = jax.lax.dynamic_update_slice_in_dim(logprobs_BR, logprob_B[:, None], i, axis=1)
             count_B = count_B + alive_B.astype(jnp.int32)
             alive_B = alive_B & (count_B < batch.remaining_B) & ~stopped(token_B, sampling.stop_ids_BI)
-            return i + 1, token_B, alive_B, fresh, tokens_BR, logprobs_BR, count_B
+            return i + 1, token_B, alive_B, cache, states, tokens_BR, logprobs_BR, count_B
 
         state = (
             jnp.int32(0),
             batch.token_B,
             batch.remaining_B > 0,
-            fresh,
+            cache,
+            states,
             jnp.zeros((B, steps), jnp.int32),
             jnp.zeros((B, steps), jnp.float32),
             jnp.zeros((B,), jnp.int32),
         )
-        _, _, _, fresh, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
-        cache = self._placed(cache.append(fresh, batch))
-        return cache, tokens_BR, logprobs_BR, count_B
+        _, _, _, cache, states, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
+        cache = cache.with_states(batch.slot_B, [state for state in states if state is not None])
+        return self._placed(cache), tokens_BR, logprobs_BR, count_B
 
 
 def _numbers(model: Decoder) -> list[int]:

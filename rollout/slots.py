@@ -195,9 +195,8 @@ class SlotTable:
             self.sample_N[slots_B],
         )
 
-    def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
-        """The input of the decode program for `steps` tokens, filled up to `size` rows that do nothing. The round reads
-        the first `view_pages` pages of each slot."""
+    def round(self, slots_B: np.ndarray, size: int, steps: int) -> DecodeRound:
+        """The input of the decode program for `steps` tokens, filled up to `size` rows that do nothing."""
         padding = size - len(slots_B)
         produced_B = self.produced_N[slots_B]
         cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
@@ -210,7 +209,7 @@ class SlotTable:
             return np.pad(x_B, (0, padding))
 
         return DecodeRound(
-            pages_BC=np.pad(self.page_NC[slots_B, :view_pages], ((0, padding), (0, 0))),
+            pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0))),
             entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
             token_B=fill(self.response_NT[slots_B, produced_B - 1]),
             position_B=fill(self.next_position_N[slots_B] + produced_B - 1),

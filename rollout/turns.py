@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SMALL_MODEL = 10**7  # most weights of a small model: few rows cost it as much as many; larger models pay for each row
 LEAST_ROWS = 32  # least samples of a start or a round, for a small model
-LEAST_VIEW = 32  # least cache entries read by a round, unless the limits of all its samples are lower
+LEAST_CONTEXT = 32  # least cache entries that a chunk reads
 LEAST_TOKENS = 16  # least tokens of a row of a prefill
 LEAST_AREA = 256  # least rows x row length of a small model: less saves hardly any time, but means more shapes
 PREFILL_PATCHES = 4096  # most patches of one program, unless a frame pair has more
@@ -359,18 +359,14 @@ def _with_states(
 
 def plan_round(scheduler: Scheduler) -> RoundPlan:
     slots_B = scheduler.to_decode()
-    table = scheduler.table
-    longest, most = (
-        int((table.prompt_N + tokens_N)[slots_B].max()) - 1 for tokens_N in (table.produced_N, table.limit_N)
-    )
-    least = min(LEAST_VIEW // PAGE_TOKENS, pages_for(most))
-    view_pages = doubling(pages_for(longest), least, pages_for(scheduler.limits.max_sequence_tokens))
     size = doubling(len(slots_B), _least_rows(scheduler.limits), scheduler.limits.slots)
-    return slots_B, table.round(slots_B, size, scheduler.limits.steps_per_sync, view_pages)
+    return slots_B, scheduler.table.round(slots_B, size, scheduler.limits.steps_per_sync)
 
 
 def _least_rows(limits: EngineLimits) -> int:
-    return min(LEAST_ROWS, limits.slots) if limits.small_model else 1
+    """The least rows of a round or a start. Rows are doubled up to all slots, so that rounds have at most 8 sizes."""
+    least = min(LEAST_ROWS, limits.slots) if limits.small_model else 1
+    return max(least, -(-limits.slots // 128))
 
 
 def _layout(prefix: Prefix, limits: EngineLimits) -> tuple[list[int], list[Place]]:
@@ -474,7 +470,7 @@ def _context(prefixes: Sequence[Prefix], rows: Sequence[int], B: int, limits: En
     """The context of each of `B` rows; `rows[i]` rows belong to prefix `i`. None if no prefix has a context."""
     if not any(prefix.context for prefix in prefixes):
         return None
-    most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_VIEW // PAGE_TOKENS)
+    most = doubling(max(len(prefix.context) for prefix in prefixes), LEAST_CONTEXT // PAGE_TOKENS)
     pages_BC, (length_B, slot_B) = np.zeros((B, most), np.int32), np.zeros((2, B), np.int32)
     row = 0
     for prefix, count in zip(prefixes, rows, strict=True):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from cuda_ahead import run_ahead
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -325,3 +326,56 @@ def test_both_forms_of_the_delta_rule_are_measured():
     assert list(line["tokens"]["70"]) == ["chunked", "chunked, blocks of 1", "by_token", "speedup"]
     assert line["shared"]["response_tokens"] == 4 and line["shared_prompt_saving"] == line["shared"]["saving"]
     assert "multiple" in refusal("deltanet", "--heads", "2", "3", "8", "8")
+
+
+HLO = """HloModule round
+
+%rows (table: bf16[1000,4], ids: s32[2,1]) -> bf16[2,4] {
+  %table = bf16[1000,4]{1,0} parameter(0)
+  %ids = s32[2,1]{1,0} parameter(1)
+  %flat = bf16[500,8]{1,0} bitcast(%table)
+  ROOT %found = bf16[2,4]{1,0} gather(%flat, %ids), slice_sizes={1,4}
+}
+
+%written (cache: f32[3,50], ids: s32[2,1], new: f32[2,50]) -> f32[3,50] {
+  %cache = f32[3,50]{1,0} parameter(0)
+  %ids.1 = s32[2,1]{1,0} parameter(1)
+  %new = f32[2,50]{1,0} parameter(2)
+  ROOT %put = f32[3,50]{1,0} scatter(%cache, %ids.1, %new), to_apply=%last
+}
+
+%token (state: (f32[3,50], bf16[1000,4])) -> (f32[3,50], bf16[1000,4]) {
+  %state = (f32[3,50]{1,0}, bf16[1000,4]{1,0}) parameter(0)
+  %cache.1 = f32[3,50]{1,0} get-tuple-element(%state), index=0
+  %table.1 = bf16[1000,4]{1,0} get-tuple-element(%state), index=1
+  %ids.2 = s32[2,1]{1,0} constant({{0},{1}})
+  %found.1 = bf16[2,4]{1,0} fusion(%table.1, %ids.2), kind=kLoop, calls=%rows
+  %new.1 = f32[2,50]{1,0} custom-call(%found.1, %cache.1), custom_call_target="triton", metadata={op_name="KERNEL"}
+  %cache.2 = f32[3,50]{1,0} fusion(%cache.1, %ids.2, %new.1), kind=kInput, calls=%written
+  ROOT %out = (f32[3,50]{1,0}, bf16[1000,4]{1,0}) tuple(%cache.2, %table.1)
+}
+
+ENTRY %main (cache.3: f32[3,50], table.2: bf16[1000,4]) -> (f32[3,50], bf16[1000,4]) {
+  %cache.3 = f32[3,50]{1,0} parameter(0)
+  %table.2 = bf16[1000,4]{1,0} parameter(1)
+  %copied = f32[3,50]{1,0} copy(%cache.3)
+  %state.1 = (f32[3,50]{1,0}, bf16[1000,4]{1,0}) tuple(%copied, %table.2)
+  ROOT %loop = (f32[3,50]{1,0}, bf16[1000,4]{1,0}) while(%state.1), condition=%more, body=%token
+}
+"""
+
+
+def test_bytes_of_a_decoded_token_are_those_that_its_instructions_read(monkeypatch):
+    """A token looks up two rows, calls the kernel (7 bytes), and replaces two rows of the cache; a round copies it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    decode_bytes = importlib.import_module("decode_bytes")
+    program = decode_bytes.Program(HLO.replace("KERNEL", decode_bytes.KERNEL), kernel_bytes=7, turns=1)
+    rows, kernel, written = 2 * 4 * 2 + 2 * 4, 7, 2 * 4 + 2 * 50 * 4
+    assert program.round() == (3 * 50 * 4, rows + kernel + written)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_decoded_token_reads_little_more_than_weights_and_real_keys_and_values():
+    found = run_ahead(ROOT / "benchmarks" / "decode_bytes.py")
+    assert 1 <= found["over_floor"] <= 1.3 and len(found["cases"]) == 2

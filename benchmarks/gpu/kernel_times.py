@@ -14,13 +14,13 @@ GAP_US = 20.0  # any two kernels have shorter gaps between them
 LARGEST = 25
 KINDS = {  # by parts of a kernel's name, in small letters; the first that fits counts
     "copies": ("memcpy", "memset"),
-    "attention": ("flash_kernels", "key_gradients", "query_gradients", "fmha", "flash"),
+    "attention": ("flash_kernels", "paged_kernels", "key_gradients", "query_gradients", "fmha", "flash"),
     "head": ("head_kernels", "softmax_sums", "logit_gradients"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "dot_", "splitk", "gemv"),
     "element-wise": ("fusion", "loop", "input_", "reduce", "transpose", "copy", "concatenate", "scatter", "gather",
                      "select", "broadcast", "wrapped", "convert", "softmax", "rng", "sort", "slice"),
 }  # fmt: skip
-EXACT = {"forward": "attention"}  # jax-triton names some kernels by their function alone
+EXACT = {"forward": "attention", "attend": "attention"}  # jax-triton names some kernels by their function alone
 
 
 @dataclasses.dataclass(frozen=True)

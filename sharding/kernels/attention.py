@@ -35,17 +35,22 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in f
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
-    query's branch; if `causal`, at no later index of the row."""
+    query's branch; if `causal`, at no later index of the row. Rows may have fewer queries than keys: these are the
+    row's last tokens."""
 
-    segments: Int[Array, "B T"]
-    branches: Int[Array, "B T"] | None = None
+    segments: Int[Array, "B S"]
+    branches: Int[Array, "B S"] | None = None
     causal: bool = True
 
-    def dense(self) -> Bool[Array, "B T S"]:
-        """The mask as booleans."""
-        rows, tokens = self.segments.shape
-        index = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
-        return self.of(self.segments, self.branches, index)
+    def dense(self) -> Bool[Array, "B S S"]:
+        """The mask as booleans, with a query for every key."""
+        return self.of(*self.queries(self.segments.shape[1]))
+
+    def queries(self, tokens: int) -> tuple[Array, Array | None, Array]:
+        """The segments, branches and indices in the row, `[B, T]` each, of the last `tokens` of each row."""
+        before = self.segments.shape[1] - tokens
+        segments, branches = jax.tree.map(lambda x: x[:, before:], (self.segments, self.branches))
+        return segments, branches, jnp.broadcast_to(before + jnp.arange(tokens), segments.shape)
 
     def of(self, segments: Array, branches: Array | None, index: Array) -> Bool[Array, "B T S"]:
         """The mask of some queries of each row, by their segments, branches and indices in the row, `[B, T]` each."""
@@ -79,7 +84,7 @@ def attention(
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:
-        return _attend(q, k, v, mask.dense() if isinstance(mask, Mask) else mask)
+        return _attend(q, k, v, mask.of(*mask.queries(T)) if isinstance(mask, Mask) else mask)
     chunks = -(-T // chunk)
 
     def split(x: Array) -> Array:
@@ -88,8 +93,7 @@ def attention(
         return jnp.moveaxis(x.reshape(B, chunks, chunk, *x.shape[2:]), 1, 0)
 
     if isinstance(mask, Mask):
-        index = jnp.broadcast_to(jnp.arange(T), (B, T))
-        masks, dense = jax.tree.map(split, (mask.segments, mask.branches, index)), lambda part: mask.of(*part)
+        masks, dense = jax.tree.map(split, mask.queries(T)), lambda part: mask.of(*part)
     else:
         masks, dense = split(mask), lambda part: part
     chunk_out = jax.checkpoint(lambda part: _attend(part[0], k, v, dense(part[1])))

@@ -47,13 +47,14 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
 
 def forward(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"],
-    branches: Int[Array, "B T"] | None,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Int[Array, "B S"],
+    branches: Int[Array, "B S"] | None,
     causal: bool,
 ) -> tuple[Float[Array, "B T N H"], tuple]:
-    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros.
+    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros. Only
+    rows with a query for every key (S = T) have gradients.
 
     Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
     bfloat16, which is about as exact. Returns the outputs and the arrays that `backward` needs. One of these is the log
@@ -90,13 +91,17 @@ def _call(
     outs: Any,
 ) -> list[Array]:
     """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
-    (B, T, N, H), K = qkv[0].shape, qkv[1].shape[2]
+    (B, tokens, N, H), (_, T, K, _) = qkv[0].shape, qkv[1].shape
     tiling = tiling_of(kernel, qkv[0].dtype, H, target().capability)
     queries, keys = tiling.sizes
+    ahead = T - tokens
+    if fill := -ahead % max(queries, keys):  # padding before the keys, so that the first query begins a tile
+        ahead, T = ahead + fill, T + fill
+        qkv = (qkv[0], *(jnp.pad(x, ((0, 0), (fill, 0), (0, 0), (0, 0))) for x in qkv[1:]))
     filled = -(-T // max(queries, keys)) * max(queries, keys)
     branches = jnp.zeros_like(segments) if branches is None else branches
-    segments, branches = (jnp.pad(x, ((0, 0), (0, filled - T))) for x in (segments, branches))
-    active, whole = tile_table(segments, branches, queries, keys, causal)
+    segments, branches = (jnp.pad(x, ((0, 0), (fill, filled - T))) for x in (segments, branches))
+    active, whole = (x[:, ahead // queries :] for x in tile_table(segments, branches, queries, keys, causal))
     by_keys = kernel == "key_gradients"
     visits, counts = tile_lists(active.mT, whole.mT) if by_keys else tile_lists(active, whole)
     return launch(
@@ -114,6 +119,7 @@ def _call(
         KEYS=keys,
         CAUSAL=causal,
         SCALE=H**-0.5,
+        **({"AHEAD": ahead} if kernel == "forward" else {}),
     )
 
 

@@ -7,7 +7,8 @@ query reaches every key. Products accumulate in float32; the softmax is FlashAtt
 
 Arrays are dense: q, out, dout, dq `[B, T, N, H]`; k, v, dk, dv `[B, T, K, H]`; lse and slope `[B, N, T]` float32;
 segments and branches `[B, filled]` int32, T filled up to full tiles with segment 0; a list `[B, tiles, width]` int32,
-and its counts `[B, tiles, 2]`: the tiles that need the mask, and all tiles.
+and its counts `[B, tiles, 2]`: the tiles that need the mask, and all tiles. In `forward`, q, out and lse lack the AHEAD
+first tokens of a row.
 
 Only a launch by `flash` imports this file; the import fails without Triton.
 """
@@ -108,12 +109,13 @@ def forward(
     q, k, v, segments, branches, visits, counts, T, filled, width, out, lse,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of queries, query heads, rows. Under a causal mask the last tiles have most work and start first."""
     tile, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (N // K)
-    query = tile * QUERIES + tl.arange(0, QUERIES)
-    places = _start(row, T, tile * QUERIES, head, N, H) + _offsets(QUERIES, WIDTH, N, H)
+    query = AHEAD + tile * QUERIES + tl.arange(0, QUERIES)
+    places = _start(row, T - AHEAD, tile * QUERIES, head, N, H) + _offsets(QUERIES, WIDTH, N, H)
     offsets = _offsets(KEYS, WIDTH, K, H)
     queries = _load(q + places, query, T, H, WIDTH, True)
     segments += row * filled
@@ -140,7 +142,8 @@ def forward(
     total = tl.where(some, total, 1.0)
     _store(out + places, sums / total[:, None], query, T, H, WIDTH)
     normaliser = tl.where(some, (peak + tl.log2(total)) / LOG2E, 0.0)
-    tl.store(lse + (row * N + head).to(tl.int64) * T + query, normaliser, mask=query < T)
+    numbers = (row * N + head).to(tl.int64) * (T - AHEAD) + query - AHEAD
+    tl.store(lse + numbers, normaliser, mask=query < T)
 
 
 @triton.jit

@@ -3,6 +3,9 @@
 Numbers of rules: `test_pages.py`.
 """
 
+import asyncio
+
+import jax
 import numpy as np
 import pytest
 from paged_device import small_chunks
@@ -22,9 +25,10 @@ from rollout_cases import (
 from rollout_cases import text_prompt as text
 from turns import by_turns
 
-from rollout import programs
+from rollout import turns
 from rollout.jax_engine import JaxEngine
 from rollout.slots import PAGE_TOKENS, pages_for
+from sharding.kernels import paged
 
 pytestmark = pytest.mark.slow
 
@@ -106,9 +110,39 @@ def test_22_a_prompt_with_an_image_is_cut_behind_it(monkeypatch, config):
     assert_empty(serving)
 
 
-def test_22_a_view_by_layers_is_the_view(monkeypatch, expected):
-    monkeypatch.setattr(programs, "VIEW_BYTES", 0)
+def test_22_blocks_of_one_page_give_the_same_tokens(monkeypatch, expected):
+    monkeypatch.setattr(paged, "BLOCK", PAGE_TOKENS)
     assert_equal(run(engine(build(TEXT), steps_per_sync=6), *COMPANY), expected)  # programs are shared by their steps
+
+
+@pytest.mark.slow
+async def test_18_a_thousand_drawn_steps_compile_at_most_eight_rounds(monkeypatch):
+    """Lengths, numbers of samples and arrivals are drawn. Programs are counted by the shapes of their inputs."""
+    monkeypatch.setattr(turns, "SMALL_MODEL", 0)  # rows of a round are not filled up to 32
+    serving, rng = engine(build(TEXT), slots=40, steps_per_sync=2), np.random.default_rng(0)
+    rounds, inputs, decode = [], set(), serving._device.decode
+
+    def counted(plan):
+        rounds.append(len(plan[0]))
+        inputs.add(tuple((x.shape, x.dtype.str) for x in jax.tree.leaves(plan[1])))
+        return decode(plan)
+
+    async def finish(stream):
+        async for _ in stream:
+            pass
+
+    monkeypatch.setattr(serving._device, "decode", counted)
+    async with asyncio.TaskGroup() as group:
+        while len(rounds) < 1000:
+            prompt, samples, more = (int(x) for x in (rng.integers(1, 33), rng.geometric(0.2), rng.geometric(0.3)))
+            new, number = min(int(rng.geometric(0.15)), LONGEST - prompt), len(rounds)
+            asked = request(f"{rng.random()}", text(prompt, seed=number), n=samples, max_new_tokens=new)
+            group.create_task(finish(serving.generate(asked)))
+            while len(rounds) < number + more and serving._scheduler.jobs:
+                await asyncio.sleep(0.0005)
+    assert min(rounds) == 1 and max(rounds) > 32, "rounds of all sizes"
+    assert len(inputs) <= 8
+    assert len([name for name, _ in serving.compiled_shapes if name == "decode"]) == len(inputs)
 
 
 @pytest.mark.slow

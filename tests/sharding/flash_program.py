@@ -33,6 +33,12 @@ CASES = {
     "one token": ("bfloat16", 2, 1, 64, True, [[1]]),
 }
 
+# name: (dtype, query heads, KV heads, head size, tokens of a context, the real ones in each row, each row's branches)
+CONTEXTS = {
+    "behind a context": ("float32", 4, 2, 64, 48, [48, 0, 33], [[7, 20, 3], [29], [1]]),
+    "behind a long context bf16": ("bfloat16", 7, 1, 128, 96, [80], [[40, 16, 16]]),
+}
+
 
 def row(lengths, tokens):
     """(segments, branches) `[tokens]`; a 0 among the lengths is some padding."""
@@ -80,6 +86,21 @@ def errors(dtype, N, K, H, causal, rows):
     ]
 
 
+def context_errors(dtype, N, K, H, before, real, rows):
+    """As `errors`, of the output of queries behind a context."""
+    q, k, v, _, segments, branches, _ = case(dtype, N, K, H, True, [[lengths] for lengths in rows])
+    context = np.random.default_rng(1).normal(size=(2, len(rows), before, K, H))
+    k, v = (jnp.concatenate([jnp.asarray(old, dtype), new], axis=1) for old, new in zip(context, (k, v), strict=True))
+    known = jnp.arange(before)[None] < jnp.asarray(real)[:, None]
+    mask = Mask(jnp.concatenate([known.astype(int), segments], 1), jnp.pad(branches, ((0, 0), (before, 0))))
+    with jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(x, np.float32)) for x in (q, k, v)]
+        want = np.asarray(jax.jit(attention)(*wide, mask.of(*mask.queries(q.shape[1]))))
+    got = jax.jit(lambda *qkv: attention(*qkv, mask))(q, k, v)
+    assert got.dtype == dtype
+    return [float(np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max())]
+
+
 def interpret():
     import triton_interpreter
 
@@ -87,12 +108,16 @@ def interpret():
     small = {"key_gradients": Tiling((16, 32), 4, 1)}
     flash.tiling_of = lambda kernel, *_: small.get(kernel, Tiling((32, 16), 4, 1))
     with compiling_for(Target("gpu", 90)):
-        return {name: errors(*what) for name, what in CASES.items()}
+        return all_errors()
+
+
+def all_errors():
+    found = {name: errors(*what) for name, what in CASES.items()}
+    return found | {name: context_errors(*what) for name, what in CONTEXTS.items()}
 
 
 def device():
-    found = {name: errors(*what) for name, what in CASES.items()}
-    return found | {"with triton": runs_triton(jnp.zeros(1))}
+    return all_errors() | {"with triton": runs_triton(jnp.zeros(1))}
 
 
 def assemble(capability):

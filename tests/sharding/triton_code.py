@@ -81,5 +81,5 @@ def assert_no_spills_and_tensor_cores(kernels, capability):
     for name, code in kernels.items():
         assert code["spilled"] <= TIMED_SPILLS.get((name, capability), 0) and not code["serialized"], (name, code)
         assert code["shared"] <= SHARED_MEMORY[capability], (name, code)
-        if "bfloat16" in name:
-            assert code[TENSOR_CORES[capability]] > 0, (name, code)
+        if "bfloat16" in name:  # decoding has 16 queries a key, too few for the newer instructions
+            assert code["mma" if name.startswith("attend ") else TENSOR_CORES[capability]] > 0, (name, code)

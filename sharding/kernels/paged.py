@@ -1,0 +1,119 @@
+"""Attention of decoding over pages: a Triton kernel on NVIDIA GPUs, portable JAX elsewhere.
+
+Each sequence has one new token. Its query looks at the first `length` entries of the sequence's pages, which are read
+where they lie. The kernel reads as many pages as a sequence has entries for, and cuts a long sequence into parts that
+run side by side; the sums of all parts are combined at the end. The portable form gathers a block of pages of all
+sequences at a time, up to the longest sequence. An output depends on its own sequence alone, bit for bit: blocks and
+parts begin at entries that no other sequence decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..mesh import Tiling, launch, runs_triton, varying_zero
+
+# Says, while a program is traced, whether the kernel can compute attention over these arrays (see `runs_triton`).
+chosen = functools.partial(runs_triton, multiple=8, most=256)
+
+BLOCK = 64  # entries of a sequence that the portable form reads at a time
+PARTS = 16  # most parts of a sequence in the kernel
+LEAST_TILES = 4  # least tiles of a part: sums of a part take memory traffic, too
+MASKED = -1e30  # the score of an entry behind the sequence's end
+
+
+def paged_attention(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "L C K S H"],
+    v: Float[Array, "L C K S H"],
+    pages: Int[Array, "B V"],
+    length: Int[Array, " B"],
+    layer: int,
+) -> Float[Array, "B N H"]:
+    """Grouped-query attention of a token over the first `length` (at least 1) entries of the pages in one layer.
+
+    Pages behind the last entry may be out of range. Scores, softmax and sums are float32. All entries of the pages
+    must be finite.
+    """
+    return (_by_parts if chosen(q, k, v) else _by_blocks)(q, k, v, pages, length, layer)
+
+
+def gathered(x: Float[Array, "L C K S H"], pages: Int[Array, "B V"], layer: int) -> Float[Array, "B K T H"]:
+    """The entries of these pages in one layer, `T = V S`. An out-of-range page reads some other page."""
+    L, C, K, S, H = x.shape
+    rows = x.reshape(L * C, K * S * H)  # CPUs gather plain rows fastest
+    found = jnp.take(rows, jnp.minimum(pages, C - 1) + layer * C, axis=0, mode="clip")
+    B, V = pages.shape
+    return jnp.swapaxes(found.reshape(B, V, K, S, H), 1, 2).reshape(B, K, V * S, H)
+
+
+def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: int) -> Array:
+    """The running softmax (Milakov and Gimelshein, arXiv:1805.02867) over blocks of pages."""
+    (B, N, H), (K, S) = q.shape, k.shape[2:4]
+    width = min(max(BLOCK // S, 1), pages.shape[1])
+    pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % width)))
+    q = q.reshape(B, K, N // K, H)
+
+    def attend(block: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, total, peak = sums
+        here = jax.lax.dynamic_slice_in_dim(pages, block * width, width, axis=1)
+        keys, values = gathered(k, here, layer), gathered(v, here, layer)
+        scores = jnp.einsum("BKGH,BKSH->BKGS", q, keys, preferred_element_type=jnp.float32) * H**-0.5
+        real = block * width * S + jnp.arange(width * S)[None, :] < length[:, None]
+        scores = jnp.where(real[:, None, None], scores, MASKED)
+        new = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights, fade = jnp.exp(scores - new), jnp.exp(peak - new)
+        total = total * fade + weights.sum(axis=-1, keepdims=True)
+        more = jnp.einsum("BKGS,BKSH->BKGH", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        return out * fade + more, total, new
+
+    zeros = jnp.zeros((B, K, N // K, 1), jnp.float32) + varying_zero(q, k, v)
+    sums = (jnp.broadcast_to(zeros, q.shape), zeros, zeros + MASKED)
+    out, total, _ = jax.lax.fori_loop(0, -(-jnp.max(length) // (width * S)), attend, sums)
+    return (out / total).astype(v.dtype).reshape(B, N, H)
+
+
+def tiling_of(dtype: Any, head: int) -> Tiling:
+    """The entries of a tile of the kernel. Page numbers are loaded one tile before keys and values, so that five stages
+    keep two tiles of keys and values in shared memory: 72 KB in bfloat16, of the 99 that each GPU has at least."""
+    narrow = head <= 128
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tiling((32 if narrow else 16,), 4, 3)
+    return Tiling((64 if narrow else 32,), 4, 5)
+
+
+def _by_parts(q: Array, k: Array, v: Array, pages: Array, length: Array, layer: int) -> Array:
+    (B, N, H), (_, C, K, S, _) = q.shape, k.shape
+    tiling = tiling_of(q.dtype, H)
+    (keys,) = tiling.sizes
+    parts = min(-(-pages.shape[1] * S // (LEAST_TILES * keys)), PARTS)
+    tiles = -(-length // keys)
+    part_tiles = jnp.maximum(-(-tiles // parts), LEAST_TILES)
+    numbers = jax.ShapeDtypeStruct((B, parts, N), jnp.float32)
+    sums, totals, peaks = launch(
+        "paged_kernels",
+        "attend",
+        (q, k, v, pages, length, part_tiles, layer * C, C, pages.shape[1]),
+        (jax.ShapeDtypeStruct((B, parts, N, H), jnp.float32), numbers, numbers),
+        (K, parts, B),
+        tiling,
+        N=N,
+        K=K,
+        H=H,
+        PAGE=S,
+        WIDTH=max(1 << (H - 1).bit_length(), 16),
+        HEADS=max(1 << (N // K - 1).bit_length(), 16),
+        KEYS=keys,
+        SCALE=H**-0.5,
+    )
+    real = (jnp.arange(parts)[None, :] * part_tiles[:, None] < tiles[:, None])[:, :, None]  # others are not written
+    peaks = jnp.where(real, peaks, MASKED)
+    fades = jnp.where(real, jnp.exp2(peaks - peaks.max(axis=1, keepdims=True)), 0.0)
+    total = jnp.where(real, totals * fades, 0.0).sum(axis=1)
+    out = jnp.where(real[..., None], sums * fades[..., None], 0.0).sum(axis=1)
+    return (out / total[..., None]).astype(v.dtype)
