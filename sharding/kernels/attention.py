@@ -35,11 +35,13 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in f
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
-    query's branch; if `causal`, at no later index of the row."""
+    query's branch; if `causal`, at no later index of the row. `visits` are the lists that `flash` needs, if they exist
+    already."""
 
     segments: Int[Array, "B T"]
     branches: Int[Array, "B T"] | None = None
     causal: bool = True
+    visits: flash.Visits | None = None
 
     def dense(self) -> Bool[Array, "B T S"]:
         """The mask as booleans."""
@@ -75,7 +77,8 @@ def attention(
     as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and holds no scores in memory at all.
     """
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
-        return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
+        visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q)
+        return flash.flash_attention(q, k, v, visits)
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:
@@ -157,10 +160,15 @@ def _with_neighbours(x: Array) -> Array:
     return jnp.concatenate([jnp.concatenate([edge, x[:-1]]), x, jnp.concatenate([x[1:], edge])], axis=1)
 
 
-def packed_attention(segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"]) -> Attention:
-    """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers."""
+def packed_attention(
+    segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: jax.ShapeDtypeStruct | None = None
+) -> Attention:
+    """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers. `queries` describe the
+    queries of all layers: without it, `flash` lists its tiles in each layer."""
     B, T = segments_BT.shape
-    mask = Mask(segments_BT, branches_BT)
+    listed = queries is not None and flash.chosen(queries)
+    visits = flash.visits_of(segments_BT, branches_BT, True, queries) if listed else None
+    mask = Mask(segments_BT, branches_BT, visits=visits)
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
     # Segments of different rows get different numbers, in the order of the rows.
