@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import packed_attention
 from sharding.kernels.delta_heads import DeltaHeads
+from sharding.mesh import target
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
 from sharding.weights import WeightSpec, weight
@@ -248,7 +249,11 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     mix = packed_mix(inputs, queries, text.delta)
 
     def step(layer: Any, x: Array, number: Array | None) -> tuple[Array, None]:
-        x, _ = layer(x, rotary, mix)
+        near = rotary
+        if target().is_gpu:
+            # XLA would take the broadcast of the angles to all heads out of the loop; layers would read it from memory.
+            x, near = jax.lax.optimization_barrier((x, rotary))
+        x, _ = layer(x, near, mix)
         return x if deep is None or number is None else deep.added(x, number), None
 
     numbers = None if deep is None else np.arange(text.num_layers, dtype=np.int32)
