@@ -251,8 +251,8 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     def step(layer: Any, x: Array, number: Array | None) -> tuple[Array, None]:
         near = rotary
         if target().is_gpu:
-            # XLA would take the broadcast of the angles to all heads out of the loop; layers would read it from memory.
-            x, near = jax.lax.optimization_barrier((x, rotary))
+            # JAX would take the broadcast of the angles to all heads out of the loop; layers would read it from memory.
+            near, _ = jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))
         x, _ = layer(x, near, mix)
         return x if deep is None or number is None else deep.added(x, number), None
 

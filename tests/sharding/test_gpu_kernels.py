@@ -1,5 +1,5 @@
-"""The kernels of NVIDIA GPUs, of attention and of the head, tested without one: lists of tiles, results in Triton's
-interpreter, machine code, memory.
+"""The kernels of NVIDIA GPUs, of attention, of gated MLPs and of the head, tested without one: lists of tiles, results
+in Triton's interpreter, machine code, memory.
 
 Triton and the CUDA plugin of the installed JAX are needed for all but the lists, in this environment or in a folder
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernels where there is a GPU.
@@ -10,6 +10,7 @@ import itertools
 import pathlib
 
 import flash_program
+import gated_program
 import head_program
 import jax.numpy as jnp
 import numpy as np
@@ -26,12 +27,20 @@ from sharding.kernels.attention import Mask
 from sharding.mesh import Target, compiling_for
 
 HERE = pathlib.Path(__file__).parent
-PROGRAMS = {"flash": HERE / "flash_program.py", "head": HERE / "head_program.py"}
-CASES = {"flash": flash_program.CASES, "head": head_program.CASES | head_program.LARGE}
+PROGRAMS = {kind: HERE / f"{kind}_program.py" for kind in ("flash", "gated", "head")}
+CASES = {
+    "flash": flash_program.CASES,
+    "gated": gated_program.CASES,
+    "head": head_program.CASES | head_program.LARGE,
+}
 TOLERANCE = {"float32": 2e-6, "bfloat16": 0.012}  # of the largest value; bfloat16: 3 units in the last place
 VALUES = 2e-6  # log-probabilities and entropies: products of bfloat16 are exact in float32, too
 # The programs for GPUs that call kernels, out of how many.
-CALLING = {"flash": ({"masked", "tiled", "windows"}, 7), "head": ({"bfloat16", "float32"}, 6)}
+CALLING = {
+    "flash": ({"masked", "tiled", "windows"}, 7),
+    "gated": ({"bfloat16", "float32", "computed again"}, 6),
+    "head": ({"bfloat16", "float32"}, 6),
+}
 
 
 @functools.cache
@@ -48,7 +57,7 @@ def assert_near(kind, name, errors, slack=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("flash", name) for name in flash_program.CASES), *(("head", n) for n in head_program.CASES)]
+    ("kind", "name"), [(kind, name) for kind in PROGRAMS for name in CASES[kind] if name not in head_program.LARGE]
 )
 def test_values_and_gradients_equal_the_portable_ones(kind, name):
     assert_near(kind, name, interpreted(kind)[name])
@@ -67,7 +76,7 @@ def test_values_and_gradients_on_a_gpu(kind):
 @pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability, kind):
     kernels = run_ahead(PROGRAMS[kind], "assemble", str(capability))
-    assert len(kernels) == (2 * 3 if kind == "head" else 3 * (4 if capability == 90 else 2))
+    assert len(kernels) == {"flash": 3 * (4 if capability == 90 else 2), "gated": 3, "head": 2 * 3}[kind]
     assert_no_spills_and_tensor_cores(kernels, capability)
 
 
