@@ -12,6 +12,7 @@ import pathlib
 import flash_program
 import gated_program
 import head_program
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from turns import by_turns, third_of
 
 from sharding import vocab
 from sharding.kernels import flash
-from sharding.kernels.attention import Mask
+from sharding.kernels.attention import Mask, packed_attention
 from sharding.mesh import Target, compiling_for
 
 HERE = pathlib.Path(__file__).parent
@@ -108,6 +109,31 @@ def test_cpus_and_old_gpus_compute_portably(monkeypatch):
         assert vocab.chosen(hidden, weights)
         assert not vocab.chosen(hidden, weights.astype(jnp.bfloat16))
         assert not vocab.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))
+
+
+def test_tiles_are_listed_once_for_all_layers(monkeypatch):
+    def launch(module, kernel, arguments, outs, *_, **__):
+        return [jnp.zeros(out.shape, out.dtype) for out in outs]
+
+    monkeypatch.setattr("sharding.mesh._importable", lambda: True)
+    monkeypatch.setattr(flash, "launch", launch)
+    numbers = jnp.ones((1, 600), jnp.int32)
+    queries = jnp.zeros((1, 600, 2, 64), jnp.bfloat16)
+
+    def sums_in_layers(described):
+        """The cumulative sums, with which tiles are listed, in each loop over layers: forward and backward."""
+
+        def loss(x):
+            attend = packed_attention(numbers, numbers, described)
+            layer = jax.checkpoint(lambda x, _: (attend(x, x, x), None))
+            return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
+
+        with compiling_for(Target("gpu", 90)):
+            program = jax.make_jaxpr(jax.grad(loss))(queries)
+        return [str(step).count("cumsum") for step in program.eqns if step.primitive.name == "scan"]
+
+    assert any(sums_in_layers(None))
+    assert sums_in_layers(jax.ShapeDtypeStruct(queries.shape, queries.dtype)) == [0, 0]
 
 
 @pytest.mark.slow
