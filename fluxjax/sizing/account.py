@@ -86,8 +86,8 @@ class Account:
         """Returns the account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
         uncut = (ENGINE, CACHE, STATES)
         resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
-        sizes = {"gradients": self.gradients, "copies": self.copies, "merged": self.merged}
-        cut = dataclasses.replace(self, resident=resident, **{name: size / factor for name, size in sizes.items()})
+        sizes = {name: getattr(self, name) / factor for name in ("gradients", "copies", "merged")}
+        cut = dataclasses.replace(self, resident=resident, **sizes)
         return cut.with_temporaries("update", self.temporaries["update"] / factor)
 
 

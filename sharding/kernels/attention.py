@@ -35,8 +35,7 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in f
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
-    query's branch; if `causal`, at no later index of the row. `visits` are the lists that `flash` needs, if they exist
-    already."""
+    query's branch; if `causal`, at no later index of the row. `visits` are the lists of `flash`, if they exist."""
 
     segments: Int[Array, "B T"]
     branches: Int[Array, "B T"] | None = None
@@ -161,14 +160,12 @@ def _with_neighbours(x: Array) -> Array:
 
 
 def packed_attention(
-    segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: jax.ShapeDtypeStruct | None = None
+    segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: flash.Like = None
 ) -> Attention:
     """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers. `queries` describe the
     queries of all layers: without it, `flash` lists its tiles in each layer."""
     B, T = segments_BT.shape
-    listed = queries is not None and flash.chosen(queries)
-    visits = flash.visits_of(segments_BT, branches_BT, True, queries) if listed else None
-    mask = Mask(segments_BT, branches_BT, visits=visits)
+    mask = Mask(segments_BT, branches_BT, visits=flash.visits_of(segments_BT, branches_BT, True, queries))
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
     # Segments of different rows get different numbers, in the order of the rows.

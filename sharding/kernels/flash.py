@@ -2,15 +2,14 @@
 
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
 tile of keys visits for its gradients. The device computes the lists from the least and largest segment and branch of
-each tile, once for all layers (`Visits`). Padding, other segments and other branches cost nothing, and memory is linear
-in the length.
+each tile, once for all layers. Padding, other segments and other branches cost nothing; memory is linear in the length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from ..mesh import Tiling, launch, runs_triton, target
 # Says, while a program is traced, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
 
+Like: TypeAlias = jax.ShapeDtypeStruct | None  # describes the queries of all layers, if they are the same in all
 KERNELS = ("forward", "query_gradients", "key_gradients")
 
 
@@ -38,13 +38,12 @@ class Visits:
 
 
 def visits_of(
-    segments: Int[Array, "B T"],
-    branches: Int[Array, "B T"] | None,
-    causal: bool,
-    queries: Array | jax.ShapeDtypeStruct,
-) -> Visits:
-    """The lists of rows, for the dtype and the head size of `queries`. Call it outside the loop over layers: a layer
-    that is computed again would list the tiles again."""
+    segments: Int[Array, "B T"], branches: Int[Array, "B T"] | None, causal: bool, queries: Array | Like
+) -> Visits | None:
+    """The lists of rows, for the dtype and the head size of `queries`; None if the kernels can't compute with these.
+    Call it outside the loop over layers: a layer that is computed again would list the tiles again."""
+    if queries is None or not chosen(queries):
+        return None
     capability = target().capability
     tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
     T, largest = segments.shape[1], max(size for tiling in tilings for size in tiling.sizes)
@@ -119,12 +118,11 @@ def _call(
     (B, T, N, H), K = qkv[0].shape, qkv[1].shape[2]
     place = KERNELS.index(kernel)
     (tiles, counts), tiling = visits.lists[place], visits.tilings[place]
-    segments, branches = visits.segments, visits.branches
     queries, keys = tiling.sizes
     return launch(
         "flash_kernels",
         kernel,
-        (*qkv, *more, segments, branches, tiles, counts, T, segments.shape[1], tiles.shape[2]),
+        (*qkv, *more, visits.segments, visits.branches, tiles, counts, T, visits.segments.shape[1], tiles.shape[2]),
         outs,
         (tiles.shape[1], K if kernel == "key_gradients" else N, B),
         tiling,

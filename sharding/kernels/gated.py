@@ -1,11 +1,8 @@
 """The output projection of a gated MLP, `(silu(gate) * up) @ down`, with its backward pass for NVIDIA GPUs.
 
-The backward pass needs the gradients of gate and up, and `silu(gate) * up` again, for the gradient of `down`. XLA
-computes the three in three kernels, which read 7 arrays as large as `gate` and write 3. The kernel of `gated_kernels`
-reads 3 and writes 3.
+The backward pass needs the gradients of gate and up, and `silu(gate) * up` again, for the gradient of `down`. XLA's
+three kernels read 7 arrays as large as `gate` and write 3. The kernel of `gated_kernels` reads 3 and writes 3.
 """
-
-import functools
 
 import jax
 from jaxtyping import Array, Float
@@ -14,8 +11,7 @@ from ..mesh import Tiling, launch, runs_triton
 
 NUMBERS = 1024  # of an array, that a program computes: 16 bytes a thread and array in bfloat16
 
-# Says, while a program is traced, whether the kernel computes the gradients of (gate, up).
-chosen = functools.partial(runs_triton)
+chosen = runs_triton  # says, while a program is traced, whether the kernel computes the gradients of (gate, up)
 
 
 def _forward(
@@ -40,6 +36,5 @@ def _backward(kept: tuple[Array, Array, Array], dout: Float[Array, "T D"]) -> tu
     return dgate, dup, inner.T @ dout
 
 
-# `(silu(gate) * up) @ down`, for arrays that are `chosen`
 gated_product = jax.custom_vjp(lambda *arrays: _forward(*arrays)[0])
 gated_product.defvjp(_forward, _backward)

@@ -1,7 +1,4 @@
-"""The Triton kernel of a gated MLP's backward pass, one pass over the activations.
-
-Only a launch by `gated` imports this file; the import fails without Triton.
-"""
+"""The Triton kernel of a gated MLP's backward pass. Only a launch by `gated` imports it; without Triton that fails."""
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]

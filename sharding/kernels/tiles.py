@@ -55,10 +55,7 @@ def tile_size(tokens: int) -> int:
 
 
 def tile_list(
-    segments_S: Int[Array, " S"],
-    branches_S: Int[Array, " S"],
-    tile: int = 0,
-    queries: jax.ShapeDtypeStruct | None = None,
+    segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0, queries: flash.Like = None
 ) -> Tiles:
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
     `queries` describe the queries of all layers: without it, `flash` lists its tiles in each layer.
@@ -80,9 +77,7 @@ def tile_list(
     active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     pairs = jnp.stack([query, key], axis=1).astype(jnp.int32)
-    visits = None
-    if queries is not None and flash.chosen(queries):
-        visits = flash.visits_of(segments_S[None], branches_S[None], True, queries)
+    visits = flash.visits_of(segments_S[None], branches_S[None], True, queries)
     return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches, visits)
 
 
@@ -172,7 +167,7 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
 
 
-def _visits(tiles: Tiles, q_SNH: Array) -> flash.Visits:
+def _visits(tiles: Tiles, q_SNH: Array) -> flash.Visits | None:
     """The lists of `flash` for the stream as one row."""
     segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
     return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)

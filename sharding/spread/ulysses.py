@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
+from ..kernels.flash import Like
 from ..planner.plan import Deal, deal_heads
 from .buffers import Spread
 
@@ -78,12 +79,7 @@ def _wide(valid: Array, part: Array) -> Array:
 
 
 def spread_attention(
-    spread: Spread,
-    segments_BT: Int[Array, "B T"],
-    branches_BT: Int[Array, "B T"],
-    *,
-    tile: int = 0,
-    queries: jax.ShapeDtypeStruct | None = None,
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> Attention:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at least
     `spread.axes`; each device has one row (B = 1).
@@ -104,11 +100,7 @@ def spread_attention(
 
 
 def views_of(
-    spread: Spread,
-    segments_BT: Int[Array, "B T"],
-    branches_BT: Int[Array, "B T"],
-    tile: int = 0,
-    queries: jax.ShapeDtypeStruct | None = None,
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> tuple[View, ...]:
     """The views of the rounds in the order of execution, shared by all layers. Raises as `spread_attention` does."""
     if segments_BT.shape[0] != 1:
@@ -116,9 +108,7 @@ def views_of(
     return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile, queries) for j in range(len(spread.rounds)))
 
 
-def _view(
-    spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int, queries: jax.ShapeDtypeStruct | None
-) -> View:
+def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int, queries: Like) -> View:
     degree, budget = spread.rounds[j]
     axes = spread.group(degree)
     first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
