@@ -63,8 +63,8 @@ PARTS = {
     "train": Part(
         180,
         105,
-        "remat=layer 403-418 ms (428 before), 39-40k tokens/s, MFU 38.8-40.3 %; remat=dots 390-415 ms, MFU 39-41.5 %; "
-        "remat=none at 8192 tokens 225-239 ms (239 before); peak memory within 5 % of the pre-flight's",
+        "remat=layer 403-418 ms (428 before), 39-41k tokens/s, MFU 38.8-40.3 %; remat=dots 393-413 ms, MFU 39.3-41.3 "
+        "%; remat=none at 8192 tokens 212-228 ms (239 before); peak memory within 5 % of the pre-flight's",
     ),
     "engine": Part(
         140,

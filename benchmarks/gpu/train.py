@@ -3,16 +3,16 @@ pre-flight's.
 
 Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
 A first case computes layers again in the backward pass. A second case keeps the products with weights. A third case
-keeps all activations of a shorter row, about 46 GiB; moments in bfloat16 make room for them.
+keeps all activations of a shorter row, with moments in bfloat16, as when an earlier program kept 46 GiB.
 
 MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
 A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
 tokens that see each other. Recomputation does not count.
 
 Predicted, from the bytes of the program compiled for an H100 and from 428 ms (MFU 37.9 %) that an earlier program took:
-16,384 tokens with layers computed again 403-418 ms a step, 39-40k tokens/s, MFU 38.8-40.3 %, peak within 5 % of
-arguments and temporaries; with products kept 390-415 ms, MFU 39-41.5 %; 8,192 tokens with all kept, 239 ms earlier:
-225-239 ms, MFU 33-35 %.
+16,384 tokens with layers computed again 403-418 ms a step, 39-41k tokens/s, MFU 38.8-40.3 %, peak within 5 % of
+arguments and temporaries; with products kept 393-413 ms, MFU 39.3-41.3 %; 8,192 tokens with all kept, 239 ms earlier:
+212-228 ms, MFU 34.6-37.2 %. All kept takes about 29 GiB of temporaries in place of 46.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
 
 
-def _visits(tiles: Tiles, q_SNH: Array) -> flash.Visits | None:
-    """The lists of `flash` for the stream as one row."""
+def _visits(tiles: Tiles, q_SNH: Array) -> Any:
+    """The `flash.Visits` of the stream as one row."""
     segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
     return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)
 
