@@ -61,10 +61,10 @@ PARTS = {
         80, 20, "fused: forward 40 ms (450 TFLOP/s), backward 105 (340); portable: forward 55-70, backward 150+"
     ),
     "train": Part(
-        150,
-        75,
-        "compiling 25-45 s; remat=layer 470-520 ms, 32-35k tokens/s, MFU 31-36 %; remat=none MFU 39-44 %; "
-        "peak memory within 5 % of the pre-flight's arguments and temporaries (36-38 GiB)",
+        180,
+        105,
+        "remat=layer 403-418 ms (428 before), 39-41k tokens/s, MFU 38.8-40.3 %; remat=dots 393-413 ms, MFU 39.3-41.3 "
+        "%; remat=none at 8192 tokens 212-228 ms (239 before); peak memory within 5 % of the pre-flight's",
     ),
     "engine": Part(
         140,

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import packed_attention
 from sharding.kernels.delta_heads import DeltaHeads
+from sharding.mesh import target
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
 from sharding.weights import WeightSpec, weight
@@ -213,16 +214,16 @@ def parameter_count(model: nnx.Module) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def packed_mix(inputs: PackedTokens, heads: DeltaHeads | None = None) -> Mix[None]:
-    """The mix of packed rows, under the attention rules of `PackedTokens`; `heads` are those of layers with Gated
-    DeltaNet, if there are any. Raises ValueError for such layers if `inputs` has no table of runs, or if devices share
-    sequences."""
+def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: DeltaHeads | None = None) -> Mix[None]:
+    """The mix of packed rows, under the attention rules of `PackedTokens`. `queries` have the head size and the dtype
+    of all layers' queries; `heads` are those of layers with Gated DeltaNet, if there are any. Raises ValueError for
+    such layers if `inputs` has no table of runs, or if devices share sequences."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
-        attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT)
+        attend = spread_attention(inputs.spread, inputs.segments_BT, inputs.branches_BT, queries=queries)
     else:
-        attend = packed_attention(inputs.segments_BT, inputs.branches_BT)
+        attend = packed_attention(inputs.segments_BT, inputs.branches_BT, queries)
     return Mix(
         attention=lambda q, k, v: (attend(q, k, v), None), delta=None if heads is None else _packed_delta(inputs, heads)
     )
@@ -243,13 +244,19 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     inputs = jax.tree.map(jnp.asarray, inputs)
     x, deep = model.embed(walk, inputs.tokens_BT, inputs.feature_index_BT, inputs.vision)
     rotary = model.rotary(inputs.positions_3BT)
-    mix = packed_mix(inputs, model.config.text.delta)
+    text = model.config.text
+    queries = jax.ShapeDtypeStruct((*x.shape[:2], text.num_heads, text.head_dim), x.dtype)
+    mix = packed_mix(inputs, queries, text.delta)
 
     def step(layer: Any, x: Array, number: Array | None) -> tuple[Array, None]:
-        x, _ = layer(x, rotary, mix)
+        near = rotary
+        if target().is_gpu:
+            # JAX would take the broadcast of the angles to all heads out of the loop; layers would read it from memory.
+            near, _ = jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))
+        x, _ = layer(x, near, mix)
         return x if deep is None or number is None else deep.added(x, number), None
 
-    numbers = None if deep is None else np.arange(model.config.text.num_layers, dtype=np.int32)
+    numbers = None if deep is None else np.arange(text.num_layers, dtype=np.int32)
     x, _ = walk.scan(model.stack, x, step, numbers)
     return model.final_norm(walk, x)
 

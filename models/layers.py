@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from sharding.kernels import gated
 from sharding.mesh import target
 from sharding.weights import WeightSpec, weight
 
@@ -118,7 +119,7 @@ class GatedMLP(nnx.Module):
         gate, up = project(x, self.gate), project(x, self.up)
         if self.bias:
             gate, up = add_bias(gate, self.gate_bias[...]), add_bias(up, self.up_bias[...])
-        out = project(jax.nn.silu(gate) * up, self.down)
+        out = project_gated(gate, up, self.down)
         return add_bias(out, self.down_bias[...]) if self.bias else out
 
 
@@ -186,6 +187,15 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
         return out.reshape(*rows, *weights.shape[: -spec.inputs])
     out = flat @ weights.reshape(flat.shape[1], -1)
     return out.reshape(*rows, *weights.shape[spec.inputs :])
+
+
+def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
+    """`project(silu(gate) * up, matrix)`. In training, whose weights have their outputs last, GPUs compute gradients in
+    one pass over the activations."""
+    if matrix.get_metadata("spec").outputs_first or not gated.chosen(gate, up):
+        return project(jax.nn.silu(gate) * up, matrix)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
+    return gated.gated_product(*flat, matrix[...]).reshape(*gate.shape[:-1], -1)
 
 
 def _by_outputs(x: Array, weights: Array) -> Array:

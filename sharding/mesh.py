@@ -136,7 +136,7 @@ def compiling_for(target: Target) -> Iterator[None]:
         _given.reset(token)
 
 
-def runs_triton(*arrays: Array, multiple: int = 1, most: int | float = math.inf) -> bool:
+def runs_triton(*arrays: Array | jax.ShapeDtypeStruct, multiple: int = 1, most: int | float = math.inf) -> bool:
     """Says, while a program is traced, whether a Triton kernel can compute with these arrays.
 
     It can if the target is an NVIDIA GPU since Ampere, jax-triton can be imported, all arrays are bfloat16 or all

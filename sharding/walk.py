@@ -252,7 +252,7 @@ class Fsdp:
 
     A batch has the same loss and gradients on every mesh, to float tolerance. A planner (`sharding.planner`) decides
     where each sequence is computed, and the batch is composed after the plan: a run may change planners between steps.
-    `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
+    `copies`, `loss_and_grad` and `logprobs` are pure and meant to be traced: the caller compiles them.
     """
 
     def __init__(
@@ -320,9 +320,24 @@ class Fsdp:
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._row_specs(batch))
         return _put(batch, placed, local=True)
 
+    @property
+    def copied(self) -> frozenset[tuple[str, ...]]:
+        """The paths of the weights that `copies` casts: none if `compute_dtype` is float32 or if weights have adapters,
+        else all weights of which each device has its own slice. The other weights' gradients are summed in float32."""
+        if self.compute_dtype == jnp.float32 or self._walk.merge is not None:
+            return frozenset()
+        cuts = {path: cut_of(spec, self.mesh) for path, spec in by_path(self.specs).items()}
+        return frozenset(path for path, cut in cuts.items() if self._axes == (cut.axes if cut else ()))
+
+    def copies(self, params: Params) -> Params:
+        """The weights in `compute_dtype`, on their devices: cast once for all microbatches of a step, where
+        `loss_and_grad` would cast each layer's weights twice a microbatch. Their gradients have this dtype, too."""
+        weights = by_path(params)
+        return unflatten_dict(weights | {path: self._cast(weights[path]) for path in self.copied})
+
     def loss_and_grad(self, params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
         """Returns (loss, tally, gradients): loss and tally of all devices together, gradients laid out like the trained
-        weights of `params`."""
+        weights of `params`, in their dtypes. `params` may be `copies`."""
 
         def local(params: Params, batch: PyTree) -> tuple[jax.Array, Tally, Params]:
             def objective(trained: Params) -> tuple[jax.Array, Tally]:

@@ -96,14 +96,20 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
 
     (q, k, v, dout), mask = packed.row(case, "bfloat16")
     segments, chosen_for = mask.segments, flash.tiling_of
-    out, kept = jax.jit(lambda *qkv: flash.forward(*qkv, segments, None, True))(q, k, v)
+
+    def visits(segments: jax.Array) -> flash.Visits:
+        return flash.visits_of(segments, None, True, q)
+
+    out, kept = jax.jit(lambda *qkv: flash.forward(*qkv, visits(segments)))(q, k, v)
 
     arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, kept[4], segments, dout)
 
     def function(*arrays: jax.Array) -> object:
         if kernel == "forward":
-            return flash.forward(*arrays, None, True)[0]
-        query_gradients, *key_gradients = flash.backward(True, (*arrays[:-1], None), arrays[-1])[:3]
+            *qkv, segments = arrays
+            return flash.forward(*qkv, visits(segments))[0]
+        *kept, segments, dout = arrays
+        query_gradients, *key_gradients = flash.backward((*kept, visits(segments)), dout)[:3]
         return query_gradients if kernel == "query_gradients" else key_gradients  # an unused kernel is left out
 
     def compiled(tiling: Tiling | None) -> concurrent.futures.Future[Callable[..., object]]:

@@ -2,15 +2,17 @@
 pre-flight's.
 
 Weights are float32 and computed with in bfloat16; a step is one microbatch, a packed row of 8 segments, and the update.
-A first case computes layers again in the backward pass. A second case keeps all activations of a shorter row, about 46
-GiB; moments in bfloat16 make room for them.
+A first case computes layers again in the backward pass. A second case keeps the products with weights. A third case
+keeps all activations of a shorter row, with moments in bfloat16, as when an earlier program kept 46 GiB.
 
 MFU = (6 N T + A) / (seconds * 989e12) with N weights (the embedding counts once, as the head), T tokens and
 A = 12 * layers * heads * head_dim * pairs: two products forward and four backward, 2 FLOPs each, over the pairs of
 tokens that see each other. Recomputation does not count.
 
-Predicted: compiling 25-45 s; 16,384 tokens with layers computed again: 470-520 ms a step, 32-35k tokens/s, MFU 31-36 %,
-peak within 5 % of arguments and temporaries (36-38 GiB); 8,192 tokens with all kept: MFU 39-44 %.
+Predicted, from the bytes of the program compiled for an H100 and from 428 ms (MFU 37.9 %) that an earlier program took:
+16,384 tokens with layers computed again 403-418 ms a step, 39-41k tokens/s, MFU 38.8-40.3 %, peak within 5 % of
+arguments and temporaries; with products kept 393-413 ms, MFU 39.3-41.3 %; 8,192 tokens with all kept, 239 ms earlier:
+212-228 ms, MFU 34.6-37.2 %. All kept takes about 29 GiB of temporaries in place of 46.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ def measure(figures: part.Figures, dry: bool) -> None:
 
     use_compile_cache()
     tokens = 256 if dry else 16384
-    cases = {"layers computed again": (tokens, Remat.LAYER), "all kept": (tokens // 2, Remat.NONE)}
+    cases = {
+        "layers computed again": (tokens, Remat.LAYER),
+        "products kept": (tokens, Remat.DOTS),
+        "all kept": (tokens // 2, Remat.NONE),
+    }
     model = random_qwen.sizes(dry)
     began = time.perf_counter()
     learner = random_qwen.learner(random_qwen.config(tokens, Remat.LAYER), model)
@@ -65,7 +71,7 @@ def _case(learner: Learner, tokens: int, remat: Any) -> dict[str, Any]:
 
     config, device = learner.config, learner.mesh.devices.flat[0]
     config.packing.tokens_per_row, config.sharding.remat = tokens, remat
-    if remat is not Remat.LAYER:
+    if remat is Remat.NONE:
         config.optim.moments_dtype = DType.BFLOAT16
     learner.opt_state = None  # frees its memory for the new state
     learner.reset(find_algorithm(config.algorithm).token_loss)  # other settings: other programs
@@ -117,6 +123,7 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
 
     from fluxjax.sizing.account import GIB
     from fluxjax.sizing.run_programs import bytes_on_device
+    from sharding.weights import like
 
     memory = program.memory_analysis()
     trained = bytes_on_device(learner.trained(learner.params))
@@ -124,6 +131,7 @@ def _predicted(learner: Learner, program: Any, batch: Any) -> dict[str, float]:
         "master weights": bytes_on_device(learner.params),
         "moments": bytes_on_device(learner.opt_state),
         "gradients": trained,
+        "cast weights": bytes_on_device(learner.gradients.copies(like(learner.params))),
         "batches": 2 * bytes_on_device(learner.gradients.strategy.place(batch)),  # the next batch is placed meanwhile
         "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
     }

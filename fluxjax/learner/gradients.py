@@ -120,6 +120,14 @@ class Gradients:
         changed = self._merged(weights, self.strategy.trained(params))
         return unflatten_dict(by_path(without_adapters(params)) | by_path(changed))
 
+    def copies(self, params: Params) -> Params:
+        """Returns the weights as all microbatches of a step read them (`Fsdp.copies`). Parameters may be abstract."""
+        if not self.strategy.copied:
+            return params
+        if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+            return with_shardings(jax.eval_shape(self._copies, params), self.strategy.shardings)
+        return self._copies(params)
+
     def accumulate(self, params: Params, microbatches: Sequence[Microbatch]) -> Outcome:
         """Returns (gradients, tally) summed over the microbatches, laid out like the parameters that are trained.
 
@@ -152,6 +160,7 @@ class Gradients:
         return (grads, tally) if first is None else self.add(first, (grads, tally))
 
     def _accumulate_together(self, params: Params, batches: Sequence[TrainBatch]) -> Outcome:
+        params = self.copies(params)
         placed = self._place(batches[0].inputs, batches[0])
         _, abstract, _ = jax.eval_shape(self._loss_and_grad, params, placed)
         grads, tally = self._zeros(tuple(abstract.sums), tuple(abstract.maxima))
@@ -171,11 +180,12 @@ class Gradients:
             programs["logprobs"] = self._logprobs.lower(params, placed.inputs)
         if "accumulate" not in names:
             return programs
-        _, tally, _ = jax.eval_shape(self._loss_and_grad, params, placed)
+        copies = self.copies(params)
+        _, tally, _ = jax.eval_shape(self._loss_and_grad, copies, placed)
         tally = on_every_device(tally, self.mesh)
         trained = self.strategy.trained(params)
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
-        return {"accumulate": self._accumulate.lower(params, grads, tally, placed), **programs}
+        return {"accumulate": self._accumulate.lower(copies, grads, tally, placed), **programs}
 
     def compile_ahead(self, params: Params, batches: Sequence[TrainBatch], *, scores: bool) -> None:
         """Compiles the programs for microbatches shaped like `batches` in the background. The first call that needs a
@@ -287,6 +297,7 @@ class Gradients:
         shardings = trained, NamedSharding(self.mesh, P())
         options = compiler_options(self.mesh)
         self._loss_and_grad = jax.jit(strategy.loss_and_grad)
+        self._copies = jax.jit(strategy.copies, out_shardings=strategy.shardings)
         self._logprobs = jax.jit(strategy.logprobs, compiler_options=options)
 
         def zeros(sums: tuple[str, ...], maxima: tuple[str, ...]) -> Outcome:

@@ -27,6 +27,7 @@ class Account:
     largest_weight: float  # a stack of layers as it is handed to an engine
     temporaries: Mapping[str, float]
     results: Mapping[str, float]
+    copies: float = 0.0  # weights in the dtype of the computation, as microbatches read them
     merged: float = 0.0  # weights with their adapters added (LoRA), while they are published
     servers: float = 0.0  # memory of servers on the same device while they are awake; training then waits
 
@@ -42,7 +43,7 @@ class Account:
 
         gradients, batches = {"gradients": self.gradients}, {"batches": 2 * self.batch}  # the next batch comes early
         phases = {
-            "accumulate": during("accumulate", gradients | batches),
+            "accumulate": during("accumulate", gradients | batches | {"cast weights": self.copies}),
             "update": during("update", gradients),
             "logprobs": during("logprobs", batches),
         }
@@ -85,9 +86,8 @@ class Account:
         """Returns the account on `factor` times as many devices: arrays that FSDP cuts become smaller."""
         uncut = (ENGINE, CACHE, STATES)
         resident = {kind: size if kind in uncut else size / factor for kind, size in self.resident.items()}
-        cut = dataclasses.replace(
-            self, resident=resident, gradients=self.gradients / factor, merged=self.merged / factor
-        )
+        sizes = {name: getattr(self, name) / factor for name in ("gradients", "copies", "merged")}
+        cut = dataclasses.replace(self, resident=resident, **sizes)
         return cut.with_temporaries("update", self.temporaries["update"] / factor)
 
 

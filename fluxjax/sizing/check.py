@@ -218,7 +218,7 @@ def _rows(
     slope = (grown - first["accumulate"].temporaries) / tokens
     # The other layers' temporaries grow with the row, too, but for their gradients.
     further_layers = programs["accumulate"].temporaries - first["accumulate"].temporaries
-    further_layers -= run.trained - fewer.trained
+    further_layers -= (run.copies or run.trained) - (fewer.copies or fewer.trained)
     return RowGrowth(tokens, slope + max(further_layers, 0.0) / tokens)
 
 
@@ -229,6 +229,7 @@ def _account(run: RunShapes, programs: Mapping[str, Compiled], room: DeviceRoom)
         gradients=run.trained,
         batch=bytes_on_device(run.batch),
         largest_weight=max(bytes_on_device(weight) for weight in jax.tree.leaves(run.engine.handed_in)),
+        copies=run.copies,
         merged=bytes_on_device(adapted(run.learner.params, run.learner.gradients.strategy.specs)),
         temporaries={name: compiled.temporaries for name, compiled in programs.items()},
         results={name: compiled.results for name, compiled in programs.items()},

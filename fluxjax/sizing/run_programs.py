@@ -177,6 +177,13 @@ class RunShapes:
         """The bytes on the fullest device of the weights that are trained."""
         return bytes_on_device(self.learner.trained(self.learner.params))
 
+    @property
+    def copies(self) -> float:
+        """The bytes on the fullest device of the weights that are cast for a step; 0 if microbatches read the master
+        weights. The gradients of a microbatch have their dtypes."""
+        gradients, params = self.learner.gradients, self.learner.params
+        return bytes_on_device(gradients.copies(params)) if gradients.strategy.copied else 0.0
+
     def resident(self) -> dict[str, float]:
         """Returns the bytes on the fullest device of all arrays that stay through a step, without caches, by kind."""
         params, settings, critic = self.learner.params, self.config.algorithm, self.critic

@@ -36,11 +36,12 @@ WHOLE_SCORES = 1 << 26  # the most scores that are computed at once (256 MB in f
 class Mask:
     """The keys that a query reaches: keys of the same non-zero segment; if `branches` are given, of branch 0 or the
     query's branch; if `causal`, at no later index of the row. Rows may have fewer queries than keys: these are the
-    row's last tokens."""
+    row's last tokens. `visits` are the lists of `flash`, if they exist."""
 
     segments: Int[Array, "B S"]
     branches: Int[Array, "B S"] | None = None
     causal: bool = True
+    visits: flash.Visits | None = None
 
     def dense(self) -> Bool[Array, "B S S"]:
         """The mask as booleans, with a query for every key."""
@@ -80,7 +81,8 @@ def attention(
     as booleans exists in full. On NVIDIA GPUs `flash` takes a `Mask`, and holds no scores in memory at all.
     """
     if isinstance(mask, Mask) and flash.chosen(q, k, v):
-        return flash.flash_attention(q, k, v, mask.segments, mask.branches, mask.causal)
+        visits = mask.visits or flash.visits_of(mask.segments, mask.branches, mask.causal, q, k.shape[1] - q.shape[1])
+        return flash.flash_attention(q, k, v, visits)
     B, T, N, _ = q.shape
     chunk = max(whole_scores // (B * N * k.shape[1]), 1)
     if chunk >= T:
@@ -161,10 +163,13 @@ def _with_neighbours(x: Array) -> Array:
     return jnp.concatenate([jnp.concatenate([edge, x[:-1]]), x, jnp.concatenate([x[1:], edge])], axis=1)
 
 
-def packed_attention(segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"]) -> Attention:
-    """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers."""
+def packed_attention(
+    segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], queries: flash.Like = None
+) -> Attention:
+    """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers. `queries` describe the
+    queries of all layers: without it, `flash` lists its tiles in each layer."""
     B, T = segments_BT.shape
-    mask = Mask(segments_BT, branches_BT)
+    mask = Mask(segments_BT, branches_BT, visits=flash.visits_of(segments_BT, branches_BT, True, queries))
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
     # Segments of different rows get different numbers, in the order of the rows.

@@ -2,13 +2,14 @@
 
 Scores are cut into tiles. Lists say which tiles of keys each tile of queries visits, and which tiles of queries each
 tile of keys visits for its gradients. The device computes the lists from the least and largest segment and branch of
-each tile. Padding, other segments and other branches cost nothing, and memory is linear in the length.
+each tile, once for all layers. Padding, other segments and other branches cost nothing; memory is linear in the length.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,47 @@ from ..mesh import Tiling, launch, runs_triton, target
 
 # Says, while a program is traced, whether the kernels can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=128)
+
+Like: TypeAlias = jax.ShapeDtypeStruct | None  # describes the queries of all layers, if they are the same in all
+KERNELS = ("forward", "query_gradients", "key_gradients")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """The tiles that the kernels visit under a `sharding.kernels.attention.Mask`. `lists` and `tilings` have an entry
+    for each kernel of `KERNELS`."""
+
+    segments: Any  # i32 [B, filled], filled up with segment 0 to full tiles
+    branches: Any  # i32 [B, filled]
+    lists: tuple[tuple[Any, Any], ...]  # results of `tile_lists`
+    tilings: tuple[Tiling, ...] = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(metadata={"static": True})
+    ahead: int = dataclasses.field(default=0, metadata={"static": True})  # keys of a row before the first query's
+    fill: int = dataclasses.field(default=0, metadata={"static": True})  # of these, padding before the row's own keys
+
+
+def visits_of(
+    segments: Int[Array, "B S"], branches: Int[Array, "B S"] | None, causal: bool, queries: Array | Like, ahead: int = 0
+) -> Visits | None:
+    """The lists of rows whose `ahead` first keys have no query, for the dtype and the head size of `queries`; None if
+    the kernels can't compute with these. Call it outside the loop over layers: a layer that is computed again would
+    list the tiles again."""
+    if queries is None or not chosen(queries):
+        return None
+    capability = target().capability
+    tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
+    largest = max(size for tiling in tilings for size in tiling.sizes)
+    fill = -ahead % largest  # so that the first query begins a tile
+    ends = (fill, -(fill + segments.shape[1]) % largest)
+    branches = jnp.zeros_like(segments) if branches is None else branches
+    segments, branches = (jnp.pad(x, ((0, 0), ends)) for x in (segments, branches))
+    lists = []
+    for kernel, tiling in zip(KERNELS, tilings, strict=True):
+        table = tile_table(segments, branches, *tiling.sizes, causal)
+        active, whole = (x[:, (ahead + fill) // tiling.sizes[0] :] for x in table)
+        lists.append(tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else tile_lists(active, whole))
+    return Visits(segments, branches, tuple(lists), tilings, causal, ahead + fill, fill)
 
 
 def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
@@ -46,15 +88,10 @@ def tiling_of(kernel: str, dtype: Any, head: int, capability: int) -> Tiling:
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segments: Int[Array, "B S"],
-    branches: Int[Array, "B S"] | None,
-    causal: bool,
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], visits: Visits
 ) -> tuple[Float[Array, "B T N H"], tuple]:
-    """Grouped-query attention under `sharding.kernels.attention.Mask`; a query that reaches no key returns zeros. Only
-    rows with a query for every key (S = T) have gradients.
+    """Grouped-query attention under the mask of `visits`; a query that reaches no key returns zeros. Only rows with a
+    query for every key (S = T) have gradients.
 
     Scores, softmax and sums are float32. A product of float32 numbers is computed by three products of TF32 or six of
     bfloat16, which is about as exact. Returns the outputs and the arrays that `backward` needs. One of these is the log
@@ -62,54 +99,42 @@ def forward(
     """
     B, T, N, _ = q.shape
     outs = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32))
-    out, lse = _call("forward", (q, k, v), (), segments, branches, causal, outs)
-    return out, (q, k, v, out, lse, segments, branches)
+    out, lse = _call("forward", (q, k, v), (), visits, outs)
+    return out, (q, k, v, out, lse, visits)
 
 
-def backward(causal: bool, kept: tuple, dout: Array) -> tuple[Array, Array, Array, None, None]:
+def backward(kept: tuple, dout: Array) -> tuple[Array, Array, Array, None]:
     """Gradients of q, k and v, summed in float32 and returned in the dtypes of q, k and v."""
-    q, k, v, out, lse, segments, branches = kept
+    q, k, v, out, lse, visits = kept
     # Not written as a matrix product, which a GPU might compute in TF32.
     slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays, like = (q, k, v), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
-    (dq,) = _call("query_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[:1])
-    dk, dv = _call("key_gradients", arrays, (dout, lse, slope), segments, branches, causal, like[1:])
-    return dq, dk, dv, None, None
+    (dq,) = _call("query_gradients", arrays, (dout, lse, slope), visits, like[:1])
+    dk, dv = _call("key_gradients", arrays, (dout, lse, slope), visits, like[1:])
+    return dq, dk, dv, None
 
 
-flash_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=(5,))
+flash_attention = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
 flash_attention.defvjp(forward, backward)
 
 
 def _call(
-    kernel: str,
-    qkv: tuple[Array, Array, Array],
-    more: tuple[Array, ...],
-    segments: Array,
-    branches: Array | None,
-    causal: bool,
-    outs: Any,
+    kernel: str, qkv: tuple[Array, Array, Array], more: tuple[Array, ...], visits: Visits, outs: Any
 ) -> list[Array]:
     """Runs a kernel over all tiles of queries (`key_gradients`: of keys), all heads and rows."""
-    (B, tokens, N, H), (_, T, K, _) = qkv[0].shape, qkv[1].shape
-    tiling = tiling_of(kernel, qkv[0].dtype, H, target().capability)
+    (B, _, N, H), K = qkv[0].shape, qkv[1].shape[2]
+    place = KERNELS.index(kernel)
+    (tiles, counts), tiling = visits.lists[place], visits.tilings[place]
     queries, keys = tiling.sizes
-    ahead = T - tokens
-    if fill := -ahead % max(queries, keys):  # padding before the keys, so that the first query begins a tile
-        ahead, T = ahead + fill, T + fill
-        qkv = (qkv[0], *(jnp.pad(x, ((0, 0), (fill, 0), (0, 0), (0, 0))) for x in qkv[1:]))
-    filled = -(-T // max(queries, keys)) * max(queries, keys)
-    branches = jnp.zeros_like(segments) if branches is None else branches
-    segments, branches = (jnp.pad(x, ((0, 0), (fill, filled - T))) for x in (segments, branches))
-    active, whole = (x[:, ahead // queries :] for x in tile_table(segments, branches, queries, keys, causal))
-    by_keys = kernel == "key_gradients"
-    visits, counts = tile_lists(active.mT, whole.mT) if by_keys else tile_lists(active, whole)
+    if visits.fill:
+        qkv = (qkv[0], *(jnp.pad(x, ((0, 0), (visits.fill, 0), (0, 0), (0, 0))) for x in qkv[1:]))
+    T = qkv[1].shape[1]
     return launch(
         "flash_kernels",
         kernel,
-        (*qkv, *more, segments, branches, visits, counts, T, filled, visits.shape[2]),
+        (*qkv, *more, visits.segments, visits.branches, tiles, counts, T, visits.segments.shape[1], tiles.shape[2]),
         outs,
-        (visits.shape[1], K if by_keys else N, B),
+        (tiles.shape[1], K if kernel == "key_gradients" else N, B),
         tiling,
         N=N,
         K=K,
@@ -117,9 +142,9 @@ def _call(
         WIDTH=max(1 << (H - 1).bit_length(), 16),
         QUERIES=queries,
         KEYS=keys,
-        CAUSAL=causal,
+        CAUSAL=visits.causal,
         SCALE=H**-0.5,
-        **({"AHEAD": ahead} if kernel == "forward" else {}),
+        **({"AHEAD": visits.ahead} if kernel == "forward" else {}),
     )
 
 

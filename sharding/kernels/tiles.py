@@ -35,6 +35,7 @@ class Tiles:
     count: Any  # i32 []
     segments: Any  # i32 [tiles, tile]
     branches: Any  # i32 [tiles, tile]
+    visits: flash.Visits | None = None  # the lists of `flash`, if it computes
 
     @property
     def size(self) -> int:
@@ -53,8 +54,11 @@ def tile_size(tokens: int) -> int:
     return min(max(least, at_256_tiles), -(-tokens // 8) * 8)
 
 
-def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0) -> Tiles:
+def tile_list(
+    segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: int = 0, queries: flash.Like = None
+) -> Tiles:
     """The tiles in which `sharding.kernels.attention.Mask` (causal) lets a query reach a key; `tile=0` chooses a size.
+    `queries` describe the queries of all layers: without it, `flash` lists its tiles in each layer.
 
     The list never lacks a tile. It has no needless tile if segments and branches are contiguous, except at the border
     of two segments, where branches are not compared. Padding may stand anywhere; segments may have any numbers.
@@ -73,7 +77,8 @@ def tile_list(segments_S: Int[Array, " S"], branches_S: Int[Array, " S"], tile: 
     active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     pairs = jnp.stack([query, key], axis=1).astype(jnp.int32)
-    return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches)
+    visits = flash.visits_of(segments_S[None], branches_S[None], True, queries)
+    return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches, visits)
 
 
 def forward(
@@ -87,7 +92,7 @@ def forward(
     axes over which `tiles` varies.
     """
     if flash.chosen(q_SNH, k_SKH, v_SKH):
-        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], *_row(tiles, len(q_SNH)), True)
+        out, kept = flash.forward(q_SNH[None], k_SKH[None], v_SKH[None], _visits(tiles, q_SNH))
         return out[0], (q_SNH, k_SKH, v_SKH, out[0], kept[4], tiles)
     S, N, _ = q_SNH.shape
     q, k, v = (_cut(x, k_SKH.shape[1], tiles.size) for x in (q_SNH, k_SKH, v_SKH))
@@ -120,7 +125,7 @@ def backward(kept: tuple, dout_SNH: Float[Array, "S N H"]) -> tuple[Array, Array
     q_SNH, k_SKH, v_SKH, out_SNH, lse, tiles = kept
     if flash.chosen(q_SNH, k_SKH, v_SKH):
         arrays = (x[None] for x in (q_SNH, k_SKH, v_SKH, out_SNH))
-        dq, dk, dv, _, _ = flash.backward(True, (*arrays, lse, *_row(tiles, len(q_SNH))), dout_SNH[None])
+        dq, dk, dv, _ = flash.backward((*arrays, lse, _visits(tiles, q_SNH)), dout_SNH[None])
         return dq[0], dk[0], dv[0], None
     S, N, H = q_SNH.shape
     K = k_SKH.shape[1]
@@ -162,9 +167,10 @@ def _scores(q: Array, k: Array, tiles: Tiles, query: Array, key: Array) -> Array
     return jnp.where(allowed[None, None], scores, MASKED).reshape(K, -1, tile)
 
 
-def _row(tiles: Tiles, tokens: int) -> tuple[Array, Array]:
-    """The segments and branches of the stream as one row, `[1, S]`."""
-    return tiles.segments.reshape(1, -1)[:, :tokens], tiles.branches.reshape(1, -1)[:, :tokens]
+def _visits(tiles: Tiles, q_SNH: Array) -> Any:
+    """The `flash.Visits` of the stream as one row."""
+    segments, branches = (x.reshape(1, -1)[:, : len(q_SNH)] for x in (tiles.segments, tiles.branches))
+    return tiles.visits or flash.visits_of(segments, branches, True, q_SNH)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

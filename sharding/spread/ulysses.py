@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import tiles
+from ..kernels.flash import Like
 from ..planner.plan import Deal, deal_heads
 from .buffers import Spread
 
@@ -78,17 +79,17 @@ def _wide(valid: Array, part: Array) -> Array:
 
 
 def spread_attention(
-    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], *, tile: int = 0
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> Attention:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` for the rows of a spread batch, inside a `shard_map` over at least
     `spread.axes`; each device has one row (B = 1).
 
     Views, gathered segments and tile lists, which all layers share, are computed here: call this function outside the
     scan over the layers, and `attend` in it. The mask is `sharding.kernels.attention.Mask` along the streams; padding
-    gives zeros. `tile=0` chooses the tiles' size. Raises ValueError for several rows on a device; `attend` raises
-    PlanError for a degree above the number of heads.
+    gives zeros. `tile=0` chooses the tiles' size; `queries` are those of `tile_list`. Raises ValueError for several
+    rows on a device; `attend` raises PlanError for a degree above the number of heads.
     """
-    views = views_of(spread, segments_BT, branches_BT, tile)
+    views = views_of(spread, segments_BT, branches_BT, tile, queries)
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array) -> Array:
         if not views:  # no device has a token
@@ -99,15 +100,15 @@ def spread_attention(
 
 
 def views_of(
-    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0
+    spread: Spread, segments_BT: Int[Array, "B T"], branches_BT: Int[Array, "B T"], tile: int = 0, queries: Like = None
 ) -> tuple[View, ...]:
     """The views of the rounds in the order of execution, shared by all layers. Raises as `spread_attention` does."""
     if segments_BT.shape[0] != 1:
         raise ValueError(f"a device of a spread batch has one row, not {segments_BT.shape[0]}")
-    return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile) for j in range(len(spread.rounds)))
+    return tuple(_view(spread, j, segments_BT[0], branches_BT[0], tile, queries) for j in range(len(spread.rounds)))
 
 
-def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int) -> View:
+def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: int, queries: Like) -> View:
     degree, budget = spread.rounds[j]
     axes = spread.group(degree)
     first, count = spread.starts_BJ[0, j], spread.counts_BJ[0, j]
@@ -118,7 +119,7 @@ def _view(spread: Spread, j: int, segments_T: Array, branches_T: Array, tile: in
     if axes:
         marks = jax.lax.all_gather(marks, axes, axis=1, tiled=True)
     segments, branches = jnp.unstack(marks)
-    return View(start, valid, tiles.tile_list(segments, branches, tile), axes)
+    return View(start, valid, tiles.tile_list(segments, branches, tile, queries), axes)
 
 
 def _forward(

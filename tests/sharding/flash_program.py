@@ -128,7 +128,7 @@ def assemble(capability):
         *qkvd, segments, branches, _ = case(dtype, 4, 2, H, True, [[[40, 20], 30]], 256)
 
         def step(q, k, v, dout, segments=segments, branches=branches):
-            out, pull = jax.vjp(lambda q, k, v: flash.flash_attention(q, k, v, segments, branches, True), q, k, v)
+            out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, Mask(segments, branches)), q, k, v)
             return out, *pull(dout)
 
         programs[f"{dtype} {H}"] = step, qkvd

@@ -43,7 +43,8 @@ class Layers(nnx.Module):
 
 def forward(model, batch, walk):
     spread, segments_BT = batch["spread"], batch["segments_BT"]
-    attend = spread_attention(spread, segments_BT, jnp.zeros_like(segments_BT), tile=512)
+    queries = jax.ShapeDtypeStruct((1, TOKENS, CONFIG.num_heads, CONFIG.head_dim), batch["x_BTD"].dtype)
+    attend = spread_attention(spread, segments_BT, jnp.zeros_like(segments_BT), tile=512, queries=queries)
     rotary = batch["cos_BTH"], batch["sin_BTH"]
 
     def step(layer, x, _):

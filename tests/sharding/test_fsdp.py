@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from toy import L, assert_equal, make_batch, normal, strategy, toy
 
 from sharding.mesh import make_mesh
-from sharding.weights import Cut, WeightSpec, cut_of
+from sharding.weights import Cut, WeightSpec, by_path, cut_of
 
 
 def run(devices, **options):
@@ -81,6 +81,27 @@ def test_bfloat16_compute_stays_near_and_gradients_are_float32(devices):
     assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     assert float(value) != float(want)  # it did compute in another precision
     assert_equal((value, grads), (want, want_grads), 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_weights_that_are_cast_before_the_step_have_the_same_gradients(devices):
+    model, params = toy(width=16, inner=32)
+    fsdp = strategy(devices, model, compute_dtype=jnp.bfloat16, remat="layer")
+    batch, params, step = fsdp.place(make_batch()), fsdp.shard(params), jax.jit(fsdp.loss_and_grad)
+    copies = jax.jit(fsdp.copies)(params)
+    (value, _, grads), (want, _, want_grads) = step(copies, batch), step(params, batch)
+    assert_equal((value, grads), (want, want_grads), 0.01)  # bfloat16 has 8 bits, and the table has two gradients
+    paths = {path: "bfloat16" if path in fsdp.copied else "float32" for path in by_path(params)}
+    assert paths == {path: str(grad.dtype) for path, grad in by_path(grads).items()}
+    assert paths == {path: str(weight.dtype) for path, weight in by_path(copies).items()}
+    # Of the odd bias, all devices have the same slice.
+    odd = {path for path in paths if path[-1] == "odd"}
+    assert odd and fsdp.copied == paths.keys() - (odd if devices > 1 else set())
+
+
+def test_float32_weights_are_not_copied():
+    assert not strategy(1, toy()[0]).copied
 
 
 def test_a_weight_is_cut_along_the_first_axis_that_divides():

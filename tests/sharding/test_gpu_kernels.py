@@ -1,5 +1,5 @@
-"""The kernels of NVIDIA GPUs, of attention (over packed rows and over pages) and of the head, tested without one: lists
-of tiles, results in Triton's interpreter, machine code, memory.
+"""The kernels of NVIDIA GPUs, of attention (over packed rows and over pages), of gated MLPs and of the head, tested
+without one: lists of tiles, results in Triton's interpreter, machine code, memory.
 
 Triton and the CUDA plugin of the installed JAX are needed for all but the lists, in this environment or in a folder
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernels where there is a GPU.
@@ -10,7 +10,9 @@ import itertools
 import pathlib
 
 import flash_program
+import gated_program
 import head_program
+import jax
 import jax.numpy as jnp
 import numpy as np
 import paged_program
@@ -23,14 +25,15 @@ from turns import by_turns, third_of
 
 from sharding import vocab
 from sharding.kernels import flash
-from sharding.kernels.attention import Mask
+from sharding.kernels.attention import Mask, packed_attention
 from sharding.mesh import Target, compiling_for
 
 HERE = pathlib.Path(__file__).parent
-PROGRAMS = {kind: HERE / f"{kind}_program.py" for kind in ("flash", "paged", "head")}
+PROGRAMS = {kind: HERE / f"{kind}_program.py" for kind in ("flash", "paged", "gated", "head")}
 CASES = {
     "flash": flash_program.CASES | flash_program.CONTEXTS,
     "paged": paged_program.CASES,
+    "gated": gated_program.CASES,
     "head": head_program.CASES | head_program.LARGE,
 }
 INTERPRETED = [(kind, name) for kind, cases in CASES.items() for name in cases if name not in head_program.LARGE]
@@ -40,6 +43,7 @@ VALUES = 2e-6  # log-probabilities and entropies: products of bfloat16 are exact
 CALLING = {
     "flash": ({"masked", "tiled", "windows"}, 7),
     "paged": ({"on a GPU"}, 3),
+    "gated": ({"bfloat16", "float32", "computed again"}, 6),
     "head": ({"bfloat16", "float32"}, 6),
 }
 
@@ -75,7 +79,8 @@ def test_values_and_gradients_on_a_gpu(kind):
 @pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability, kind):
     kernels = run_ahead(PROGRAMS[kind], "assemble", str(capability))
-    assert len(kernels) == {"flash": 3 * (4 if capability == 90 else 2), "paged": 4, "head": 2 * 3}[kind]
+    expected = {"flash": 3 * (4 if capability == 90 else 2), "paged": 4, "gated": 3, "head": 2 * 3}
+    assert len(kernels) == expected[kind]
     assert_no_spills_and_tensor_cores(kernels, capability)
 
 
@@ -107,6 +112,31 @@ def test_cpus_and_old_gpus_compute_portably(monkeypatch):
         assert vocab.chosen(hidden, weights)
         assert not vocab.chosen(hidden, weights.astype(jnp.bfloat16))
         assert not vocab.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))
+
+
+def test_tiles_are_listed_once_for_all_layers(monkeypatch):
+    def launch(module, kernel, arguments, outs, *_, **__):
+        return [jnp.zeros(out.shape, out.dtype) for out in outs]
+
+    monkeypatch.setattr("sharding.mesh._importable", lambda: True)
+    monkeypatch.setattr(flash, "launch", launch)
+    numbers = jnp.ones((1, 600), jnp.int32)
+    queries = jnp.zeros((1, 600, 2, 64), jnp.bfloat16)
+
+    def sums_in_layers(described):
+        """The cumulative sums, with which tiles are listed, in each loop over layers: forward and backward."""
+
+        def loss(x):
+            attend = packed_attention(numbers, numbers, described)
+            layer = jax.checkpoint(lambda x, _: (attend(x, x, x), None))
+            return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
+
+        with compiling_for(Target("gpu", 90)):
+            program = jax.make_jaxpr(jax.grad(loss))(queries)
+        return [str(step).count("cumsum") for step in program.eqns if step.primitive.name == "scan"]
+
+    assert any(sums_in_layers(None))
+    assert sums_in_layers(jax.ShapeDtypeStruct(queries.shape, queries.dtype)) == [0, 0]
 
 
 @pytest.mark.slow
