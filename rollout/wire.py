@@ -287,6 +287,10 @@ def given_prompt(ids: Sequence[int], begun: int, media: Mapping[str, Json], conf
                 f"{field}: {len(patches)} patches, grids of {int(sizes.sum())}, and {len(places)} placeholder tokens "
                 f"of {unit} patches each; all must be as many"
             )
+        if layout.timed:  # between the frame pairs of a video stand their times
+            grids = np.repeat(grids, grids[:, 0], axis=0)
+            grids[:, 0] = 1
+            sizes = grids.prod(axis=1)
         ends = np.cumsum(sizes)
         for start, end, grid in zip(ends - sizes, ends, grids.tolist(), strict=True):
             shown = places[start // unit : end // unit]

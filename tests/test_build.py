@@ -7,13 +7,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from packing_cases import MODEL
+from packing_cases import MODEL, QWEN3_5
 
 import models
 from fluxjax.base.timeline import under_way
 from fluxjax.config import Config, ConfigError
 from fluxjax.data.loader import open_source
-from fluxjax.run.build import build_model, describe_model
+from fluxjax.run.build import build_model, describe_model, server_checkpoint
 from models.config import PatchLayout
 from models.processing import tiny
 from models.registry import write_config
@@ -65,6 +65,32 @@ def test_a_tiny_model_of_each_architecture_is_read_back(architecture: str, tmp_p
     assert loaded.architecture == processor.architecture == architecture
     assert loaded.layout == processor.layout and (not media or loaded.settings == processor.settings)
     assert processor.vision == bool(media) and ("seconds" in processor.tokenizer.get_vocab()) == processor.layout.timed
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["as exported", "as transformers writes it"])
+def test_servers_start_from_a_folder_that_has_all_fields(complete: bool, tmp_path) -> None:
+    """SGLang reads fields of Qwen3.5 that transformers does not write."""
+    assert QWEN3_5.vision is not None
+    path, config = tmp_path / "checkpoint", config_of(tmp_path / "checkpoint")
+    tiny.build(["ab ?"], layout=PatchLayout.of(QWEN3_5.vision)).save(path)
+    (path / "model.safetensors").write_bytes(b"weights")
+    content = write_config(QWEN3_5)
+    content["text_config"]["rope_parameters"] = {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
+    content["text_config"].pop("rope_scaling")
+    whole = json.dumps(content)
+    if not complete:
+        assert content["text_config"].pop("partial_rotary_factor") == 0.5
+        assert content["text_config"].pop("full_attention_interval") == 3
+        assert content["vision_config"].pop("deepstack_visual_indexes") == []
+    (path / "config.json").write_text(json.dumps(content))
+    sizes, processor = describe_model(config, {})
+    for _ in range(2):  # a run may be resumed
+        folder = server_checkpoint(config, tmp_path / "run", models.abstract(sizes), processor)
+        assert (folder == path) == complete
+        assert json.loads((folder / "config.json").read_text()) == json.loads(whole)
+        assert {file.name for file in folder.iterdir()} == {file.name for file in path.iterdir()}
+        assert (folder / "model.safetensors").samefile(path / "model.safetensors")
+    assert json.loads((path / "config.json").read_text()) == content
 
 
 def test_a_tiny_model_of_an_unknown_architecture_is_refused() -> None:

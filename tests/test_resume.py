@@ -5,6 +5,7 @@ number that is not a time, and the summary. One run is killed for real, in a pro
 trainer in this process is thrown away.
 """
 
+import dataclasses
 import random
 import shutil
 import signal
@@ -32,11 +33,16 @@ from run_cases import (
     writing,
 )
 
+import models
+from fluxjax.config.cli import load
+from fluxjax.data.loader import open_sources
 from fluxjax.report.metrics import read
+from fluxjax.run.build import describe_model, export
 from fluxjax.run.checkpoint import Checkpoints
+from sharding.kernels.delta_heads import DeltaHeads
 
 pytestmark = pytest.mark.long
-TEXT, VLM = "configs/text.py:debug", "configs/vlm.py:debug"
+TEXT, VLM, QWEN3_VL = "configs/text.py:debug", "configs/vlm.py:debug", "configs/vlm.py:qwen3_vl"
 STEPS = 6  # an epoch is 3 steps, and so is the time between checkpoints
 
 
@@ -154,10 +160,25 @@ def test_every_device_at_its_own_pace(reference, tmp_path):
     assert_goes_on(complete, tmp_path / "resumed", TEXT, odc, 6)
 
 
-@pytest.mark.parametrize("config", [VLM, "configs/vlm.py:qwen3_vl"])
-def test_images_and_videos(config, tmp_path):
+def with_states(config, settings, folder):
+    """A tiny Qwen3.5 that reads what a run's tiny Qwen3-VL reads: a layer with states, and a layer that attends."""
+    run = load([f"--config={config}", *settings])
+    sizes, processor = describe_model(run, open_sources(run))
+    assert sizes.vision is not None
+    hybrid = {"delta": DeltaHeads(1, 2, 8, 8), "attention_interval": 2, "output_gate": True, "zero_centred_norms": True}
+    text, vision = dataclasses.replace(sizes.text, **hybrid), dataclasses.replace(sizes.vision, deepstack_layers=())
+    model = models.create(dataclasses.replace(sizes, architecture="qwen3_5", text=text, vision=vision))
+    export(model, processor, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("config", "states"), [(VLM, False), (QWEN3_VL, False), (QWEN3_VL, True)])
+def test_images_and_videos(config, states, tmp_path):
     """Decoding in threads ahead of use, two sources mixed, a frozen reference model in the checkpoint."""
-    settings = flags(steps=4, checkpoint__every=2, algorithm__kl_coefficient=0.01, **colours(tmp_path))
+    own = {"steps": 4, "checkpoint__every": 2, "algorithm__kl_coefficient": 0.01, **colours(tmp_path)}
+    settings = flags(**own)
+    if states:
+        settings = flags_beside(with_states(config, settings, tmp_path / "qwen3_5"), **own)
     complete = tmp_path / "complete"
     trained(complete, config, settings)
     resumed = assert_goes_on(complete, tmp_path / "resumed", config, settings, 2)

@@ -63,7 +63,8 @@ FIXES = {  # by a word of the part that differs
     "temperature": "log-probs must be of the sampled distribution: SGLANG_RETURN_ORIGINAL_LOGPROB must be unset",
     "sampling": "the server must apply logit_bias, to log-probs too: compare its logits processors",
     "packed rows": "the trainer's packing or kernels are at fault: please report it",
-    "": "if `python -m models.parity` finds nothing, compare the server's version, quantisation and kernels",
+    "": "if `python -m models.parity` finds nothing, compare the server's config.json (Qwen3.5: docs/servers.md), "
+    "version, quantisation and kernels",
 }
 
 

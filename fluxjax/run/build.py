@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -24,12 +25,12 @@ from models.config import (
     VisionConfig,
 )
 from models.decoder import Decoder, parameter_count, shapes_only
-from models.folder import why_missing
+from models.folder import read_json, why_missing, write_json
 from models.processing import Processor
 from models.processing.settings import DecodeLimits
 from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
-from models.registry import ARCHITECTURES
+from models.registry import ARCHITECTURES, write_config
 from rollout.engine import SamplingParams
 from sharding.links import Links
 from sharding.mesh import MeshError, make_mesh
@@ -202,11 +203,21 @@ def export_adapters(config: Config, model: Decoder, learner: Learner, folder: pa
 
 def server_checkpoint(config: Config, run_dir: pathlib.Path, model: Decoder, processor: Processor) -> pathlib.Path:
     """Returns a folder that rollout servers can start from. Its weights do not matter: servers get the run's weights
-    before they generate."""
-    if config.model.path:
-        return pathlib.Path(config.model.path)
-    folder = run_dir / "servers" / "model"
-    export(model, processor, folder)
+    before they generate. If the config.json of `model.path` lacks fields that servers read, the folder has a complete
+    config.json, and links to the other files of `model.path`."""
+    folder, content = run_dir / "servers" / "model", write_config(model.config)
+    if not config.model.path:
+        export(model, processor, folder)
+        return folder
+    path = pathlib.Path(config.model.path)
+    if content == read_json(path / "config.json", needed=True):
+        return path
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of the run
+    folder.mkdir(parents=True)
+    for file in path.resolve().iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    write_json(folder / "config.json", content)
     return folder
 
 

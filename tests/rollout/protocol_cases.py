@@ -38,6 +38,7 @@ from rollout.sglang import ServerClient
 from rollout.weights.published import SharedFolders
 from rollout.weights.routes import Buckets, CudaIpc, OrbaxFolders, SharedMemory, SyncRoute
 from rollout.weights.version_folders import VersionFolders
+from sharding.kernels.delta_heads import DeltaHeads
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOTS, LONGEST = 16, 256
@@ -51,11 +52,25 @@ SGLANG_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 versions = itertools.count(1)
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"rope": RopeConfig(30.0)},
+    "qwen3_vl": {"rope": RopeConfig(30.0, mrope_section=(6, 3, 3), interleaved=True)},
+    # Of its three layers, the second attends. The epsilon keeps the norm behind the states well-conditioned.
+    "qwen3_5": {
+        "rope": RopeConfig(30.0, mrope_section=(2, 2, 2), interleaved=True),
+        "rotated": 0.5,
+        "rms_norm_eps": 1e-3,
+        "output_gate": True,
+        "zero_centred_norms": True,
+        "delta": DeltaHeads(2, 4, 16, 8),
+        "attention_interval": 2,
+    },
+}
 
 
 @functools.cache
 def processor(kind: str) -> Processor:
-    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL), `qwen3_vl`."""
+    """The processor of a kind of model: `text` (Qwen2), `qwen3`, `vl` (Qwen2.5-VL), `qwen3_vl`, `qwen3_5`."""
     text = ["abcdefghijklmnopqrstuvwxyz 0123456789.?"]
     if (vision := _vision(kind)) is None:
         return build_processor(text)
@@ -66,7 +81,7 @@ def processor(kind: str) -> Processor:
 
 def _settings(kind: str) -> ModelConfig:
     if kind != "vl":
-        architecture = "qwen2" if kind == "text" else kind
+        architecture = {"text": "qwen2", "qwen3_5": "qwen3_vl"}.get(kind, kind)
         return ModelConfig(
             tiny={**TINY, "architecture": architecture, "tie_word_embeddings": True, "intermediate_size": 128}
         )
@@ -76,10 +91,10 @@ def _settings(kind: str) -> ModelConfig:
 
 
 def _vision(kind: str) -> VisionConfig | None:
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_5"):
         return DeepVisionConfig(
             hidden_size=32, intermediate_size=64, depth=3, num_heads=2, out_hidden_size=64, position_grid=8,
-            deepstack_layers=(0, 1),
+            deepstack_layers=(0, 1) if kind == "qwen3_vl" else (),
         )  # fmt: skip
     return tiny_vision(_settings(kind)) if kind == "vl" else None
 
@@ -88,15 +103,11 @@ def model(kind: str, seed: int = 0) -> Decoder:
     """A model whose next-token distributions are far from uniform."""
     settings = _settings(kind)
     config = tiny_model(settings, processor(kind), _vision(kind))
-    if kind in ("qwen3", "qwen3_vl"):
-        text = dataclasses.replace(config.text, head_dim=24, rope=_rope(kind))
-        config = dataclasses.replace(config, text=text)
+    if kind in TEXTS:
+        architecture = "qwen3_5" if kind == "qwen3_5" else config.architecture
+        text = dataclasses.replace(config.text, head_dim=24, **TEXTS[kind])
+        config = dataclasses.replace(config, architecture=architecture, text=text)
     return build(config, seed)
-
-
-def _rope(kind: str) -> RopeConfig:
-    axes = {"mrope_section": (6, 3, 3), "interleaved": True} if kind == "qwen3_vl" else {}
-    return RopeConfig(theta=30.0, **axes)
 
 
 def picture(height: int, width: int, seed: int, blank: bool = False) -> bytes:

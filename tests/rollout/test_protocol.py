@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,10 @@ from paged_device import small_chunks
 from protocol_cases import (
     LONGEST,
     Subject,
+    client_at,
     clip,
     fleet_by,
+    limits,
     model,
     picture,
     processor,
@@ -32,28 +35,31 @@ from protocol_cases import (
     versions,
 )
 from rollout_cases import Answer, collect, full_logits, full_logprobs, request, until
+from safetensors.numpy import load_file, save_file
 
 import models
 from models.decoder import Decoder
 from models.hf import SINGLE, StoredTensor, write_weights
 from models.inputs import ModelInput
-from rollout import turns
+from rollout import turns, wire
 from rollout.engine import EngineError, FinishReason, WeightsMismatch
 from rollout.jax_engine import JaxEngine
-from rollout.sglang import ServerClient
-from rollout.weights.published import Published, SharedFolders
+from rollout.requests import checked
+from rollout.sglang import PauseMode, ServerClient
+from rollout.weights.published import Checksums, Published, SharedFolders
 from rollout.weights.routes import Buckets, Pause, SharedMemory
 from rollout.weights.version_folders import tensors_of
 
 GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
-# All rules hold for Qwen2.5-VL; other models have the rules of their tokens, their weights, and their media, if any.
-# `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is asked in
-# every turn.
+# All rules hold for Qwen2.5-VL and Qwen3.5; other models have the rules of their tokens, their weights, and their
+# media, if any. `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is
+# asked in every turn; with Qwen3.5, by `test_sglang_architectures.py`.
 WITH_MEDIA = [
     pytest.param(("jax", "vl"), id="jax-vl", marks=pytest.mark.slow),
     pytest.param(("serve", "vl"), id="serve-vl", marks=[*LONG, pytest.mark.turn(0)]),
     pytest.param(("sglang", "vl"), id="sglang-vl", marks=[*LONG, pytest.mark.turn(0, 1, 2)]),
+    pytest.param(("serve", "qwen3_5"), id="serve-qwen3_5", marks=[*LONG, pytest.mark.turn(2)]),
 ]
 OF_TEXT = [
     pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
@@ -407,3 +413,62 @@ async def test_rule_16_a_second_turn_goes_on_from_the_first(engine: Subject, mon
         ids += answer.ids
     if isinstance(engine.engine, JaxEngine):
         assert {"features", "continue"} <= {name for name, _ in engine.engine.compiled_shapes}, "no prompt was cut"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode) -> None:
+    """A greedy response that a client pauses has the tokens of one that nobody paused, in every mode. A response that
+    `abort` has ended goes on from its tokens."""
+    if engine.name != "serve":
+        pytest.skip("no server, or SGLang, whose pauses test_sglang_architectures.py has")
+    await begun(engine)
+    whole, prompt = model(engine.kind), prompts(engine.kind)["mixed"]
+    how = {"max_new_tokens": 120, "temperature": 0.0, "forbidden_ids": processor(engine.kind).media_token_ids}
+    async with client_at(engine.address) as client:
+
+        async def answer(rid: str, prefix: tuple[int, ...] = ()) -> tuple[list[int], dict[str, Any]]:
+            asked = checked(request(rid, prompt, prefix=(prefix,), **how), limits(engine.kind))
+            body = wire.request_body(asked, {0: rid}, whole.config, interval=4)
+            (reply,) = await client.ask("/generate", body | {"stream": False})
+            return reply["output_ids"], reply["meta_info"]
+
+        expected, _ = await answer(f"whole-{mode}")
+        task = asyncio.create_task(answer(f"paused-{mode}"))
+        while not (await client.load())["running"]:
+            assert not task.done(), "the response ended before it was seen running: ask for a longer one"
+        await client.pause(mode)
+        await asyncio.sleep(0.5)
+        assert task.done() == (mode == "abort")
+        await client.resume()
+        ids, meta = await task
+        if mode == "abort":
+            assert 0 < len(ids) < 120
+            rest, meta = await answer("rest", tuple(ids))
+            ids += rest
+    assert ids == expected
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    never = processor(engine.kind).media_token_ids
+    full = full_logprobs(whole, prompt, ids, never=never)
+    np.testing.assert_allclose(logprobs, full[len(ids) - len(logprobs) :], rtol=0, atol=GAP)
+
+
+async def test_rule_18_a_bit_of_a_weight_is_noticed(engine: Subject, tmp_path: pathlib.Path) -> None:
+    """Whichever weight has it; the error has its name."""
+    if engine.name != "serve":
+        pytest.skip("no server, or SGLang, whose checksums test_sglang_architectures.py has")
+    await begun(engine)
+    whole = model(engine.kind)
+    models.save(whole, tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+
+    async with client_at(engine.address) as client:
+        held = await client.checksums()
+    for name in ["", *np.random.default_rng().permutation(sorted(tensors))[:12].tolist()]:
+        if name:
+            changed = tensors[name].copy()
+            changed.flat[-1] = np.nextafter(changed.flat[-1], np.float32(9))
+            save_file(tensors | {name: changed}, tmp_path / SINGLE)
+        sums = Checksums(tmp_path / SINGLE, whole.config.text.num_kv_heads)
+        with pytest.raises(WeightsMismatch, match=re.escape(name)) if name else contextlib.nullcontext():
+            sums.check(held, "server")

@@ -58,6 +58,19 @@ def test_media_come_back_bit_for_bit(kind: str, name: str) -> None:
         same(back, prompt)
 
 
+@pytest.mark.medium
+def test_frame_pairs_of_a_video_may_be_one_entry() -> None:
+    """SGLang takes such an entry, too. The prompt is the same."""
+    prompt, config = prompts("qwen3_vl")["video"], model("qwen3_vl").config
+    body = body_of(request("a", prompt, max_new_tokens=8), kind="qwen3_vl")
+    media = first_media(body)
+    grids = wire.array_of("grid_thw", media["video_data"]["grid_thw"])
+    assert len(grids) > 1 and (grids == [1, *grids[0, 1:]]).all()
+    joined = np.asarray([[len(grids), *grids[0, 1:]]], np.int32)
+    media["video_data"]["grid_thw"] = wire.array_json(joined)
+    same(wire.given_prompt(body["input_ids"][0], 0, media, config), prompt)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("kind", "name"), MEDIA)
 def test_tickets_come_back_in_the_place_of_patches(kind: str, name: str, parts: int) -> None:
