@@ -4,6 +4,17 @@
     hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     python -m fluxjax.preflight --config=configs/qwen3_5_4b.py:one_gpu --topology 1x1xh100
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m fluxjax.train --config=configs/qwen3_5_4b.py:one_gpu
+
+`one_gpu` (the default) trains adapters (LoRA) beside the projections of both kinds of layers.
+
+Expected memory, by the pre-flight: 54 of 75 GiB that JAX may use (accumulate), 5 GiB of host memory while weights are
+loaded (docs/preflight.md).
+
+Never measured: no step of it has run on a GPU, and no published checkpoint was loaded (names, shapes and bytes of all
+tensors are those of its index; models of these layers with random weights are compared with transformers,
+`models/qwen3_5/README.md`). Speed, stability of the learning rate, and the final accuracy are not known. Qwen3.5 thinks
+before it answers: with 2,048 new tokens some answers will be cut off. The reward `math` needs `pip install
+'fluxjax[math]'`.
 """
 
 import pathlib
