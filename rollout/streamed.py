@@ -29,6 +29,7 @@ from models.config import TextConfig
 from models.decoder import Decoder
 from models.inputs import PackedTokens
 from sharding.cost import LINEAR_UTILISATION, PEAK_FLOPS
+from sharding.kernels.runs import CHUNK
 from sharding.mesh import Device
 from sharding.walk import HOST_MEMORY, Params
 from sharding.weights import by_path
@@ -37,7 +38,7 @@ from .engine import EngineError
 from .engine_weights import on_host
 from .requests import EngineLimits
 from .slots import doubling
-from .streamed_programs import PARTS, KeyValues, Parts, programs
+from .streamed_programs import PARTS, Kept, Parts, programs
 from .turns import LEAST_TOKENS, PrefillBatch, Prefix, plan, text_input
 
 Result = TypeVar("Result")
@@ -67,7 +68,7 @@ class DeviceSpeed:
     def compute_seconds(self, text: TextConfig, rows: int, tokens: int, context: int, layer_bytes: int) -> float:
         """The seconds of one layer over `rows` rows of `tokens` tokens. A token sees half of its row and all `context`
         tokens before it. The layer reads its weights once, however few tokens there are."""
-        heads = text.num_heads * text.head_dim
+        heads = text.num_heads * text.head_dim * len(text.attention_layers) / text.num_layers
         flops = 2 * layer_weights(text) + 4 * heads * (tokens / 2 + context)
         return max(rows * tokens * flops / self.flops, layer_bytes / self.memory_bytes)
 
@@ -99,11 +100,6 @@ class StreamedModel:
     ) -> None:
         self.device = device or jax.local_devices()[0]
         self.text = model.config.text
-        if self.text.delta is not None:
-            raise EngineError(
-                f"a streamed judge can't be a {model.config.architecture} model, whose layers are of two kinds: take a "
-                "model whose layers all have attention, or serve the judge"
-            )
         if resident is not None and not 0 <= resident <= self.text.num_layers:
             raise EngineError(f"resident={resident}: the model has {self.text.num_layers} layers")
         if batch_tokens < 1:
@@ -115,17 +111,20 @@ class StreamedModel:
         self._limits = EngineLimits(batch_tokens, sys.maxsize, self.text.vocab_size, small_model=False)
         self._on_device = SingleDeviceSharding(self.device, memory_kind="device")
         self._programs = programs(model.config)
-        params: dict[str, Any] = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        stacks = {path: np.asarray(stack) for path, stack in by_path(params["layers"]).items()}
-        dtypes = {stack.dtype for stack in stacks.values()}
+        params: dict[str, Any] = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self._order = model.stack.order
+        stacks = {kind: by_path(params[kind]) for kind in self._programs.kinds}
+        dtypes = {stack.dtype for stack in jax.tree.leaves(stacks)}
         if compute_dtype is None and len(dtypes) > 1:
             raise EngineError(
                 f"the layers' weights have several dtypes, {sorted(map(str, dtypes))}: give compute_dtype"
             )
         self.dtype = np.dtype(compute_dtype or dtypes.pop())
-        self._host = [self._pinned(stacks, layer) for layer in range(self.text.num_layers)]
+        self._host = model.stack.in_order(
+            {kind: [self._pinned(kind, stacks[kind], i) for i in range(self._order.count(kind))] for kind in stacks}
+        )
         outer = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
-        self._outer: Params = jax.tree.map(lambda x: jax.device_put(np.asarray(x, self.dtype), self._on_device), outer)
+        self._outer: Params = jax.tree.map(lambda x: jax.device_put(x.astype(self.dtype), self._on_device), outer)
         self._resident: dict[int, Params] = {}
         self._first: Parts = ()  # the first streamed layer, with which the next pass begins
 
@@ -136,9 +135,9 @@ class StreamedModel:
         While it loads, the host holds the weights twice. Also raises the errors of `models.load`."""
         return StreamedModel(models.load(path, shardings=on_host), **settings)
 
-    def _pinned(self, stacks: dict[tuple, np.ndarray], layer: int) -> Parts:
+    def _pinned(self, kind: str, stacks: dict[tuple, np.ndarray], entry: int) -> Parts:
         place = SingleDeviceSharding(self.device, memory_kind=HOST_MEMORY)
-        parts = self._programs.pack({path: stack[layer] for path, stack in stacks.items()}, self.dtype)
+        parts = self._programs.pack({path: stack[entry] for path, stack in stacks.items()}, self.dtype, kind=kind)
         return tuple(jax.block_until_ready(jax.device_put(parts, place)))
 
     @property
@@ -199,7 +198,7 @@ class StreamedModel:
             rows, T = batch.inputs.tokens_BT.shape
             length_B = np.ones(rows, np.int32)
             length_B[: len(members)] = [len(prompts[index]) for index in members]
-            kept: list[KeyValues] = []
+            kept: list[Kept] = []
             x = yield from self._prefill(batch.inputs, kept, room)
             last_B = length_B - 1
             new: list[np.ndarray] = []
@@ -240,15 +239,18 @@ class StreamedModel:
 
     # --- passes through the layers ----------------------------------------------------------------
 
-    def _prefill(self, inputs: PackedTokens, kept: list[KeyValues], room: int = 0) -> Work[jax.Array]:
-        """The hidden states after all layers. With `room`, `kept` gets keys and values."""
+    def _prefill(self, inputs: PackedTokens, kept: list[Kept], room: int = 0) -> Work[jax.Array]:
+        """The hidden states after all layers. With `room`, `kept` gets what each layer keeps of the rows."""
         rows, tokens = inputs.tokens_BT.shape
         self._settle(rows, tokens, room)
         x, rotary = self._programs.embed(self._outer, inputs.tokens_BT, inputs.positions_3BT)
-        places = jax.device_put((inputs.segments_BT, inputs.branches_BT), self._on_device)
+        if self.text.delta is not None:  # enough chunks for runs of any lengths
+            inputs = inputs.with_runs(tokens // CHUNK + 1 + int(inputs.branches_BT.max()))
+        places = jax.device_put((inputs.segments_BT, inputs.branches_BT, inputs.runs), self._on_device)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, number: int) -> tuple[jax.Array, Parts]:
-            x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, *places, room=room)
+            kind = self._order[number]
+            x, fetched, rows = self._programs.prefill(layer, upcoming, x, rotary, *places, room=room, kind=kind)
             if rows is not None:
                 kept.append(rows)
             return x, fetched
@@ -256,15 +258,17 @@ class StreamedModel:
         return (yield from self._pass(x, step))
 
     def _decode(
-        self, token_B: np.ndarray, kept: list[KeyValues], length_B: np.ndarray, first: int, number: int
+        self, token_B: np.ndarray, kept: list[Kept], length_B: np.ndarray, first: int, number: int
     ) -> Work[jax.Array]:
-        """The hidden states of token `number` of each response; keys and values of these tokens go into `kept`."""
+        """The hidden states of token `number` of each response; `kept` is that behind these tokens afterwards."""
         positions_3B1 = np.broadcast_to(length_B[:, None] + np.int32(number), (3, len(length_B), 1))
         x, rotary = self._programs.embed(self._outer, token_B[:, None], positions_3B1)
 
         def step(layer: Params | Parts, upcoming: Parts, x: jax.Array, i: int) -> tuple[jax.Array, Parts]:
-            place = np.int32(first), np.int32(number)
-            x, fetched, kept[i] = self._programs.decode(layer, upcoming, x, kept[i], rotary, length_B, *place)
+            place, kind = (np.int32(first), np.int32(number)), self._order[i]
+            x, fetched, kept[i] = self._programs.decode(
+                layer, upcoming, x, kept[i], rotary, length_B, *place, kind=kind
+            )
             return x, fetched
 
         return (yield from self._pass(x, step))
@@ -300,7 +304,7 @@ class StreamedModel:
             self._first = ()
         for number in sorted(wanted - self._resident.keys()):
             parts = jax.device_put(self._host[number], self._on_device)
-            self._resident[number] = jax.block_until_ready(self._programs.unpack(parts))
+            self._resident[number] = jax.block_until_ready(self._programs.unpack(parts, kind=self._order[number]))
 
     def _residents(self, rows: int, tokens: int, room: int) -> int:
         if self._given is not None:
@@ -339,17 +343,28 @@ def finish(work: Work[Result]) -> Result:
 
 
 def layer_weights(text: TextConfig) -> int:
-    """The number of weights in a layer's matrices."""
-    projections = 2 * text.head_dim * (text.num_heads + text.num_kv_heads)
-    return text.hidden_size * (projections + 3 * text.intermediate_size)
+    """The number of weights in the matrices of a layer, of the largest kind."""
+    return text.hidden_size * (_projections(text) + 3 * text.intermediate_size)
+
+
+def _projections(text: TextConfig) -> int:
+    """The widths of a layer's projections beside its MLP, of the largest kind."""
+    attention = text.head_dim * ((3 if text.output_gate else 2) * text.num_heads + 2 * text.num_kv_heads)
+    if (heads := text.delta) is None:
+        return attention
+    return max(attention, heads.channels + 2 * heads.value_heads * (heads.value_size + 1))
 
 
 def pass_bytes(text: TextConfig, rows: int, tokens: int, room: int, value_bytes: int) -> int:
     """About the most device memory of a pass beside weights, if attention stores no scores: hidden states, one layer's
-    projections, MLP and unpacked weights, and, with `room` columns for a response, all keys and values."""
-    width = 4 * text.hidden_size + 2 * text.head_dim * (text.num_heads + text.num_kv_heads) + 3 * text.intermediate_size
-    kept = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (tokens + room) if room else 0
-    return value_bytes * (rows * (tokens * width + kept) + layer_weights(text))
+    projections, MLP and unpacked weights, and, with `room` columns for a response, all keys and values and states."""
+    width = 4 * text.hidden_size + _projections(text) + 3 * text.intermediate_size
+    kept, states = 2 * len(text.attention_layers) * text.num_kv_heads * text.head_dim * (tokens + room), 0
+    if (heads := text.delta) is not None:
+        width += 4 * heads.channels  # the channels of chunks, and outputs in float32
+        states = 4 * len(text.delta_layers) * heads.value_heads * heads.key_size * heads.value_size  # float32
+    behind = rows * (value_bytes * kept + states) if room else 0
+    return value_bytes * (rows * tokens * width + layer_weights(text)) + behind
 
 
 def resident_layers(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from jaxtyping import Array, Float, Int
 
 import models
 from models.config import DecoderConfig
-from models.decoder import Decoder, DecoderLayer, Mix, Rotary
+from models.decoder import Mix, Rotary
 from sharding.kernels.attention import attention, packed_attention
+from sharding.kernels.delta import DeltaInputs, DeltaState, delta_rule, delta_step
+from sharding.kernels.runs import PackedRuns
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Walk
 from sharding.weights import by_path
@@ -31,38 +33,50 @@ from sharding.weights import by_path
 PARTS = 4  # parts of a layer's weights; while one layer computes, from none to all parts of another layer travel
 Parts: TypeAlias = tuple[Array, ...]  # a layer's weights as equal pieces of one flat array, or some of the pieces
 KeyValues: TypeAlias = tuple[Array, Array]  # keys and values of one layer, [B, S, K, H]
+Kept: TypeAlias = KeyValues | DeltaState  # what a layer keeps of earlier tokens
+
+
+class LayerKind(NamedTuple):
+    """The layers of one kind: their structure, and the shapes of a layer's weights by path."""
+
+    graphdef: nnx.GraphDef
+    shapes: dict[tuple, tuple[int, ...]]
 
 
 class StreamedPrograms:
     """The programs of one architecture. `outer` are the model's weights without its layers (and without a vision
-    tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer.
+    tower). A `layer` is the weights of a resident layer, or the parts of a streamed layer; its `kind` is one of
+    `kinds`. Parts of all kinds have one size, so that a layer's program does not depend on the kind that travels.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
-        self.walk = Walk()
-        model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-        stacks = by_path(nnx.to_pure_dict(nnx.state(model.layers)))
-        self.shapes: dict[tuple, tuple[int, ...]] = {path: stack.shape[1:] for path, stack in stacks.items()}
-        self.part_size = -(-sum(map(math.prod, self.shapes.values())) // PARTS)  # values a part; the last is padded
-        self._layer = nnx.graphdef(model.layers)
-        del model.layers
+        self.walk, self._delta = Walk(), config.text.delta
+        model = models.abstract(config)
+        self.kinds: dict[str, LayerKind] = {}
+        for kind, module in model.stack.modules.items():
+            stacks = by_path(nnx.to_pure_dict(nnx.state(module)))
+            self.kinds[kind] = LayerKind(nnx.graphdef(module), {path: x.shape[1:] for path, x in stacks.items()})
+        largest = max(sum(map(math.prod, kind.shapes.values())) for kind in self.kinds.values())
+        self.part_size = -(-largest // PARTS)  # values a part; the last is padded
+        for name in {*self.kinds, "visual"} & vars(model).keys():
+            delattr(model, name)
         self._outer = nnx.graphdef(model)
         self.embed = jax.jit(self._embed)
-        self.unpack = jax.jit(self._unpack)
-        self.prefill = jax.jit(self._prefill, static_argnames="room")
-        self.decode = jax.jit(self._decode, donate_argnums=3)
+        self.unpack = jax.jit(self._unpack, static_argnames="kind")
+        self.prefill = jax.jit(self._prefill, static_argnames=("room", "kind"))
+        self.decode = jax.jit(self._decode, static_argnames="kind", donate_argnums=3)
         self.logprobs = jax.jit(self._logprobs)
         self.likeliest = jax.jit(self._likeliest)
 
-    def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+    def pack(self, weights: dict[tuple, np.ndarray], dtype: np.dtype, *, kind: str) -> list[np.ndarray]:
         """Packs the weights of one layer, given by path, into parts."""
-        flat = np.concatenate([weights[path].reshape(-1) for path in self.shapes]).astype(dtype)
+        flat = np.concatenate([weights[path].reshape(-1) for path in self.kinds[kind].shapes]).astype(dtype)
         return np.split(np.pad(flat, (0, self.part_size * PARTS - len(flat))), PARTS)
 
-    def _unpack(self, parts: Parts) -> Params:
+    def _unpack(self, parts: Parts, *, kind: str) -> Params:
         weights: dict[tuple, Array] = {}
         start = 0
-        for path, shape in self.shapes.items():
+        for path, shape in self.kinds[kind].shapes.items():
             stop = start + math.prod(shape)
             begins = [self.part_size * number for number in range(PARTS)]
             pieces = [
@@ -74,8 +88,9 @@ class StreamedPrograms:
             start = stop
         return unflatten_dict(weights)
 
-    def _module(self, layer: Params | Parts) -> DecoderLayer:
-        return nnx.merge(self._layer, layer if isinstance(layer, dict) else self._unpack(layer))
+    def _module(self, layer: Params | Parts, kind: str) -> Any:
+        weights = layer if isinstance(layer, dict) else self._unpack(layer, kind=kind)
+        return nnx.merge(self.kinds[kind].graphdef, weights)
 
     def _embed(
         self, outer: Params, tokens_BT: Int[Array, "B T"], positions_3BT: Int[Array, "3 B T"]
@@ -91,20 +106,28 @@ class StreamedPrograms:
         rotary: Rotary,
         segments_BT: Int[Array, "B T"],
         branches_BT: Int[Array, "B T"],
+        runs: PackedRuns | None,
         *,
         room: int,
-    ) -> tuple[Float[Array, "B T D"], Parts, KeyValues | None]:
-        """Computes a layer over packed rows; returns (hidden states, `upcoming` on the device, keys and values).
+        kind: str,
+    ) -> tuple[Float[Array, "B T D"], Parts, Kept | None]:
+        """Computes a layer over packed rows; returns (hidden states, `upcoming` on the device, keys and values, or the
+        state behind each row's last run).
 
-        Keys and values are returned with `room` columns behind the row, if `room` is positive."""
+        Keys and values are returned with `room` columns behind the row. Nothing is kept if `room` is 0."""
         attend_rows = packed_attention(segments_BT, branches_BT)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
             widths = [(0, 0), (0, room), (0, 0), (0, 0)]
             return attend_rows(q, k, v), (jnp.pad(k, widths), jnp.pad(v, widths)) if room else None
 
+        def recur(channels: DeltaInputs) -> tuple[Array, DeltaState | None]:
+            assert self._delta is not None and runs is not None
+            out, state = delta_rule(channels, self._delta, runs)
+            return out, state if room else None
+
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
+        x, kept = self._module(layer, kind)(x, rotary, Mix(attention=attend, delta=recur))
         return x, fetched, kept
 
     def _decode(
@@ -112,27 +135,34 @@ class StreamedPrograms:
         layer: Params | Parts,
         upcoming: Parts,
         x: Float[Array, "B 1 D"],
-        kept: KeyValues,
+        kept: Kept,
         rotary: Rotary,
         length_B: Int[Array, " B"],
         first: Int[Array, ""],
         number: Int[Array, ""],
-    ) -> tuple[Float[Array, "B 1 D"], Parts, KeyValues]:
+        *,
+        kind: str,
+    ) -> tuple[Float[Array, "B 1 D"], Parts, Kept]:
         """Computes a layer over token `number` of each row's response. Keys and values of responses are in the columns
         from `first` on, keys and values of a row's prompt in its first `length_B` columns."""
-        column_BS = jnp.broadcast_to(jnp.arange(kept[0].shape[1]), (x.shape[0], kept[0].shape[1]))
-        reached_BS = (column_BS < length_B[:, None]) | ((column_BS >= first) & (column_BS <= first + number))
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues]:
+            assert not isinstance(kept, DeltaState)
+            column_BS = jnp.broadcast_to(jnp.arange(kept[0].shape[1]), (x.shape[0], kept[0].shape[1]))
+            reached_BS = (column_BS < length_B[:, None]) | ((column_BS >= first) & (column_BS <= first + number))
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new, first + number, axis=1)
                 for old, new in zip(kept, (k, v), strict=True)
             )
             return attention(q, keys, values, reached_BS[:, None]), (keys, values)
 
+        def recur(channels: DeltaInputs) -> tuple[Array, DeltaState]:
+            assert self._delta is not None and isinstance(kept, DeltaState)
+            return delta_step(channels, self._delta, kept)
+
         fetched = _fetched(upcoming)
-        x, kept = self._module(layer)(x, rotary, Mix(attention=attend))
-        return x, fetched, kept
+        x, after = self._module(layer, kind)(x, rotary, Mix(attention=attend, delta=recur))
+        return x, fetched, after
 
     def _logprobs(
         self,

@@ -171,7 +171,7 @@ class Walk:
             ys = []
             for place, kind in enumerate(period):
                 entry = period[:place].count(kind) if period.count(kind) > 1 else None
-                layer = self._layer(stack.modules[kind], step, written_out or repeats == 1, (entry, place))
+                layer = self._layer(stack.modules[kind], step, written_out, (entry, place))
                 carry, y = layer(carry, (states[kind], xs))
                 ys.append(y)
             return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
@@ -196,8 +196,9 @@ class Walk:
         if self.remat == "none" and self.gather is None and entries is None:
             return body
         policy = _all_but_weights if self.remat == "none" and entries is not None else REMAT[self.remat]
-        # XLA must not merge values that are computed again with those of the forward pass; within a loop it can't.
-        return jax.checkpoint(body, prevent_cse=written_out, policy=policy)
+        # XLA must not merge values that are computed again with those of the forward pass; within a loop it can't. In a
+        # period XLA would compute all layers again at once, before the backward pass of the last one.
+        return jax.checkpoint(body, prevent_cse=written_out or entries is not None, policy=policy)
 
     def loop(
         self,

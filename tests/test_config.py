@@ -27,9 +27,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 SIMULATED = [f"configs/simulation.py{variant}" for variant in ("", ":7b", ":14b", ":32b", ":1024", ":faults")]
 TEXTS = ("qwen2_5_7b", "qwen3_8b", "qwen3_32b")
-VISUAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen3_vl_8b")
+VISUAL = ("qwen2_5_vl_7b", "qwen2_5_vl_32b", "mimo_vl_7b", "qwen3_vl_8b", "qwen3_5_9b")
 REAL = [f"configs/{name}.py" for name in (*VISUAL, *TEXTS)]
-ONE_GPU = ["configs/qwen2_5_vl_3b.py:one_gpu", "configs/qwen2_5_vl_3b.py:one_gpu_full"]
+ONE_GPU = [
+    f"configs/{name}" for name in ("qwen2_5_vl_3b.py:one_gpu", "qwen2_5_vl_3b.py:one_gpu_full", "qwen3_5_4b.py:one_gpu")
+]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
 TINY = [f"configs/{name}" for name in ("vlm.py", "vlm.py:debug", "vlm.py:qwen3_vl", "text.py", "text.py:debug")]
 SHIPPED = [*TINY, *REAL, *ONE_GPU, *FLEET]

@@ -183,6 +183,20 @@ def test_no_batch_is_larger_than_the_largest(strategy, devices):
         assert microbatch.batch.inputs.vision.num_patches <= patches
 
 
+def test_no_table_of_runs_is_larger_than_the_largest():
+    """A step of very short responses has the most runs a token. Its entry of the shape book does not make the tables of
+    longer rows any larger."""
+    config = make_config(tokens_per_row=2048, rows=1)
+    config.sharding.strategy = FSDP()
+    config.rollout.prompts_per_step, config.rollout.group_size = 24, 8
+    config.rollout.max_new_tokens, config.rollout.max_sequence_tokens = 256, 512
+    largest = largest_batch(config, QWEN3_5, 1).inputs.runs.columns_BNC.shape[1]
+    composer = Composer(config, 1, QWEN3_5.vision, QWEN3_5.text)
+    for tokens in (1, 200, 8, 30):
+        micros = composer.outline(*make_groups([[5]] * 24, [[tokens] * 8] * 24)).micros
+        assert all(micro.sizes["chunks"] <= largest for micro in micros)
+
+
 def _config(strategy: Strategy) -> Config:
     config = make_config()
     config.sharding.strategy = strategy
@@ -331,7 +345,7 @@ def test_sizes_are_found_without_weights(tmp_path):
     assert len(REAL) >= 8
     for name in REAL:
         sizes = model_sizes(cli.load([f"--config=configs/{name}.py"]))
-        assert sizes.text.num_layers >= 28 and (sizes.vision is not None) == ("vl" in name)
+        assert sizes.text.num_layers >= 28 and (sizes.vision is not None) == ("vl" in name or "qwen3_5" in name)
     config = Config()
     with pytest.raises(ConfigError, match=r"model\.path is empty"):
         model_sizes(config)

@@ -18,7 +18,7 @@ from sharding.spread.shapes import ShapeBook, Sizes
 
 from ..config import Config, ConfigError
 from .fitted import Fit, fit_rows, lengths_between
-from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, pieces_of
+from .share import Item, Outline, Piece, Row, TrainGroup, check, chunks_needed, most_chunks, pieces_of
 
 # tokens: if `packing.tokens_per_row` is shorter, further row lengths save less than compiling their programs costs
 LONG = 1024
@@ -62,7 +62,7 @@ class RowPacking:
         """`runs`: rows have the table of their runs (`Room.runs`)."""
         self._budget = Budget.of(config, num_shards, vision)
         self._share, self._vision, self._shapes = config.packing.share_prompts, vision, shapes
-        self._runs = runs
+        self._most_chunks = most_chunks(config) if runs else 0
 
     def outline(self, groups: Sequence[TrainGroup]) -> tuple[list[Outline], Sequence[TrainGroup]]:
         """Returns the microbatches, in buffers whose sizes the shape book chooses, and their groups."""
@@ -104,9 +104,10 @@ class RowPacking:
         budget = self._budget
         needs = {"rows": micro.sizes["rows"], "columns": micro.sizes["columns"]}
         caps = {"rows": budget.rows[-1], "columns": budget.tokens_per_row}
-        if self._runs:
+        if self._most_chunks:
             rows = (row for shard in micro.shards for row in shard)
             needs["chunks"] = max(chunks_needed(needs["columns"], row, self._share) for row in rows)
+            caps["chunks"] = max(self._most_chunks, needs["chunks"])
         if self._vision is not None:
             # The vision tower's program accepts no batch without patches, so every microbatch has some.
             needs |= {"patches": max(micro.sizes["patches"], self._vision.merge_unit), "frame": frame}

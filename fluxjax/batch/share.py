@@ -21,7 +21,7 @@ from sharding.planner.plan import ShardPlan
 from sharding.spread.shapes import Sizes
 
 from ..base.types import Columns
-from ..config import ConfigError
+from ..config import Config, ConfigError
 
 
 class Item(NamedTuple):
@@ -121,9 +121,19 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
     """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
-    and responses with `share_prompts`, else pieces. Numbers of runs are rounded up to few values, since each number of
-    chunks is a shape to compile."""
-    runs = sum(1 + len(piece.responses) if share_prompts else 1 for piece in row)
+    and responses with `share_prompts`, else pieces."""
+    return _chunks_of(columns, sum(1 + len(piece.responses) if share_prompts else 1 for piece in row))
+
+
+def most_chunks(config: Config) -> int:
+    """Returns the chunks of a row of `packing.tokens_per_row` tokens that has all prompts and responses of a step."""
+    columns, rollout = config.packing.tokens_per_row, config.rollout
+    return _chunks_of(columns, min(columns, rollout.prompts_per_step * (1 + rollout.group_size)))
+
+
+def _chunks_of(columns: int, runs: int) -> int:
+    """Returns the chunks of a row with this number of runs. The number is rounded up to few values, since each number
+    of chunks is a shape to compile."""
     return columns // CHUNK + max(columns // RUN_TOKENS, 1 << max(runs - 1, 0).bit_length())
 
 

@@ -155,14 +155,15 @@ def check(
 
     Programs of `layers` decoder layers, and of twice as many, are compiled, and sizes for all layers are extrapolated
     along a straight line; if `layers` is 0 or at least half of the model's, programs of all layers are compiled. A
-    model with layers of several kinds gets a multiple of its `attention_interval`. With
-    `sharding.remat` auto, the first of `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled
-    no further. `RunShapes.of` describes `never_sampled`.
-    Raises ConfigError for settings that can't work.
+    model with layers of several kinds gets a multiple of its `attention_interval`, at least twice the interval: a loop
+    over one period would be written out, and its memory is not that of a loop. With `sharding.remat` auto, the first of
+    `REMATS` that fits is taken. Without `longest_row`, a run that fits is compiled no further. `RunShapes.of` describes
+    `never_sampled`. Raises ConfigError for settings that can't work.
     """
     depth = model.text.num_layers
     period = model.text.attention_interval  # only multiples of it have the model's mixture of layers
     few = -(-layers // period) * period
+    few = max(few, 2 * period) if few and period > 1 else few
     few = few if 0 < 2 * few < depth else depth
     first: dict[str, Compiled] = {}
     programs: dict[str, Compiled] = {}

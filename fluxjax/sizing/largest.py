@@ -1,7 +1,8 @@
 """The largest batches that a configuration allows, as shapes: composed from made-up prompts as a run composes.
 
 If sequences are spread over devices, the sizes of some buffers depend on the lengths of a step: here they are the
-largest sizes in a few steps of made-up lengths. Rows and patches are as long as `packing` allows.
+largest sizes in a few steps of made-up lengths. Rows and patches are as long as `packing` allows, and tables of runs
+have room for all runs of a step in one row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..base.types import Group, PreparedPrompt, Prompt, Response, Reward, Sample
 from ..batch.composer import Composer
 from ..batch.part import Room
 from ..batch.rows import Budget
-from ..batch.share import Outline, Piece, Share, TrainGroup, chunks_needed
+from ..batch.share import Outline, Piece, Share, TrainGroup, most_chunks
 from ..config import FSDP, Config, ConfigError
 
 STEPS = 3  # steps of made-up lengths
@@ -71,7 +72,7 @@ def _largest_rows(config: Config, model: DecoderConfig, num_devices: int) -> Tra
     sizes = {"rows": budget.rows[-1], "columns": budget.tokens_per_row, "patches": budget.patches[-1]}
     row = (Piece(0, (0,)),)
     if model.text.delta is not None:
-        sizes["chunks"] = chunks_needed(sizes["columns"], row, config.packing.share_prompts)
+        sizes["chunks"] = most_chunks(config)
     outline = Outline(((row,), *[()] * (num_devices - 1)), sizes | {"frame": common_bound([to_train.inputs])})
     share = Share.of_all([outline], [to_train], num_devices, version=0)
     return Composer(config, num_devices, vision, model.text).lay_out(share).microbatches[0].batch

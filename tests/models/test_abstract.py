@@ -88,6 +88,8 @@ FILES = {
     "Qwen3-0.6B": (qwen3_file(1024, 3072, 28, 16, 8, 151936, True), 596_049_920),
     "Qwen3-8B": (qwen3_file(4096, 12288, 36, 32, 8, 151936, False), 8_190_735_360),
     "Qwen3-VL-8B": (json.loads((SHIPPED / "Qwen3-VL-8B-Instruct.json").read_text()), 8_767_123_696),
+    "Qwen3.5-4B": (json.loads((SHIPPED / "Qwen3.5-4B.json").read_text()), 4_539_265_536),  # without `mtp.*`
+    "Qwen3.5-9B": (json.loads((SHIPPED / "Qwen3.5-9B.json").read_text()), 9_409_813_744),
 }
 
 
@@ -98,6 +100,24 @@ def test_published_parameter_counts(name: str) -> None:
     assert parameter_count(models.abstract(config)) == count
     on_disk = sum(int(np.prod(entry.disk_shape)) * len(entry.full_names) for entry in tensor_names(config))
     assert on_disk == count, "every weight has exactly one name on disk"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "total_size"), [("Qwen3.5-4B", 738, 9_319_737_856), ("Qwen3.5-9B", 775, 19_306_216_416)]
+)
+def test_tensors_of_the_published_qwen3_5(name: str, tensors: int, total_size: int) -> None:
+    """The index of a published checkpoint counts these tensors and bytes: ours, and 15 of `mtp.*`, which are one layer
+    of attention, a matrix from two states to one, and three norms. `A_log` and DeltaNet's norms are float32."""
+    config = read_config(FILES[name][0])
+    entries = {entry.path[-2:]: entry for entry in tensor_names(config)}
+    assert entries["delta", "decay_log"].full_names[-1] == "model.language_model.layers.30.linear_attn.A_log"
+    text, sizes = config.text, {entry: int(np.prod(entry.disk_shape)) for entry in tensor_names(config)}
+    wide = [entry for entry in sizes if entry.path[-1] == "decay_log" or entry.path[-3:] == ("delta", "norm", "scale")]
+    layer = [entry for entry in sizes if entry.path[0] == "layers"]
+    draft = sum(sizes[entry] for entry in layer) + 2 * text.hidden_size**2 + 3 * text.hidden_size
+    values = sum(size * len(entry.full_names) for entry, size in sizes.items())
+    assert 2 * (values + draft + sum(sizes[entry] * len(entry.full_names) for entry in wide)) == total_size
+    assert sum(len(entry.full_names) for entry in sizes) + len(layer) + 4 == tensors
 
 
 @pytest.mark.slow
@@ -178,4 +198,4 @@ def test_config_comes_back(name: str) -> None:
     bare = config.__class__(**{**vars(config), "extra": "{}"})
     written = json.loads(json.dumps(write_config(bare)))
     assert read_config(written) == config
-    assert (config.vision is not None) == ("VL" in name) == config.architecture.endswith("_vl")
+    assert (config.vision is not None) == (config.architecture in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))

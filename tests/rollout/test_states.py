@@ -36,9 +36,8 @@ from turns import by_turns
 import models
 from models import hf
 from models.config import DecoderConfig
-from rollout.engine import EngineError, FinishReason
+from rollout.engine import FinishReason
 from rollout.engine_weights import served as served_names
-from rollout.streamed import StreamedModel
 
 pytestmark = pytest.mark.slow
 
@@ -162,11 +161,6 @@ def test_24_states_are_counted_in_the_cache(monkeypatch):
     monkeypatch.setattr(serving._device, "layout", dataclasses.replace(serving._device.layout))
     assert serving._device.room(0.5, slots * a_slot + 99 * a_token) == 99 * 1
     assert serving._device.room(0.5, a_slot) == 0
-
-
-def test_24_a_layer_streamed_model_has_layers_of_one_kind():
-    with pytest.raises(EngineError, match="layers are of two kinds"):
-        StreamedModel(build(TEXT))
 
 
 def test_24_weights_have_their_names_on_disk():

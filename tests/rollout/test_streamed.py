@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import (
+    QWEN3_5,
     QWEN3_VL,
     TEXT,
     VL,
@@ -49,6 +50,7 @@ from rollout.streamed_judge import StreamedJudge, in_loop
 LAYERS = 5
 DEEP = DecoderConfig("qwen2", dataclasses.replace(TEXT.text, num_layers=LAYERS))
 TOLERANCE = 1e-5  # absolute, float32 log-probs, against the forward pass over the whole stack
+STATE = 1e-4  # of models with states: sums through a state have another order, token by token
 
 
 @functools.cache
@@ -119,7 +121,8 @@ def test_small_batches_change_nothing():
 
 def on_device(model):
     """Bytes of the layers' weights in device memory, wherever anything holds them."""
-    sizes = {part.shape for part in model._host[0]} | set(model._programs.shapes.values())
+    (kind,) = model._programs.kinds.values()
+    sizes = {part.shape for part in model._host[0]} | set(kind.shapes.values())
     arrays = [x for x in jax.live_arrays() if x.sharding.device_set == {model.device}]
     return sum(x.nbytes for x in arrays if x.shape in sizes and x.sharding.memory_kind == "device")
 
@@ -189,6 +192,20 @@ def test_the_decoder_of_a_model_with_vision_reads_text(config):
     prompt = prompts_of((12,))[0]
     (scores,) = finish(StreamedModel(model, resident=0).score([prompt], ANSWERS))
     assert scores == pytest.approx([expected_score(model, prompt, answer) for answer in ANSWERS], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [0, 2])
+def test_layers_of_two_kinds_are_those_of_the_resident_model(resident):
+    """Qwen3.5: a prompt's state goes on in each answer, and in tokens that are generated, whatever its length."""
+    model, prompts = build(QWEN3_5), prompts_of((9, 70, 1), seed=2)
+    judge = StreamedModel(model, resident=resident)
+    for prompt, found in zip(prompts, finish(judge.score(prompts, ANSWERS)), strict=True):
+        assert found == pytest.approx([expected_score(model, prompt, answer) for answer in ANSWERS], abs=STATE)
+    for prompt, text in zip(prompts, finish(judge.generate(prompts, 4)), strict=True):
+        chosen = full_logits(model, prompt_of(prompt), text)
+        best = chosen.max(-1)
+        np.testing.assert_allclose(np.take_along_axis(chosen, np.asarray(text)[:, None], -1)[:, 0], best, atol=STATE)
 
 
 def test_what_it_refuses(tmp_path):
