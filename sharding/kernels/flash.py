@@ -97,7 +97,8 @@ def _call(
     ahead = T - tokens
     if fill := -ahead % max(queries, keys):  # padding before the keys, so that the first query begins a tile
         ahead, T = ahead + fill, T + fill
-        qkv = (qkv[0], *(jnp.pad(x, ((0, 0), (fill, 0), (0, 0), (0, 0))) for x in qkv[1:]))
+        before = ((0, 0), (fill, 0), (0, 0), (0, 0))
+        qkv = qkv[0], jnp.pad(qkv[1], before), jnp.pad(qkv[2], before)
     filled = -(-T // max(queries, keys)) * max(queries, keys)
     branches = jnp.zeros_like(segments) if branches is None else branches
     segments, branches = (jnp.pad(x, ((0, 0), (fill, filled - T))) for x in (segments, branches))
