@@ -96,8 +96,8 @@ def context_errors(dtype, N, K, H, before, real, rows):
     with jax.default_device(jax.devices("cpu")[0]):
         wide = [jnp.asarray(np.asarray(x, np.float32)) for x in (q, k, v)]
         allowed = mask.of(*mask.queries(q.shape[1]))
-        want = np.asarray(jax.jit(lambda *qkv: attention(*qkv, allowed))(*wide))
-    got = jax.jit(lambda *qkv: attention(*qkv, mask))(q, k, v)
+        want = np.asarray(jax.jit(lambda q, k, v: attention(q, k, v, allowed))(*wide))
+    got = jax.jit(lambda q, k, v: attention(q, k, v, mask))(q, k, v)
     assert got.dtype == dtype
     return [float(np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max())]
 
