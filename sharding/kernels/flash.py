@@ -127,7 +127,8 @@ def _call(
     (tiles, counts), tiling = visits.lists[place], visits.tilings[place]
     queries, keys = tiling.sizes
     if visits.fill:
-        qkv = (qkv[0], *(jnp.pad(x, ((0, 0), (visits.fill, 0), (0, 0), (0, 0))) for x in qkv[1:]))
+        before = ((0, 0), (visits.fill, 0), (0, 0), (0, 0))
+        qkv = qkv[0], jnp.pad(qkv[1], before), jnp.pad(qkv[2], before)
     T = qkv[1].shape[1]
     return launch(
         "flash_kernels",

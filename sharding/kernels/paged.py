@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..mesh import Tiling, launch, runs_triton, varying_zero
+from ..mesh import Tiling, launch, runs_triton
 
 # Says, while a program is traced, whether the kernel can compute attention over these arrays (see `runs_triton`).
 chosen = functools.partial(runs_triton, multiple=8, most=256)
@@ -59,22 +59,24 @@ def _by_blocks(q: Array, k: Array, v: Array, pages: Array, length: Array, layer:
     pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % width)))
     q = q.reshape(B, K, N // K, H)
 
-    def attend(block: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, total, peak = sums
+    def attend(block: Array | int, sums: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
         here = jax.lax.dynamic_slice_in_dim(pages, block * width, width, axis=1)
         keys, values = gathered(k, here, layer), gathered(v, here, layer)
         scores = jnp.einsum("BKGH,BKSH->BKGS", q, keys, preferred_element_type=jnp.float32) * H**-0.5
         real = block * width * S + jnp.arange(width * S)[None, :] < length[:, None]
         scores = jnp.where(real[:, None, None], scores, MASKED)
-        new = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
-        weights, fade = jnp.exp(scores - new), jnp.exp(peak - new)
-        total = total * fade + weights.sum(axis=-1, keepdims=True)
-        more = jnp.einsum("BKGS,BKSH->BKGH", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return out * fade + more, total, new
+        peak = scores.max(axis=-1, keepdims=True)
+        peak = peak if sums is None else jnp.maximum(peak, sums[2])
+        weights = jnp.exp(scores - peak)
+        total = weights.sum(axis=-1, keepdims=True)
+        out = jnp.einsum("BKGS,BKSH->BKGH", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        if sums is None:
+            return out, total, peak
+        fade = jnp.exp(sums[2] - peak)
+        return sums[0] * fade + out, sums[1] * fade + total, peak
 
-    zeros = jnp.zeros((B, K, N // K, 1), jnp.float32) + varying_zero(q, k, v)
-    sums = (jnp.broadcast_to(zeros, q.shape), zeros, zeros + MASKED)
-    out, total, _ = jax.lax.fori_loop(0, -(-jnp.max(length) // (width * S)), attend, sums)
+    # Most sequences on CPUs are short: the first block needs no loop.
+    out, total, _ = jax.lax.fori_loop(1, -(-jnp.max(length) // (width * S)), attend, attend(0))
     return (out / total).astype(v.dtype).reshape(B, N, H)
 
 

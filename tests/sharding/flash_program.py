@@ -95,8 +95,9 @@ def context_errors(dtype, N, K, H, before, real, rows):
     mask = Mask(jnp.concatenate([known.astype(int), segments], 1), jnp.pad(branches, ((0, 0), (before, 0))))
     with jax.default_device(jax.devices("cpu")[0]):
         wide = [jnp.asarray(np.asarray(x, np.float32)) for x in (q, k, v)]
-        want = np.asarray(jax.jit(attention)(*wide, mask.of(*mask.queries(q.shape[1]))))
-    got = jax.jit(lambda *qkv: attention(*qkv, mask))(q, k, v)
+        allowed = mask.of(*mask.queries(q.shape[1]))
+        want = np.asarray(jax.jit(lambda q, k, v: attention(q, k, v, allowed))(*wide))
+    got = jax.jit(lambda q, k, v: attention(q, k, v, mask))(q, k, v)
     assert got.dtype == dtype
     return [float(np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max())]
 
