@@ -51,7 +51,7 @@ def visits_of(
     segments, branches = (jnp.pad(x, ((0, 0), (0, -T % largest))) for x in (segments, branches))
     lists = []
     for kernel, tiling in zip(KERNELS, tilings, strict=True):
-        active, whole = tile_table(segments, branches, *tiling.sizes, causal)
+        active, whole = tile_table(segments, branches, tiling.sizes[0], tiling.sizes[1], causal)
         lists.append(tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else tile_lists(active, whole))
     return Visits(segments, branches, tuple(lists), tilings, causal)
 
