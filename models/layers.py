@@ -192,7 +192,7 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
 def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
     """`project(silu(gate) * up, matrix)`. In training, whose weights have their outputs last, GPUs compute gradients in
     one pass over the activations."""
-    if matrix.get_metadata("spec").outputs_first or not gated.chosen(gate, up):
+    if matrix.get_metadata("spec").outputs_first or not target().is_gpu:
         return project(jax.nn.silu(gate) * up, matrix)
     flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
     return gated.gated_product(*flat, matrix[...]).reshape(*gate.shape[:-1], -1)

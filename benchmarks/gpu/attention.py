@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import part
 
@@ -97,17 +98,17 @@ def _settings(kernel: str, case: packed.Case) -> dict[str, object]:
     (q, k, v, dout), mask = packed.row(case, "bfloat16")
     segments, chosen_for = mask.segments, flash.tiling_of
 
-    def visits(segments: jax.Array) -> flash.Visits:
+    def visits(segments: jax.Array) -> Any:
         return flash.visits_of(segments, None, True, q)
 
-    out, kept = jax.jit(lambda *qkv: flash.forward(*qkv, visits(segments)))(q, k, v)
+    out, kept = jax.jit(lambda q, k, v: flash.forward(q, k, v, visits(segments)))(q, k, v)
 
     arrays = (q, k, v, segments) if kernel == "forward" else (q, k, v, out, kept[4], segments, dout)
 
     def function(*arrays: jax.Array) -> object:
         if kernel == "forward":
-            *qkv, segments = arrays
-            return flash.forward(*qkv, visits(segments))[0]
+            q, k, v, segments = arrays
+            return flash.forward(q, k, v, visits(segments))[0]
         *kept, segments, dout = arrays
         query_gradients, *key_gradients = flash.backward((*kept, visits(segments)), dout)[:3]
         return query_gradients if kernel == "query_gradients" else key_gradients  # an unused kernel is left out

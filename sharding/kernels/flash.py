@@ -56,7 +56,7 @@ def visits_of(
     segments, branches = (jnp.pad(x, ((0, 0), ends)) for x in (segments, branches))
     lists = []
     for kernel, tiling in zip(KERNELS, tilings, strict=True):
-        table = tile_table(segments, branches, *tiling.sizes, causal)
+        table = tile_table(segments, branches, tiling.sizes[0], tiling.sizes[1], causal)
         active, whole = (x[:, (ahead + fill) // tiling.sizes[0] :] for x in table)
         lists.append(tile_lists(active.mT, whole.mT) if kernel == "key_gradients" else tile_lists(active, whole))
     return Visits(segments, branches, tuple(lists), tilings, causal, ahead + fill, fill)

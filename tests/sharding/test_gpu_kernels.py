@@ -1,5 +1,5 @@
-"""The kernels of NVIDIA GPUs, of attention (over packed rows and over pages), of gated MLPs and of the head, tested
-without one: lists of tiles, results in Triton's interpreter, machine code, memory.
+"""The kernels of NVIDIA GPUs, of attention (over packed rows and over pages) and of the head, tested without one: lists
+of tiles, results in Triton's interpreter, machine code, memory.
 
 Triton and the CUDA plugin of the installed JAX are needed for all but the lists, in this environment or in a folder
 that `FLUXJAX_AOT` names: `bash scripts/test.sh aot` makes one. `pytest -m gpu` runs the kernels where there is a GPU.
@@ -10,7 +10,6 @@ import itertools
 import pathlib
 
 import flash_program
-import gated_program
 import head_program
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,23 @@ import numpy as np
 import paged_program
 import pytest
 from cuda_ahead import run_ahead, run_on_gpu
+from flax import nnx
 from hypothesis import given, settings
 from test_tiles import S, streams
 from triton_code import SHARED_MEMORY, assert_no_spills_and_tensor_cores
 from turns import by_turns, third_of
 
+from models.layers import GatedMLP
 from sharding import vocab
 from sharding.kernels import flash
 from sharding.kernels.attention import Mask, packed_attention
 from sharding.mesh import Target, compiling_for
 
 HERE = pathlib.Path(__file__).parent
-PROGRAMS = {kind: HERE / f"{kind}_program.py" for kind in ("flash", "paged", "gated", "head")}
+PROGRAMS = {kind: HERE / f"{kind}_program.py" for kind in ("flash", "paged", "head")}
 CASES = {
     "flash": flash_program.CASES | flash_program.CONTEXTS,
     "paged": paged_program.CASES,
-    "gated": gated_program.CASES,
     "head": head_program.CASES | head_program.LARGE,
 }
 INTERPRETED = [(kind, name) for kind, cases in CASES.items() for name in cases if name not in head_program.LARGE]
@@ -43,7 +43,6 @@ VALUES = 2e-6  # log-probabilities and entropies: products of bfloat16 are exact
 CALLING = {
     "flash": ({"masked", "tiled", "windows"}, 7),
     "paged": ({"on a GPU"}, 3),
-    "gated": ({"bfloat16", "float32", "computed again"}, 6),
     "head": ({"bfloat16", "float32"}, 6),
 }
 
@@ -79,8 +78,7 @@ def test_values_and_gradients_on_a_gpu(kind):
 @pytest.mark.parametrize("capability", by_turns(SHARED_MEMORY))
 def test_machine_code_has_no_spills_and_uses_tensor_cores(capability, kind):
     kernels = run_ahead(PROGRAMS[kind], "assemble", str(capability))
-    expected = {"flash": 3 * (4 if capability == 90 else 2), "paged": 4, "gated": 3, "head": 2 * 3}
-    assert len(kernels) == expected[kind]
+    assert len(kernels) == {"flash": 3 * (4 if capability == 90 else 2), "paged": 4, "head": 2 * 3}[kind]
     assert_no_spills_and_tensor_cores(kernels, capability)
 
 
@@ -112,6 +110,20 @@ def test_cpus_and_old_gpus_compute_portably(monkeypatch):
         assert vocab.chosen(hidden, weights)
         assert not vocab.chosen(hidden, weights.astype(jnp.bfloat16))
         assert not vocab.chosen(jnp.zeros((1, 8, 40)), jnp.zeros((32, 40)))
+
+
+def test_a_gated_mlp_of_gpus_has_the_same_gradients():
+    structure, weights = nnx.split(GatedMLP(8, 24, bias=True, std=1.0, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
+
+    def gradients(weights, x):
+        return jax.grad(lambda weights, x: jnp.sum(nnx.merge(structure, weights)(x) ** 2), (0, 1))(weights, x)
+
+    want = gradients(weights, x)
+    with compiling_for(Target("gpu", 90)):
+        assert "custom_vjp" in str(jax.make_jaxpr(lambda x: nnx.merge(structure, weights)(x))(x))
+        got = gradients(weights, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, want)
 
 
 def test_tiles_are_listed_once_for_all_layers(monkeypatch):

@@ -91,6 +91,6 @@ def install():
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     builder.create_fp_trunc = cast_impl
-    for module in ("sharding.kernels.flash", "sharding.kernels.gated", "sharding.kernels.paged", "sharding.vocab"):
+    for module in ("sharding.kernels.flash", "sharding.kernels.paged", "sharding.vocab"):
         launching: Any = importlib.import_module(module)
         launching.launch = launch
