@@ -123,8 +123,13 @@ def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> in
     """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
     and responses with `share_prompts`, else pieces. Numbers of runs are rounded up to few values, since each number of
     chunks is a shape to compile."""
-    runs = sum(1 + len(piece.responses) if share_prompts else 1 for piece in row)
-    return columns // CHUNK + max(columns // RUN_TOKENS, 1 << max(runs - 1, 0).bit_length())
+    return columns // CHUNK + max(columns // RUN_TOKENS, runs_bound(row, share_prompts))
+
+
+def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
+    """Returns the runs of these pieces for each of the `devices` that compute them, rounded up to a power of two."""
+    runs = sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
+    return 1 << max(-(-runs // devices) - 1, 0).bit_length()
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:
