@@ -2,11 +2,12 @@
 
 Within a group of `p` devices every device holds 1/p of the tokens of a stream with all their heads. An all-to-all turns
 this into all tokens with 1/p of the heads, the layer mixes tokens locally, and a second all-to-all goes back (Ulysses).
-A `HeadMixer` is a kind of layer that does so: attention is in this file, the delta rule in `recurrence`. FlexRL section
-3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The first
-round's tokens travel while unsharded sequences are computed, each further round's while the round before is computed.
-The backward pass is written out and does the same, in the same order; a transposed forward pass would wait for every
-transfer.
+A `HeadMixer` is a kind of layer that does so: attention is in this file, the delta rule in `recurrence`.
+
+FlexRL section 3 and algorithm 1: groups of different degrees follow each other as rounds, highest degree first. The
+first round's tokens travel while unsharded sequences are computed, each further round's while the round before is
+computed. The backward pass is written out and does the same, in the same order; a transposed forward pass would wait
+for every transfer.
 
 For the backward pass every round keeps what it received and what its gradient needs (attention: its output and the
 log-sum-exp): sending inputs a second time would double the traffic of that pass. To save this memory, wrap layers in
@@ -18,7 +19,7 @@ padding. Number the collectives in that order. Groups of one collective are disj
 two collectives are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for
 ever, and look at the lowest-numbered collective in which a device waits. It waits for a device of its group that has
 not reached this collective. That device waits in a lower-numbered collective (a contradiction), or it computes; the
-computation ends, as the loops over tiles have a fixed length. So that device reaches the collective, which then ends.
+computation ends, as the loops over tiles and chunks have a fixed length. So that device reaches the collective, which then ends.
 The same holds for asynchronous starts, as long as they run in the order in which the compiled program issues them.
 
 The argument does not need the order of degrees. Degrees still never increase among the exchanges of one direction: a
