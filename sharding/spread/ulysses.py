@@ -19,8 +19,9 @@ padding. Number the collectives in that order. Groups of one collective are disj
 two collectives are disjoint or nested, for a group is a product of trailing mesh axes. Suppose that devices wait for
 ever, and look at the lowest-numbered collective in which a device waits. It waits for a device of its group that has
 not reached this collective. That device waits in a lower-numbered collective (a contradiction), or it computes; the
-computation ends, as the loops over tiles and chunks have a fixed length. So that device reaches the collective, which then ends.
-The same holds for asynchronous starts, as long as they run in the order in which the compiled program issues them.
+computation ends, as the loops over tiles and chunks have a fixed length. So that device reaches the collective, which
+then ends. The same holds for asynchronous starts, as long as they run in the order in which the compiled program issues
+them.
 
 The argument does not need the order of degrees. Degrees still never increase among the exchanges of one direction: a
 device leaves a group's exchange only for an exchange of the same group or of a group within it. XLA:GPU keeps this
