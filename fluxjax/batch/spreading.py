@@ -125,10 +125,11 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for, if a
     device holds `room` tokens. Raises ConfigError as `Spreading` does."""
     settings, strategy = config.sharding, config.sharding.strategy
+    heads = [] if text is None else [text.num_heads, *([text.delta.value_heads] if text.delta else [])]
     try:
         limits = Limits(
             max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
-            num_heads=0 if text is None else min(text.num_heads, *([text.delta.value_heads] if text.delta else [])),
+            num_heads=min(heads, default=0),
             tokens_per_device=room,
             tau=settings.devices_per_host,
         )
