@@ -209,7 +209,7 @@ def fit_link(
     """
     if len(runs) < 2:
         raise CostError(f"an all-to-all needs at least two measurements, got {len(runs)}")
-    sent, flying = np.array([link_bytes(model, tokens, degree, node) for degree, tokens in runs]).T
+    sent, flying = np.array([link_bytes(model.wire_bytes(degree) * tokens, degree, node) for degree, tokens in runs]).T
     seconds = np.array(list(runs.values()))
     columns = np.stack([np.ones_like(sent), sent, sent * flying], axis=1)
     found = non_negative(columns, seconds)

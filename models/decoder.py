@@ -217,7 +217,7 @@ def parameter_count(model: nnx.Module) -> int:
 def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: DeltaHeads | None = None) -> Mix[None]:
     """The mix of packed rows, under the attention rules of `PackedTokens`. `queries` have the head size and the dtype
     of all layers' queries; `heads` are those of layers with Gated DeltaNet, if there are any. Raises ValueError for
-    such layers if `inputs` has no table of runs, or if devices share sequences."""
+    such layers if `inputs` has no table of runs."""
     if inputs.spread is not None:  # devices share sequences
         from sharding.spread.ulysses import spread_attention
 
@@ -230,12 +230,15 @@ def packed_mix(inputs: PackedTokens, queries: jax.ShapeDtypeStruct, heads: Delta
 
 
 def _packed_delta(inputs: PackedTokens, heads: DeltaHeads) -> Callable[[Any], tuple[Array, None]]:
+    if inputs.spread is not None:
+        from sharding.spread.recurrence import spread_delta
+
+        recur = spread_delta(inputs.spread, heads, inputs.tokens_BT.shape[1])
+        return lambda given: (recur(given), None)
     from sharding.kernels.delta import delta_rule
 
     if (runs := inputs.runs) is None:
         raise ValueError("a model with Gated DeltaNet needs the runs of its rows: see PackedTokens.with_runs")
-    if inputs.spread is not None and inputs.spread.rounds[0][0] > 1:
-        raise ValueError("devices can't share the sequences of a model with Gated DeltaNet")
     return lambda given: (delta_rule(given, heads, runs)[0], None)
 
 

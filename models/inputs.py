@@ -177,7 +177,7 @@ class PackedTokens:
     and a predecessor of `T` or more is a hidden state that another device exports.
 
     `temperatures_BT` is each token's sampling temperature, if tokens differ in it. `runs` is the table that layers with
-    Gated DeltaNet need; no other model has it.
+    Gated DeltaNet need; no other model has it. Rows with a `spread` have tables in `Spread.runs` instead.
     """
 
     tokens_BT: Int32[AnyArray, "B T"]

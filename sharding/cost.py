@@ -49,6 +49,8 @@ class ModelSizes:
     value_bytes: int = 2
     share_kv: bool = True
     other_flops: float = 0.0  # a token, in layers without attention and in gates of attention
+    state_layers: int = 0  # layers that mix tokens by a state
+    state_bytes: float = 0.0  # bytes a token of one such layer in the all-to-alls, as `wire_bytes`, without any copies
 
     def linear_flops(self) -> float:
         """FLOPs a token of one forward pass of everything but attention scores: projections, MLPs, output head."""
@@ -109,11 +111,10 @@ class Link:
         return self.alpha + sent * (self.per_byte + self.congestion * flying)
 
 
-def link_bytes(model: ModelSizes, tokens: Number, degree: int, node: int) -> tuple[Number, Number]:
-    """Returns (sent, flying) of both all-to-alls of an attention over `tokens` tokens: the bytes that a device sends to
+def link_bytes(total: Number, degree: int, node: int) -> tuple[Number, Number]:
+    """Returns (sent, flying) of both all-to-alls of a layer, which have `total` bytes: the bytes that a device sends to
     the other devices of its group, and the bytes that all devices of the group send to each other. In a group wider
     than a node, `sent` counts bytes to other nodes only: transfers within the node are faster and run meanwhile."""
-    total = model.wire_bytes(degree) * tokens
     receivers = degree - node if degree > node else degree - 1
     return total * receivers / degree**2, total * (degree - 1) / degree
 
@@ -185,7 +186,9 @@ class CostModel:
             raise CostError(
                 f"an all-to-all over {degree} devices was not measured ({self.source}): cap the degree at {self.node}"
             )
-        seconds = self.model.layers * link.seconds(*link_bytes(self.model, tokens, degree, self.node))
+        model = self.model
+        kinds = (model.layers, model.wire_bytes(degree)), (model.state_layers, model.state_bytes)
+        seconds = sum(n * link.seconds(*link_bytes(width * tokens, degree, self.node)) for n, width in kinds)
         return np.where(tokens > 0, seconds, 0.0)[()]
 
     def linear_seconds(self, tokens: Number) -> Number:

@@ -79,7 +79,7 @@ def assert_equal(got, want) -> None:
 
 def alone(heads, groups, prepared, model=MODEL):
     config = make_config(tokens_per_row=128, rows=32, patches=2048)
-    composition = compose(groups, prepared, config, vision=MODEL.vision)
+    composition = compose(groups, prepared, config, vision=MODEL.vision, text=model.text)
     return outcome(learner(heads, 1, model), composition)
 
 

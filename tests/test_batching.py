@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_cases import random_groups
 from packing_cases import MODEL, QWEN3_5, compose, make_config, make_groups, shapes_of
 from turns import third_of
 
-from fluxjax.batch.composer import Composer, sft_groups
+from fluxjax.batch.composer import sft_groups
 from fluxjax.batch.composition import unpack
 from fluxjax.batch.rows import Budget
 from fluxjax.batch.share import Item, chunks_needed, pieces_of
-from fluxjax.config import ConfigError, FlexUlysses, LossAggregation, Ulysses
+from fluxjax.config import ODC, ConfigError, FlexUlysses, LossAggregation, Ulysses
 from fluxjax.learner.loss_inputs import with_logprobs
 from sharding.kernels.runs import CHUNK, packed_runs
 
@@ -281,14 +282,21 @@ def test_contradictions_are_refused():
         unpack(composition, [np.zeros((1, 1))])
 
 
-@pytest.mark.parametrize("strategy", [Ulysses(), FlexUlysses()])
-def test_layers_with_a_state_refuse_to_be_spread(strategy):
-    config = make_config()
-    config.sharding.strategy = strategy
-    with pytest.raises(
-        ConfigError, match=rf"sharding\.strategy is {strategy.name}, .*Gated DeltaNet.*take fsdp or odc"
-    ):
-        Composer(config, 2, text=QWEN3_5.text)
+@pytest.mark.parametrize("strategy", [Ulysses(), FlexUlysses(), ODC()])
+@pytest.mark.parametrize("share", [True, False])
+def test_tables_of_streams_hold_every_token_once(strategy, share):
+    """Each device of a group has the table of its stream."""
+    for seed in range(6):
+        config = make_config(tokens_per_row=64, share=share)
+        config.sharding.strategy = strategy
+        composition = compose(*random_groups(seed), config, 4, vision=QWEN3_5.vision, text=QWEN3_5.text)
+        for microbatch in composition.microbatches:
+            spread, tokens = microbatch.batch.inputs.spread, microbatch.layout.plan.lengths
+            columns = [runs.columns_BNC.reshape(len(runs.columns_BNC), -1) for runs in spread.runs]
+            held = [(table >= 0).sum() / degree for table, (degree, _) in zip(columns, spread.rounds, strict=True)]
+            assert sum(held) == sum(tokens)
+            for table in (row[row >= 0] for rows in columns for row in rows):
+                assert len(np.unique(table)) == len(table)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_groups
-from packing_cases import MODEL, TEXT, compose, make_config, make_groups, owners, works
+from packing_cases import MODEL, QWEN3_5, TEXT, compose, make_config, make_groups, owners, works
 from plan_cases import assert_executable
 from turns import third_of
 
 from benchmarks.cost_fit import QWEN2_5_VL_7B, published, save
 from fluxjax.batch.composer import MAX_SHAPES, Composer
 from fluxjax.batch.composition import packing_metrics, unpack
-from fluxjax.batch.work import estimate, model_sizes
+from fluxjax.batch.work import estimate, mixing_work, model_sizes
 from fluxjax.config import FSDP, ODC, ConfigError
 from fluxjax.data.prepare import PromptLimits
 from sharding.planner.vision_units import surely_hold
@@ -311,6 +311,21 @@ def test_work_counts_attention_linear_layers_and_media(tmp_path):
     cost = published().of(sizes)
     wanted = cost.attention_seconds(100) + cost.linear_seconds(100) + cost.vision_seconds(40)
     assert estimate(config, text, vision)(tokens, squares, patches) == pytest.approx(float(wanted))
+
+
+def test_a_plan_counts_states_by_tokens_and_what_they_send():
+    """Three of four layers have states of 4 heads, 16 x 12; the fourth has attention with 4 heads of 12."""
+    lengths, squares = [10, 20], [100.0, 400.0]
+    state = 3 * 4 * (3 * 16 * 12 + 64 * (16 + 12)) / (4 * 12)
+    assert mixing_work(QWEN3_5.text, lengths, squares).tolist() == [100 + 10 * state, 400 + 20 * state]
+    assert mixing_work(MODEL.text, lengths, squares).tolist() == mixing_work(None, lengths, squares).tolist() == squares
+    sizes = model_sizes(odc(), QWEN3_5.text)
+    channels, gates, outputs = 2 * 2 * 16 + 4 * 12, 2 * 4, 4 * 12
+    assert (sizes.state_layers, sizes.state_bytes) == (3, 4 * (channels + gates + outputs))
+    cost = published()
+    seconds, plain = (cost.of(s).all_to_all_seconds(64, 2) for s in (sizes, dataclasses.replace(sizes, state_layers=0)))
+    sent = 64 * sizes.state_bytes / 4
+    assert seconds - plain == pytest.approx(3 * cost.within.seconds(sent, 2 * sent))
 
 
 def test_the_weight_of_a_token_is_near_what_was_measured():

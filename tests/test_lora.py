@@ -18,8 +18,8 @@ import models
 from fluxjax.algorithms import ALGORITHMS, grpo
 from fluxjax.base.types import PreparedPrompt, Prompt
 from fluxjax.batch.composition import unpack
-from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat
-from fluxjax.config.learning import LORA_TARGETS
+from fluxjax.config import ODC, Config, ConfigError, DType, FlexUlysses, Remat, Ulysses
+from fluxjax.config.learning import DELTA_TARGETS, LORA_TARGETS
 from fluxjax.learner.learner import Learner, fingerprint
 from fluxjax.learner.run_models import RunModels, first_reference
 from fluxjax.run.checkpoint import Checkpoints
@@ -67,9 +67,13 @@ def merged(base, own):
     return weights
 
 
+def targets_of(kind):
+    return (*LORA_TARGETS, *DELTA_TARGETS) if CONFIGS[kind].text.delta else LORA_TARGETS
+
+
 @functools.cache
 def alone(seed, kind, rank):
-    config = adapted(make_config(tokens_per_row=128, rows=32))
+    config = adapted(make_config(tokens_per_row=128, rows=32), targets_of(kind))
     config.lora.rank = rank
     learner = learner_of(kind, config)
     composition = compose(*text_groups(seed), learner.config, text=CONFIGS[kind].text)
@@ -129,12 +133,14 @@ def test_gradients_are_those_of_the_weights_that_adapters_make():
             (ODC(), "qwen3", 0),
             (ODC(), "qwen3_5_text", RANK),
             (ODC(), "qwen3_5_text", 0),
+            (FlexUlysses(), "qwen3_5_text", RANK),
+            (Ulysses(max_degree=2), "qwen3_5_text", 0),
         ]
     ),
 )
 def test_every_strategy_equals_one_device(strategy, kind, rank):
     """`test_any_number_of_devices_equals_one` has FSDP, `test_spread_equivalence` fixed degrees."""
-    config = adapted(make_config(tokens_per_row=64, rows=4))
+    config = adapted(make_config(tokens_per_row=64, rows=4), targets_of(kind))
     config.sharding.strategy, config.lora.rank = strategy, rank
     composition = compose(*text_groups(7), config, DEVICES, text=CONFIGS[kind].text)
     assert_equal(outcome(learner_of(kind, config, DEVICES), composition), alone(7, kind, rank))

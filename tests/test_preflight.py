@@ -12,12 +12,23 @@ import numpy as np
 import pytest
 from cuda_ahead import cuda_environment
 from packing_cases import MODEL, QWEN3_5, make_config, make_groups
+from turns import by_turns
 
 import models
 from fluxjax.algorithms import grpo
 from fluxjax.batch.composer import Composer
 from fluxjax.batch.rows import Budget
-from fluxjax.config import FSDP, AlgorithmConfig, Config, ConfigError, FlexUlysses, RolloutEngine, Strategy, cli
+from fluxjax.config import (
+    FSDP,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    FlexUlysses,
+    RolloutEngine,
+    Strategy,
+    Ulysses,
+    cli,
+)
 from fluxjax.learner.learner import Learner
 from fluxjax.sizing.account import GIB, Account, RowGrowth, remedies
 from fluxjax.sizing.largest import largest_batch, longest_prompt
@@ -162,11 +173,13 @@ def test_the_largest_row_just_fits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [FSDP(), FlexUlysses()])
+@pytest.mark.parametrize(
+    ("strategy", "model"), [(FSDP(), MODEL), (FlexUlysses(), MODEL), (FlexUlysses(), QWEN3_5), (Ulysses(), QWEN3_5)]
+)
 @pytest.mark.parametrize("devices", [1, 8])
-def test_no_batch_is_larger_than_the_largest(strategy, devices):
+def test_no_batch_is_larger_than_the_largest(strategy, model, devices):
     config = _config(strategy)
-    largest = largest_batch(config, MODEL, devices)
+    largest = largest_batch(config, model, devices)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(largest))
     if isinstance(strategy, FSDP):
         budget = Budget.of(config, devices, MODEL.vision)
@@ -177,7 +190,7 @@ def test_no_batch_is_larger_than_the_largest(strategy, devices):
     rng = np.random.default_rng(0)
     contents = [[int(rng.integers(1, 20)), (1, 4, 4)] for _ in range(24)]
     lengths = [rng.integers(1, 10, 4).tolist() for _ in contents]
-    composer = Composer(config, devices, MODEL.vision, MODEL.text)
+    composer = Composer(config, devices, model.vision, model.text)
     for microbatch in composer.compose(*make_groups(contents, lengths)).microbatches:
         assert microbatch.batch.inputs.tokens_BT.size <= rows * tokens
         assert microbatch.batch.inputs.vision.num_patches <= patches
@@ -205,14 +218,15 @@ def _config(strategy: Strategy) -> Config:
 
 
 @pytest.mark.slow
-def test_an_abstract_learner_lowers_the_programs_of_a_real_one():
+@pytest.mark.parametrize("model", by_turns([MODEL, QWEN3_5]))
+def test_an_abstract_learner_lowers_the_programs_of_a_real_one(model):
     config = _config(FlexUlysses())
-    composer = Composer(config, 4, MODEL.vision, MODEL.text)
+    composer = Composer(config, 4, model.vision, model.text)
     groups, prepared = make_groups([[5, (1, 4, 4)], [7]], [[3, 4], [9, 2]])
     batch = composer.compose(groups, prepared).microbatches[0].batch
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    real = Learner(config, models.create(MODEL), grpo.token_loss, mesh=make_mesh(4)).lowered(batch)
-    abstract = Learner(config, models.abstract(MODEL), grpo.token_loss, mesh=make_mesh(4)).lowered(shapes)
+    real = Learner(config, models.create(model), grpo.token_loss, mesh=make_mesh(4)).lowered(batch)
+    abstract = Learner(config, models.abstract(model), grpo.token_loss, mesh=make_mesh(4)).lowered(shapes)
     assert real.keys() == abstract.keys() == {"accumulate", "logprobs", "update"}
     for name, program in real.items():
         assert program.as_text() == abstract[name].as_text()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from learner_cases import alone, alone_of, assert_equal, learner, outcome, random_groups, tiny
-from packing_cases import MODEL, QWEN3_VL, compose, make_config, make_groups, owners
+from packing_cases import MODEL, QWEN3_5, QWEN3_VL, compose, make_config, make_groups, owners
 from turns import by_turns
 
 from benchmarks.cost_fit import published, save
@@ -18,6 +18,7 @@ from fluxjax.batch import spreading
 from fluxjax.batch.composer import Composer
 from fluxjax.config import FSDP, ODC, ConfigError, FlexUlysses, Strategy, Ulysses, cli
 from fluxjax.learner.learner import Learner
+from sharding.kernels.delta_heads import DeltaHeads
 from sharding.mesh import make_mesh
 from sharding.planner.plan import Limits, ShardPlan
 from sharding.spread.shapes import ShapeBook
@@ -25,6 +26,8 @@ from sharding.spread.shapes import ShapeBook
 DEVICES, HEADS = 8, (8, 2)
 ULYSSES, FLEX = Ulysses, FlexUlysses
 HYBRID: dict[str, Any] = {"hybrid": True, "devices_per_host": 2}
+# Three key heads are filled up over two devices, and copied over four; four key heads and more devices than KV heads.
+ODD = dataclasses.replace(QWEN3_5, text=dataclasses.replace(QWEN3_5.text, delta=DeltaHeads(3, 6, 8, 12)))
 SHAPES = ShapeBook(2)  # few: every one is compiled on every device
 
 
@@ -63,8 +66,8 @@ def choose(config, strategy, **settings):
                 setattr(section, name, value)
 
 
-def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
-    text = tiny(heads).config.text
+def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None, model=MODEL):
+    text = tiny(heads, model).config.text
     return compose(*random_groups(seed), config, devices, vision=MODEL.vision, text=text, shapes=shapes)
 
 
@@ -80,11 +83,14 @@ def composed(config, seed, devices=DEVICES, heads=HEADS, shapes=None):
             (FLEX, 6, False, 0, MODEL),
             (ULYSSES, 4, True, 2, QWEN3_VL),
             (FLEX, 8, True, 0, QWEN3_VL),
+            (FLEX, 4, True, 0, QWEN3_5),
+            (FLEX, 4, False, 0, ODD),
+            (ULYSSES, 6, True, 2, ODD),
         ]
     ),
 )
 def test_every_strategy_equals_one_device(strategy, devices, share, degree, model):
-    composition = composed(spread_config(strategy, share, max_degree=degree), 7, devices)
+    composition = composed(spread_config(strategy, share, max_degree=degree), 7, devices, model=model)
     degrees = {degree for batch in composition.batches for degree, _ in batch.inputs.spread.rounds}
     assert degrees == {2} if degree else degrees <= ({1, 2} if devices == 6 else {1, 2, 4, 8})
     assert_equal(outcome(learner(HEADS, devices, model), composition), alone_of(HEADS, 7, model))
@@ -103,14 +109,14 @@ def test_any_plan_equals_one_device(heads, seed, share, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", by_turns([MODEL, QWEN3_VL]))
+@pytest.mark.parametrize("model", by_turns([MODEL, QWEN3_VL, QWEN3_5]))
 def test_sequences_longer_than_a_device_are_computed_by_several(model):
     """A device holds 32 tokens; the longest sequence takes two of four, and a short one fills a third meanwhile. Then
     each of four goes its own way. In the deterministic mode all of it ends in the same bits."""
     config = spread_config(ODC, deterministic=True, max_degree=2)
     config.packing.tokens_per_row = config.rollout.max_sequence_tokens = 16
     config.packing.rows_per_device, config.packing.patches_per_device = 2, 64
-    composition = composed(config, 58, 4, shapes=SHAPES)
+    composition = composed(config, 58, 4, shapes=SHAPES, model=model)
     assert owners(composition) == (None, 0, 1, 2, 3)
     assert composition.microbatches[0].layout.plan.degrees == (2, 1)
     one = Learner(config, tiny(HEADS, model), grpo.token_loss, mesh=make_mesh(4))

@@ -50,8 +50,8 @@ class Composer:
     bounds the devices of a sequence (None: no bound). `shapes`, which is part of a run's state, remembers the buffer
     sizes of earlier microbatches to keep compiled shapes few.
 
-    Raises ConfigError for `packing` that can hold nothing, for degrees that `num_devices` does not allow, for a
-    strategy that the model's layers do not allow, and for a calibration that can't be read.
+    Raises ConfigError for `packing` that can hold nothing, for degrees that `num_devices` does not allow, and for a
+    calibration that can't be read.
     """
 
     def __init__(
@@ -66,21 +66,16 @@ class Composer:
         self.shapes = shape_book(config) if shapes is None else shapes
         packing, self._tempered = config.packing, config.rollout.tempered
         tokens = packing.tokens_per_row * packing.rows_per_device
-        self._runs = text is not None and text.delta is not None
-        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision, runs=self._runs)
+        hybrid = text is not None and text.delta is not None
+        self.room = Room(tokens, packing.patches_per_device, packing.share_prompts, vision, runs=hybrid)
         self._dealer = self._dealer_for(config.sharding.strategy, num_devices)
 
     def _dealer_for(self, strategy: Strategy, num_devices: int) -> RowPacking | Spreading | OwnPace:
         """Returns the object that decides which devices compute what."""
         if isinstance(strategy, FSDP):
-            return RowPacking(self._config, num_devices, self._vision, self.shapes, self._runs)
+            return RowPacking(self._config, num_devices, self._vision, self.shapes, self.room.runs)
         if isinstance(strategy, ODC):
             from .own_pace import OwnPace as Dealer
-        elif self._runs:
-            raise ConfigError(
-                f"sharding.strategy is {strategy.name}, which can't spread the sequences of a model with layers of "
-                "Gated DeltaNet (Qwen3.5) over devices: take fsdp or odc"
-            )
         else:
             from .spreading import Spreading as Dealer
         return Dealer(self._config, num_devices, self.room, self._text, self.shapes)

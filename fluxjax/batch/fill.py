@@ -139,6 +139,7 @@ def _spread(
     arrays = _arrays(spans, spans.total, share.version, tempered)
     line = {name: array.reshape(*array.shape[:-2], -1) for name, array in arrays.items()}
     line["predecessor_BT"], spread = layout.spread(line["predecessor_BT"])
+    spread = dataclasses.replace(spread, runs=layout.runs(line["segments_BT"], line["branches_BT"]))
     if media is not None:
         line["feature_index_BT"], vision = media.buffers(
             line["feature_index_BT"], layout.device, outline.sizes, devices

@@ -24,7 +24,7 @@ from sharding.spread.buffers import Layout, lay, size_cost
 from sharding.spread.route import ExchangeRoute, crossings, route
 from sharding.spread.shapes import ShapeBook, Sizes, round_up
 
-from .share import Groups, Outline, Piece, chunks_needed
+from .share import Groups, Outline, Piece, runs_bound
 
 # A device exports at most two tokens in a sharded round. The last token of its chunk predicts the next chunk's first
 # token. A prompt's last token in the chunk predicts the first tokens of responses beyond the chunk. At most one
@@ -105,7 +105,9 @@ class Part:
         sharded = sum(round.degree > 1 for round in self.plan.rounds)
         sizes = self.layout.needs() | ({"exports": EXPORTS * sharded} if sharded else {})
         if self._room.runs:
-            sizes["chunks"] = chunks_needed(sizes["columns"], self.pieces, self._room.share_prompts)
+            streams = [(members, round.degree) for round in self.plan.rounds for members in round.groups]
+            share, pieces = self._room.share_prompts, self.pieces
+            sizes["runs"] = max(runs_bound([pieces[i] for i in members], share, n) for members, n in streams)
         if self.media is None:
             return sizes
         # `media.needs` counts a feature once for each device that shows it, even if it crosses an axis only once. The

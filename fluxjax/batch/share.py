@@ -122,7 +122,7 @@ def pieces_of(items: Sequence[Item], longest: int, share_prompts: bool, response
 def chunks_needed(columns: int, row: Sequence[Piece], share_prompts: bool) -> int:
     """Returns the chunks of a row's table of runs (`PackedRuns`): enough for any lengths of its runs, which are prompts
     and responses with `share_prompts`, else pieces."""
-    return _chunks_of(columns, sum(1 + len(piece.responses) if share_prompts else 1 for piece in row))
+    return _chunks_of(columns, _runs(row, share_prompts))
 
 
 def most_chunks(config: Config) -> int:
@@ -131,10 +131,22 @@ def most_chunks(config: Config) -> int:
     return _chunks_of(columns, min(columns, rollout.prompts_per_step * (1 + rollout.group_size)))
 
 
+def runs_bound(pieces: Sequence[Piece], share_prompts: bool, devices: int = 1) -> int:
+    """Returns the runs of these pieces for each of the `devices` that compute them, rounded up to a power of two."""
+    return _rounded(-(-_runs(pieces, share_prompts) // devices))
+
+
+def _runs(pieces: Sequence[Piece], share_prompts: bool) -> int:
+    return sum(1 + len(piece.responses) if share_prompts else 1 for piece in pieces)
+
+
 def _chunks_of(columns: int, runs: int) -> int:
-    """Returns the chunks of a row with this number of runs. The number is rounded up to few values, since each number
-    of chunks is a shape to compile."""
-    return columns // CHUNK + max(columns // RUN_TOKENS, 1 << max(runs - 1, 0).bit_length())
+    return columns // CHUNK + max(columns // RUN_TOKENS, _rounded(runs))
+
+
+def _rounded(runs: int) -> int:
+    """Rounds a number of runs up to few values, since each number of chunks is a shape to compile."""
+    return 1 << max(runs - 1, 0).bit_length()
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from sharding.spread.shapes import ShapeBook, Sizes, round_up
 from ..config import Config, ConfigError, Ulysses
 from .part import Part, Room, outlines_of
 from .share import Outline, Piece, TrainGroup, pieces_of
-from .work import calibrated, forward_seconds
+from .work import calibrated, forward_seconds, mixing_work
 
 # (tokens of each sequence, squares of each sequence, the most tokens of a device) -> plan
 Planner = Callable[[Sequence[int], Sequence[float], int], ShardPlan]
@@ -125,11 +125,11 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
     """Returns the largest number of devices for one sequence, and the planner that `config.sharding` asks for, if a
     device holds `room` tokens. Raises ConfigError as `Spreading` does."""
     settings, strategy = config.sharding, config.sharding.strategy
+    heads = [] if text is None else [text.num_heads, *([text.delta.value_heads] if text.delta else [])]
     try:
         limits = Limits(
             max_degree=strategy.max_degree if isinstance(strategy, Ulysses) else 0,
-            # One device computes a sequence's states: see `Composer`, which allows `odc` only.
-            num_heads=0 if text is None else text.num_heads if text.delta is None else 1,
+            num_heads=min(heads, default=0),
             tokens_per_device=room,
             tau=settings.devices_per_host,
         )
@@ -142,10 +142,12 @@ def planner(config: Config, text: TextConfig | None, num_devices: int, room: int
 
     if strategy.name == "ulysses":
         return degree, lambda lengths, squares, most: ulysses(
-            lengths, num_devices, within(most), work=squares, degree=degree
+            lengths, num_devices, within(most), work=mixing_work(text, lengths, squares), degree=degree
         )
     if not settings.calibration:
-        return degree, lambda lengths, squares, most: flex_ulysses(lengths, num_devices, within(most), work=squares)
+        return degree, lambda lengths, squares, most: flex_ulysses(
+            lengths, num_devices, within(most), work=mixing_work(text, lengths, squares)
+        )
     try:
         cost = calibrated(config, text)
         for k in range(1, degree.bit_length()):

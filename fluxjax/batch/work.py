@@ -67,6 +67,7 @@ _load = functools.cache(CostModel.load)
 
 def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = None) -> ModelSizes:
     """Returns the trained model's sizes in the form that the cost model takes."""
+    value_bytes = 2 if config.model.compute_dtype is DType.BFLOAT16 else 4
     decoder = ModelSizes(
         name="the trained model",
         layers=len(text.attention_layers),
@@ -76,9 +77,13 @@ def model_sizes(config: Config, text: TextConfig, vision: VisionConfig | None = 
         head_size=text.head_dim,
         mlp=text.intermediate_size,
         vocabulary=text.vocab_size,
-        value_bytes=2 if config.model.compute_dtype is DType.BFLOAT16 else 4,
+        value_bytes=value_bytes,
         other_flops=_other_flops(text),
+        state_layers=len(text.delta_layers),
     )
+    if (heads := text.delta) is not None:
+        floats = heads.value_heads * (2 + heads.value_size)  # gates and outputs, which are float32
+        decoder = dataclasses.replace(decoder, state_bytes=float(heads.channels * value_bytes + 4 * floats))
     if vision is None:
         return decoder
     return dataclasses.replace(
@@ -100,6 +105,22 @@ def _other_flops(text: TextConfig) -> float:
     gates = len(text.attention_layers) * text.hidden_size * text.num_heads * text.head_dim
     values = heads.value_heads * heads.value_size
     projections = text.hidden_size * (heads.channels + 2 * values + 2 * heads.value_heads + 3 * text.intermediate_size)
+    return 2.0 * (gates + len(text.delta_layers) * projections) + _state_flops(text)
+
+
+def _state_flops(text: TextConfig) -> float:
+    """Returns the FLOPs of a token in the states of all layers with Gated DeltaNet."""
+    if (heads := text.delta) is None:
+        return 0.0
     # A token's state is read twice and written once; within a chunk, a token meets half of its chunk's others.
     state = heads.value_heads * (3 * heads.key_size * heads.value_size + CHUNK * (heads.key_size + heads.value_size))
-    return 2.0 * (gates + len(text.delta_layers) * (projections + state))
+    return 2.0 * len(text.delta_layers) * state
+
+
+def mixing_work(text: TextConfig | None, tokens: Numbers, squares: Numbers) -> np.ndarray:
+    """Returns the work of mixing the tokens of each sequence, in the unit in which attention costs `squares`. Layers
+    with Gated DeltaNet cost in proportion to the length."""
+    if text is None:
+        return np.asarray(squares, float)
+    square = 2.0 * len(text.attention_layers) * text.num_heads * text.head_dim
+    return np.asarray(squares, float) + _state_flops(text) / square * np.asarray(tokens, float)

@@ -8,6 +8,7 @@ MLPs compute no padding except the end of the row, whatever the sum of the round
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..kernels.runs import CHUNK, PackedRuns, packed_runs
 from ..mesh import binary_axes, group_axes
 from ..planner.plan import PlanError, ShardPlan
 from .shapes import Sizes
@@ -33,6 +35,8 @@ class Spread:
 
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` axes.
+
+    `runs` are the tables of each round's streams, if the model has layers with a state: a device has its group's table.
     """
 
     starts_BJ: Any  # i32
@@ -40,6 +44,7 @@ class Spread:
     exports_BX: Any  # i32
     rounds: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    runs: tuple[PackedRuns, ...] = ()
 
     def group(self, degree: int) -> tuple[str, ...]:
         """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
@@ -103,7 +108,7 @@ class SizedLayout:
     def __init__(self, layout: Layout, sizes: Sizes) -> None:
         self.plan = layout.plan
         self.columns = sizes["columns"]
-        self._exports = sizes.get("exports", 0)
+        self._exports, self._runs = sizes.get("exports", 0), sizes.get("runs", 0)
         device, column = layout.places()
         self.cells = device * self.columns + column
         planned = {name: j for j, name in enumerate(layout.names())}
@@ -137,6 +142,21 @@ class SizedLayout:
         spread = Spread(self.starts, self.counts, exports, self.rounds, binary_axes(self.plan.num_devices))
         return column.astype(np.int32), spread
 
+    def runs(self, segments: np.ndarray, branches: np.ndarray) -> tuple[PackedRuns, ...]:
+        """The tables of all rounds (`Spread.runs`), from the segment and branch of every token. A stream has room for
+        `sizes["runs"]` runs for each of its devices; without this size there are no tables."""
+        devices, tables = self.plan.num_devices, []
+        marks = np.zeros((2, devices * self.columns), np.int32)
+        marks[:, self.cells] = segments, branches
+        for j, (degree, budget) in enumerate(self.rounds if self._runs else ()):
+            first, count = self.starts[:, j, None], self.counts[:, j, None]
+            column = np.minimum(first, self.columns - budget) + np.arange(budget)  # as `View` reads a row
+            read = np.take_along_axis(marks.reshape(2, devices, -1), column[None], axis=2)
+            streams = np.where((column >= first) & (column < first + count), read, 0).reshape(2, -1, degree * budget)
+            table = packed_runs(*streams, degree * budget // CHUNK + degree * self._runs)
+            tables.append(jax.tree.map(functools.partial(np.repeat, repeats=degree, axis=0), table))
+        return tuple(tables)
+
     def padding(self) -> dict[str, float]:
         """The shares of padding: `mlp` is that of the rows' columns, `all_to_all` that of the sharded rounds' columns,
         on the device with most tokens in these rounds."""
@@ -163,7 +183,7 @@ def size_weight(name: str) -> float:
         return 0.25 if _round_order(name)[0] < -1 else 0.05
     if name in ("patches", "frame") or name.startswith("send/"):
         return 0.25
-    return {"columns": 1.0, "exports": 0.1, "chunks": 1.0}[name]
+    return {"columns": 1.0, "exports": 0.1, "runs": 1.0}[name]
 
 
 def size_cost(sizes: Mapping[str, int]) -> float:

@@ -1,6 +1,7 @@
 """Attention over spread sequences is plain attention over whole ones, whatever the plan and the heads; and all devices
 go through the same collectives."""
 
+import dataclasses
 import functools
 import re
 
@@ -14,9 +15,13 @@ from jax.sharding import PartitionSpec as P
 from turns import by_turns, third_of
 
 from sharding.kernels.attention import Mask, attention
+from sharding.kernels.delta import DeltaInputs, delta_rule
+from sharding.kernels.delta_heads import DeltaHeads
+from sharding.kernels.runs import packed_runs
 from sharding.mesh import binary_axes, make_mesh
 from sharding.planner.plan import PlanError, Round, ShardPlan
 from sharding.spread.buffers import Spread, lay
+from sharding.spread.recurrence import spread_delta
 from sharding.spread.ulysses import deal_heads, spread_attention, views_of
 
 DEVICES, COLUMNS, TOKENS, H = 8, 96, 96, 4  # TOKENS: of all sequences together, at most
@@ -26,10 +31,8 @@ EXAMPLE = [(37, 0, 0, 2), (5, 0, 0, 1), (20, 1, 1, 3), (9, 3, 3, 1), (7, 4, 0, 4
 SEQUENCE = st.tuples(st.integers(1, 16), st.integers(0, len(BUDGETS) - 1), st.integers(0, 7), st.integers(1, 4))
 
 
-def batch(sequences, budgets=BUDGETS):
-    """(spread, cell of each token, segments, branches) of sequences `(tokens, round, group, parts)`.
-
-    `parts` of about equal length are a prompt (branch 0) and its responses. Segments are numbered in no order."""
+def plan_of(sequences, budgets=BUDGETS):
+    """The plan of sequences `(tokens, round, group, parts)`."""
     lengths = tuple(tokens for tokens, *_ in sequences)
     where = [(budgets[j][0], j, group % (DEVICES // budgets[j][0])) for _, j, group, _ in sequences]
     rounds = []
@@ -39,7 +42,7 @@ def batch(sequences, budgets=BUDGETS):
             if of == j:
                 groups[group].append(i)
         rounds.append(Round(degree, tuple(map(tuple, groups))))
-    plan = ShardPlan(
+    return ShardPlan(
         num_devices=DEVICES,
         lengths=lengths,
         work=tuple(float(n * n) for n in lengths),
@@ -47,7 +50,13 @@ def batch(sequences, budgets=BUDGETS):
         firsts=tuple(degree * group for degree, _, group in where),
         rounds=tuple(rounds),
     )
-    layout = lay(plan)
+
+
+def batch(sequences, budgets=BUDGETS):
+    """(spread, cell of each token, segments, branches) of the sequences of a plan.
+
+    `parts` of about equal length are a prompt (branch 0) and its responses. Segments are numbered in no order."""
+    layout, lengths = lay(plan_of(sequences, budgets)), [tokens for tokens, *_ in sequences]
     exports = np.zeros((DEVICES, 0), np.int32)
     starts, counts = layout.starts.astype(np.int32), layout.counts.astype(np.int32)
     spread = Spread(starts, counts, exports, budgets, binary_axes(DEVICES))
@@ -117,6 +126,48 @@ def test_values_and_gradients_equal_plain_attention(heads):
 @given(st.lists(SEQUENCE, min_size=1, max_size=6))
 def test_any_plan_gives_the_same(sequences):  # 8 heads that read 2 KV heads
     assert_equal(sequences, inputs(8, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads", by_turns([pytest.param(DeltaHeads(3, 6, 4, 5)), pytest.param(DeltaHeads(1, 4, 3, 3))])
+)  # 3 key heads over 2 and 4 devices, and one over more
+def test_states_go_through_streams_as_through_whole_sequences(heads):
+    budgets = tuple(budget for budget in BUDGETS if budget[0] <= 4)
+    sequences = [(n, max(j - 1, 0), group, parts) for n, j, group, parts in EXAMPLE]
+    spread, cells, segments, branches = batch(sequences, budgets)
+    layout = lay(plan_of(sequences, budgets))
+    sizes = dict(zip(layout.names(), (budget for _, budget in budgets), strict=True))
+    spread = dataclasses.replace(
+        spread, runs=layout.sized({"columns": COLUMNS, "runs": 4} | sizes).runs(segments, branches)
+    )
+    runs, rng = packed_runs(segments[None], branches[None]), np.random.default_rng(0)
+
+    def delta(channels, gates, conv):
+        return DeltaInputs(channels, -gates[..., 0], gates[..., 1], conv)
+
+    def local(channels, gates, conv, spread):
+        return spread_delta(spread, heads, COLUMNS)(delta(channels, gates, conv[0]))
+
+    def whole(channels, gates, conv):
+        return delta_rule(delta(channels, gates, conv), heads, runs)[0]
+
+    T, V = len(cells), heads.value_heads
+    tokens = [
+        rng.normal(size=(T, heads.channels)),
+        rng.uniform(size=(T, V, 2)),
+        rng.normal(size=(T, V, heads.value_size)),
+    ]
+    channels, gates, dout = (x.astype(np.float32) for x in tokens)
+    conv = rng.normal(size=(heads.channels, 4)).astype(np.float32)
+    rows = [to_rows(x, cells) for x in (channels, gates, dout)]
+    got = value_and_grads(on_mesh(local), rows[0], rows[1], np.stack([conv] * DEVICES), rows[2], spread)
+    want = value_and_grads(whole, channels[None], gates[None], conv, dout[None])
+    for ours, theirs in zip(got[:3], want[:3], strict=True):
+        flat = np.asarray(ours).reshape(DEVICES * COLUMNS, *ours.shape[2:])
+        np.testing.assert_allclose(flat[cells], np.asarray(theirs)[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(np.delete(flat, cells, axis=0), 0)
+    np.testing.assert_allclose(got[3].sum(axis=0), want[3], rtol=1e-5, atol=1e-4)  # a sum over all tokens
 
 
 @pytest.mark.long
@@ -233,7 +284,7 @@ def test_empty_halves_of_rounds_cost_no_tiles():
 
         def local(segments, branches, spread):
             views = views_of(spread, segments, branches, 4)
-            return jnp.stack([view.tiles.count for view in views])[None]
+            return jnp.stack([view.table.count for view in views])[None]
 
         rows = [to_rows(x, cells) for x in (segments, branches)]
         return np.asarray(jax.jit(on_mesh(local))(*rows, spread))
