@@ -32,13 +32,43 @@ from .engine_weights import (
     served,
     split_layers,
 )
-from .programs import programs
+from .programs import ENDED, programs
 from .requests import EngineLimits
 from .slots import PAGE_TOKENS, SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork, FetchedPixels
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """New tokens that the device may still compute, as arrays on the device; `lost` as in `NewTokens`."""
+
+    parts: Sequence[tuple[np.ndarray, Sequence[jax.Array]]]  # slots; tokens, log-probs and, of a round, counts
+    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(parts: Sequence[tuple[np.ndarray, Sequence[jax.Array]]], lost: Mapping[str, Exception]) -> Unread:
+        """The tokens, whose copies to the host begin as soon as they are computed."""
+        for x in jax.tree.leaves([arrays for _, arrays in parts]):
+            x.copy_to_host_async()
+        return Unread(parts, lost)
+
+    @property
+    def slots_B(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *(slots_B for slots_B, _ in self.parts)])
+
+    def read(self) -> NewTokens:
+        """Waits for the device. Raises what its computation raised."""
+        none = np.zeros(0, np.int32)
+        parts = [(none, none[:, None], np.zeros((0, 1), np.float32), none)][: not self.parts]
+        for slots_B, arrays in self.parts:
+            tokens_BR, logprobs_BR, *count = (x[: len(slots_B)] for x in jax.device_get(arrays))
+            if not count:  # a start
+                tokens_BR, logprobs_BR, count = tokens_BR[:, None], logprobs_BR[:, None], [np.ones_like(slots_B)]
+            parts.append((slots_B, tokens_BR, logprobs_BR, *count))
+        return NewTokens(*map(np.concatenate, zip(*parts, strict=True)), self.lost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +92,8 @@ class NewTokens:
         return NewTokens(*kept, self.lost)
 
 
-def _ids(sampling: SlotSampling) -> tuple[int, int]:
-    return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
+def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
+    return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1], sampling.limited
 
 
 class DeviceState:
@@ -98,6 +128,7 @@ class DeviceState:
         if not is_abstract(model):
             self._replace(models.split(model)[1])
         self.cache: KVCache | None = None  # made at its first use; None after a failure or while asleep
+        self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
 
     def _settle(self, layout: EngineLayout) -> None:
@@ -107,7 +138,7 @@ class DeviceState:
         layers = {kind: layout.weights(module, stacked=False) for kind, module in stack.modules.items()}
         self.by_layers = {**self.stacked, **{kind: [layer] * stack.order.count(kind) for kind, layer in layers.items()}}
         rows = self.rows if len(layout.devices) > 1 else ()  # programs for one device serve any single device
-        self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
+        self.programs = programs(self._graphdef, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""
@@ -164,14 +195,12 @@ class DeviceState:
             self.params = None
             raise
 
-    def start(self, plan: StartPlan) -> NewTokens:
+    def start(self, plan: StartPlan) -> Unread:
         """Prefills prompts into pages and samples the first token of each sample that is complete.
 
         If a request's pixels can't be fetched, it is computed with blank pixels, so that no other request suffers. Its
         tokens mean nothing, and it is in `lost`."""
-        none, lost = np.zeros(0, np.int32), dict[str, Exception]()
-        parts = [(none, none, np.zeros(0, np.float32))]
-        drawn = []
+        lost, drawn = dict[str, Exception](), []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
@@ -182,13 +211,11 @@ class DeviceState:
                 self.cache = self.programs.fill(self._ready_cache(), rows, step.writes)
             else:
                 self.shapes.add(("start", (*sizes, len(step.starts.row_B), *_ids(step.starts.sampling))))
-                self.cache, *new = self.programs.start(
-                    self.params, self._ready_cache(), rows, hidden_BTD, step.writes, step.starts
+                self.cache, self.last_N, *new = self.programs.start(
+                    self.params, self._ready_cache(), self.last_N, rows, hidden_BTD, step.writes, step.starts
                 )
                 drawn.append((step.slots_B, new))
-        parts += [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
-        slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
-        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B), lost)
+        return Unread.of(drawn, lost)
 
     def _prefill(self, batch: PrefillBatch, lost: dict[str, Exception]) -> tuple[Rows, jax.Array]:
         inputs, context = self._with_pixels(batch, lost), batch.context
@@ -242,12 +269,12 @@ class DeviceState:
         assert kept.rows is not None, "the first chunk that shows a feature has some computed"
         return kept.rows
 
-    def decode(self, plan: RoundPlan) -> NewTokens:
-        """Decodes up to `steps_per_sync` tokens of each running sample."""
+    def decode(self, plan: RoundPlan) -> Unread:
+        """Decodes the tokens of a round, behind the last tokens that the turns before leave on the device."""
         slots_B, batch = plan
-        self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
-        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch)
-        return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
+        self.shapes.add(("decode", (*batch.pages_BC.shape, batch.entries_BR.shape[1], *_ids(batch.sampling))))
+        self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
+        return Unread.of([(slots_B, new)], {})
 
     def room(self, share: float, unknown: int) -> int:
         """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest
@@ -280,4 +307,5 @@ class DeviceState:
             shapes = self.cache_shapes(self.limits.pages)
             cache: KVCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
             self.cache = cache
+            self.last_N = jnp.full(self.limits.slots, ENDED, jnp.int32, device=self.layout.replicated)
         return self.cache

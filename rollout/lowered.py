@@ -75,10 +75,11 @@ class EngineArrays:
             packed += plan([chunk], limits, PREFILL_TOKENS, PREFILL_PATCHES)
         largest = max((batch for _, batch in packed), key=_scores)
         before: tuple[Any, ...] = () if largest.context is None else (self.cache, largest.context)
-        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
+        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
         every, pages = np.arange(limits.slots), pages_for(limits.max_sequence_tokens)
-        batch = table.round(every, limits.slots, limits.steps_per_sync, pages)
-        lowered = {"decode": programs.decode.lower(self.params, self.cache, batch)}
+        batch = table.round(every, limits.slots, limits.most_steps, pages)
+        last_N = jax.ShapeDtypeStruct((limits.slots,), np.int32, sharding=self._state.layout.replicated)
+        lowered = {"decode": programs.decode.lower(self.params, self.cache, last_N, batch)}
         if kept is not None:
             groups = (kept.input(number, kept.patches(number)) for number in range(len(kept.groups)))
             most = max(groups, key=lambda group: group.num_patches * (group.num_patches + group.frame_bound))
