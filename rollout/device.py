@@ -43,32 +43,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """New tokens that the device may still compute, as arrays on the device; `lost` as in `NewTokens`."""
+    """New tokens that the device may still compute; `lost` as in `NewTokens`."""
 
-    parts: Sequence[tuple[np.ndarray, Sequence[jax.Array]]]  # slots; tokens, log-probs and, of a round, counts
+    slots_B: np.ndarray
+    parts: Sequence[Sequence[jax.Array]]  # padded tokens, log-probs and counts of the slots, one part behind another
+    sizes: Sequence[int]  # slots of each part
     lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
-
-    @staticmethod
-    def of(parts: Sequence[tuple[np.ndarray, Sequence[jax.Array]]], lost: Mapping[str, Exception]) -> Unread:
-        """The tokens, whose copies to the host begin as soon as they are computed."""
-        for x in jax.tree.leaves([arrays for _, arrays in parts]):
-            x.copy_to_host_async()
-        return Unread(parts, lost)
-
-    @property
-    def slots_B(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.int32), *(slots_B for slots_B, _ in self.parts)])
 
     def read(self) -> NewTokens:
         """Waits for the device. Raises what its computation raised."""
-        none = np.zeros(0, np.int32)
-        parts = [(none, none[:, None], np.zeros((0, 1), np.float32), none)][: not self.parts]
-        for slots_B, arrays in self.parts:
-            tokens_BR, logprobs_BR, *count = (x[: len(slots_B)] for x in jax.device_get(arrays))
-            if not count:  # a start
-                tokens_BR, logprobs_BR, count = tokens_BR[:, None], logprobs_BR[:, None], [np.ones_like(slots_B)]
-            parts.append((slots_B, tokens_BR, logprobs_BR, *count))
-        return NewTokens(*map(np.concatenate, zip(*parts, strict=True)), self.lost)
+        parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
+        nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
+        return NewTokens(
+            self.slots_B, *(map(np.concatenate, zip(*parts, strict=True)) if parts else nothing), self.lost
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +188,7 @@ class DeviceState:
 
         If a request's pixels can't be fetched, it is computed with blank pixels, so that no other request suffers. Its
         tokens mean nothing, and it is in `lost`."""
-        lost, drawn = dict[str, Exception](), []
+        lost, slots, parts = dict[str, Exception](), [np.zeros(0, np.int32)], []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
@@ -214,8 +202,9 @@ class DeviceState:
                 self.cache, self.last_N, *new = self.programs.start(
                     self.params, self._ready_cache(), self.last_N, rows, hidden_BTD, step.writes, step.starts
                 )
-                drawn.append((step.slots_B, new))
-        return Unread.of(drawn, lost)
+                slots.append(step.slots_B)
+                parts.append(new)
+        return Unread(np.concatenate(slots), parts, list(map(len, slots[1:])), lost)
 
     def _prefill(self, batch: PrefillBatch, lost: dict[str, Exception]) -> tuple[Rows, jax.Array]:
         inputs, context = self._with_pixels(batch, lost), batch.context
@@ -274,7 +263,7 @@ class DeviceState:
         slots_B, batch = plan
         self.shapes.add(("decode", (*batch.pages_BC.shape, batch.entries_BR.shape[1], *_ids(batch.sampling))))
         self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
-        return Unread.of([(slots_B, new)], {})
+        return Unread(slots_B, [new], [len(slots_B)])
 
     def room(self, share: float, unknown: int) -> int:
         """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest

@@ -4,12 +4,10 @@ The engine works in turns, in a worker thread. A *start* prefills waiting prompt
 first tokens, a *round* gives every running sample some tokens. Between turns the engine delivers chunks and applies
 aborts and new weights.
 
-A CPU has the cores of the host: the tokens of a turn are read before the next turn is planned. Other devices are kept
-busy: a turn is dispatched *ahead*, before the tokens of the turn before it are read. The device has the last token of
-each sample, and the host knows how many tokens all samples have, but for those that came to a stop id. Such a sample
-has a row in one turn too many, whose tokens are dropped. What depends on unread tokens waits for them: preemption,
-blame for a failed turn, and everything that `_between_turns` protects (aborts, pauses, new weights, other devices). A
-decision to be ahead depends on counts of tokens and pages, never on the time that the device takes.
+Devices other than CPUs get a turn *ahead*, before the tokens of the turn before it are read: the device has the last
+token of each sample, and the host knows how many tokens there are, unless a stop id came. The tokens of a sample behind
+its stop id are dropped. What depends on unread tokens waits for them: preemption, blame for a failed turn, and all
+that `_between_turns` protects. Only counts of tokens and pages decide, never the time that the device takes.
 
 A weight update discards the cached keys and values:
 running samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
@@ -38,7 +36,7 @@ from models.shadow import Fetch
 from sharding.mesh import Device
 
 from . import turns
-from .device import DeviceState, NewTokens, Unread
+from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
 from .requests import EngineLimits, Mailbox, TokenStream
@@ -49,7 +47,6 @@ UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their 
 LEAST_CACHE = 256  # least tokens in the cache of `generate_once`; doubled, so that similar lengths share programs
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
-Plan = TypeVar("Plan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,23 +345,22 @@ class JaxEngine:
         scheduler = self._scheduler
         if not scheduler.next_turn(unread=bool(self._flights)):
             return await self._read(0)
-        jobs, ahead = scheduler.at_turn(), self._limits.ahead
-        prefilled = 0
+        jobs, ahead, prefilled = scheduler.at_turn(), self._limits.ahead, 0
         try:
             if scheduler.starting:
                 starts = turns.plan_starts(scheduler)
                 self._expect_pixels(starts)
                 prefilled = sum(step.batch.tokens for step in starts if step.batch.outputs is None)
-                tokens = await self._in_thread(_dispatch, self._device.start, starts, ahead)
+                dispatch = functools.partial(self._device.start, starts)
             else:
-                round = turns.plan_round(scheduler)
+                dispatch = functools.partial(self._device.decode, turns.plan_round(scheduler))
                 self._expect_pixels(())
-                tokens = await self._in_thread(_dispatch, self._device.decode, round, ahead)
+            tokens = await self._in_thread(lambda: dispatch() if ahead else dispatch().read())
         except Exception as error:
             if not jobs:
                 raise
             await self._read(0)
-            self._blame(jobs, error)
+            self._lose(scheduler.blame(jobs), _described(error), error)
             return
         self._tokens_prefilled += prefilled
         self._flights.append(scheduler.dispatched(tokens.slots_B, self._version, tokens))
@@ -379,25 +375,17 @@ class JaxEngine:
                 new = tokens if isinstance(tokens, NewTokens) else await self._in_thread(tokens.read)
             except Exception as error:
                 self._flights.popleft()
-                self._blame(flight.jobs, error)
+                self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
             else:  # a caller that was cancelled meanwhile leaves the flight to others
                 self._flights.popleft()
                 self._record(flight, new)
             self._deliver(self._scheduler.reap())
 
-    def _blame(self, jobs: Sequence[Job], error: Exception) -> None:
-        """Lets the scheduler look for the faulty job among those that a failed turn served."""
-        left = [job for job in jobs if self._scheduler.jobs.get(job.request.rid) is job]
-        self._lose(self._scheduler.blame(left), _described(error), error)
-
     def _record(self, flight: Flight, new: NewTokens) -> None:
-        new = new.only(self._scheduler.holds(flight, new.slots_B))
         lost = {job: new.lost[rid] for rid, job in self._scheduler.jobs.items() if rid in new.lost} if new.lost else {}
-        if lost:
-            slots = [sample.slot for job in lost for sample in job.samples]
-            new = new.only(~np.isin(new.slots_B, slots))
         for job, error in lost.items():
             self._fail(self._scheduler.drop([job]), _described(error), error)
+        new = new.only(self._scheduler.holds(flight, new.slots_B))
         finite_B = new.finite_B
         broken, new = self._scheduler.holders(new.slots_B[~finite_B]), new.only(finite_B)
         self._deliver(self._scheduler.record(flight, new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B))
@@ -439,12 +427,6 @@ class JaxEngine:
             error = EngineError(f"request {job.request.rid!r} was lost: {reason}")
             error.__cause__ = cause
             job.sink.close(error)
-
-
-def _dispatch(work: Callable[[Plan], Unread], plan: Plan, ahead: bool) -> Unread | NewTokens:
-    """Dispatches a turn; reads its tokens, too, unless turns are dispatched ahead."""
-    tokens = work(plan)
-    return tokens if ahead else tokens.read()
 
 
 def _described(error: Exception) -> str:

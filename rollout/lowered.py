@@ -77,7 +77,7 @@ class EngineArrays:
         before: tuple[Any, ...] = () if largest.context is None else (self.cache, largest.context)
         table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
         every, pages = np.arange(limits.slots), pages_for(limits.max_sequence_tokens)
-        batch = table.round(every, limits.slots, limits.most_steps, pages)
+        batch = table.round(every, limits.slots, max(limits.steps_per_sync, limits.longest_round), pages)
         last_N = jax.ShapeDtypeStruct((limits.slots,), np.int32, sharding=self._state.layout.replicated)
         lowered = {"decode": programs.decode.lower(self.params, self.cache, last_N, batch)}
         if kept is not None:

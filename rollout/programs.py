@@ -194,8 +194,8 @@ class EnginePrograms:
         hidden_BTD: Float[Array, "R T D"],
         writes: PageWrites,
         starts: Starts,
-    ) -> tuple[KVCache, Int[Array, " N"], Int[Array, " B"], Float[Array, " B"]]:
-        """Fills pages and samples a token a sample: (cache, last tokens of all slots, tokens, log-probs)."""
+    ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B 1"], Float[Array, "B 1"], Int[Array, " B"]]:
+        """Fills pages, and samples a token a sample; returns what `_decode` does."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
@@ -204,7 +204,7 @@ class EnginePrograms:
         keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
         token_B, logprob_B = sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
         last_N = self._noted(last_N, starts.slot_B, token_B, ~stopped(token_B, sampling.stop_ids_BI))
-        return cache, last_N, token_B, logprob_B
+        return cache, last_N, token_B[:, None], logprob_B[:, None], jnp.ones_like(token_B)
 
     def _noted(self, last_N: Array, slot_B: AnyArray, token_B: Array, alive_B: Array) -> Array:
         """The last tokens of all slots, with those of `slot_B`; `ENDED` for samples that are not alive."""

@@ -42,8 +42,8 @@ class EngineLimits:
     max_sequence_tokens: int  # most tokens of a prompt and its response
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
-    steps_per_sync: int = 4  # most tokens a sample in one round, while samples wait or are near their limit
-    longest_round: int = 0  # most tokens a sample in all other rounds, if more
+    steps_per_sync: int = 4  # most tokens a sample in one round
+    longest_round: int = 0  # in a round while no sample waits or is near its limit, and pages are free; if more
     ahead: bool = False  # a turn is dispatched before the tokens of the turn before it are read
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
@@ -58,17 +58,11 @@ class EngineLimits:
 
     @staticmethod
     def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
-        """The fields that say how the host drives `device`, or a description of it: whether turns are dispatched ahead
-        (None: not on a CPU, whose cores are the host's), and in rounds of how many tokens. `steps_per_sync=0` means 4
-        tokens, and up to 64 ahead."""
+        """The fields for this device. `ahead=None`: ahead unless it is a CPU, whose cores are the host's, too.
+        `steps_per_sync=0`: rounds of 4 tokens; ahead, of up to 64."""
         ahead = device.platform != "cpu" if ahead is None else ahead
         longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)
         return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
-
-    @property
-    def most_steps(self) -> int:
-        """The most tokens a sample in one round."""
-        return max(self.steps_per_sync, self.longest_round)
 
     @property
     def merge_unit(self) -> int:

@@ -240,8 +240,7 @@ class Scheduler:
         return True
 
     def _round_steps(self, slots_B: np.ndarray) -> int:
-        """The tokens of the next round: more than usual while no sample waits or is near its limit, and pages are free.
-        They are few different numbers, since each is compiled."""
+        """The tokens of the next round: a program each, so there are few numbers (`EngineLimits`)."""
         table, steps = self.table, self.limits.steps_per_sync
         if not len(slots_B) or self.waiting or len(slots_B) < self.running:
             return steps
@@ -360,9 +359,10 @@ class Scheduler:
         The cache can't be trusted afterwards: all running samples must be started again.
         """
         self.invalidate()
+        left = [job for job in jobs if job.open]
         if len(jobs) == 1:
-            return self.drop(jobs)
-        for job in jobs:
+            return self.drop(left)
+        for job in left:
             job.suspect = True
         return []
 
@@ -377,8 +377,7 @@ class Scheduler:
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
-        """Says of each slot whether the sample of a dispatched turn still has it. A sample that ended meanwhile has
-        not: its new tokens are to be dropped."""
+        """Says of each slot whether the sample of a dispatched turn still has it: a sample that ended gets no tokens."""
         return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
 
     def record(
@@ -439,8 +438,7 @@ class Scheduler:
             job.samples[int(index)].aborted = True
 
     def reap(self) -> list[Delivery]:
-        """Ends all marked samples, running or waiting. Must not be called while a turn is being planned or dispatched;
-        unread tokens of these samples are then dropped."""
+        """Ends all marked samples, running or waiting. Must not be called while a turn is dispatched."""
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)

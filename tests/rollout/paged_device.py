@@ -61,7 +61,7 @@ class PagedDevice:
         if self.poisoned & {job.request.rid for job in jobs} or (fails and len(jobs) > 1):
             self.read(0)
             self.forget()
-            for job in scheduler.blame([job for job in jobs if job.open]):
+            for job in scheduler.blame(jobs):
                 assert job.request.rid in self.poisoned, "lost for another's failure"
                 self.lost |= {(job.request.rid, sample.index) for sample in job.samples}
             assert not len(scheduler.to_decode())
