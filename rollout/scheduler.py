@@ -377,7 +377,7 @@ class Scheduler:
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
     def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
-        """Says of each slot whether the sample of a dispatched turn still has it: a sample that ended gets no tokens."""
+        """Says of each slot whether the sample of the turn still has it: a sample that has ended gets no tokens."""
         return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
 
     def record(
