@@ -370,11 +370,10 @@ class JaxEngine:
         """Reads and delivers the tokens of the oldest flights, until at most `most` flights are left."""
         while len(self._flights) > most:
             flight = self._flights[0]
+            tokens = flight.tokens
             try:
-                tokens = flight.tokens
                 new = tokens if isinstance(tokens, NewTokens) else await self._in_thread(tokens.read)
             except Exception as error:
-                self._flights.popleft()
                 self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
             else:  # a caller that was cancelled meanwhile leaves the flight to others
                 self._flights.popleft()

@@ -108,7 +108,6 @@ class Flight:
 
     jobs: list[Job]  # that the turn served
     samples: dict[int, RunningSample]  # by slot
-    most_N: np.ndarray  # the tokens that each slot gets if no stop id comes
     decodes: bool  # it is a round
     version: int  # of the weights
     tokens: Any = None  # `rollout.device.Unread`
@@ -190,13 +189,11 @@ class Scheduler:
     def dispatched(self, slots_B: np.ndarray, version: int, tokens: Any = None) -> Flight:
         """Notes that the device computes the decided turn, with tokens for these slots; returns who gets them."""
         jobs, decodes, table = self.at_turn(), not self.starting, self.table
-        most_N = np.zeros_like(table.unread_N)
         left_B = (table.limit_N - table.tokens_N)[slots_B]
-        most_N[slots_B] = np.minimum(self.steps, left_B) if decodes else 1
-        table.unread_N += most_N
+        table.unread_N[slots_B] += np.minimum(self.steps, left_B) if decodes else 1
         self.cached_N[slots_B] = True
         samples = {slot: sample for slot in slots_B.tolist() if (sample := self.occupant[slot]) is not None}
-        return Flight(jobs, samples, most_N, decodes, version, tokens)
+        return Flight(jobs, samples, decodes, version, tokens)
 
     def _admit(self) -> None:
         free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None] if self.waiting else []
@@ -386,7 +383,7 @@ class Scheduler:
         """Adds the first `count_B` new tokens of a dispatched turn to each slot that still has its sample (`holds`);
         ends samples that are complete or aborted."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
-        self.table.unread_N[slots_B] -= flight.most_N[slots_B]
+        self.table.unread_N[slots_B] -= count_B  # more were expected of samples that end here
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
         arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)

@@ -197,16 +197,16 @@ class SlotTable:
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
         """The sampling parameters of these slots, filled up to `size` rows with slot 0's (never read)."""
         slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
-        temperature_B, top_p_B, top_k_B = (x[slots_B] for x in (self.temperature_N, self.top_p_N, self.top_k_N))
+        limited_N = (self.temperature_N > 0) & ((self.top_p_N < 1) | (self.top_k_N > 0))
         return SlotSampling(
-            temperature_B,
-            top_p_B,
-            top_k_B,
+            self.temperature_N[slots_B],
+            self.top_p_N[slots_B],
+            self.top_k_N[slots_B],
             _trimmed(self.stop_ids_NI[slots_B]),
             _trimmed(self.forbidden_ids_NI[slots_B]),
             self.seed_N2[slots_B],
             self.sample_N[slots_B],
-            limited=bool(((temperature_B > 0) & ((top_p_B < 1) | (top_k_B > 0))).any()),
+            limited=bool(limited_N[slots_B].any()),
         )
 
     def round(self, slots_B: np.ndarray, size: int, steps: int, view_pages: int) -> DecodeRound:
