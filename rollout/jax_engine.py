@@ -141,10 +141,12 @@ class JaxEngine:
         self._scheduler.resize(self._limits)
 
     async def abort(self, rid: str) -> None:
-        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`."""
-        self._scheduler.mark_aborted(rid)
-        async with self._between_turns():
-            pass
+        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`. An
+        abort that comes too late changes nothing, not even when tokens are read."""
+        self._attach()
+        if self._scheduler.mark_aborted(rid):
+            async with self._between_turns():
+                pass
 
     def _abandon(self, job: Job) -> None:
         for sample in job.samples:

@@ -422,17 +422,16 @@ class Scheduler:
             sample.slot = -1
         sample.ended, sample.place = True, None
 
-    def mark_aborted(self, id: str) -> None:
-        """Marks a request (`rid`) or one sample (`rid/i`) as aborted, for `reap` to end; ignores unknown ids."""
-        job = self.jobs.get(id)
-        if job is not None:
-            for sample in job.samples:
-                sample.aborted = True
-            return
+    def mark_aborted(self, id: str) -> bool:
+        """Marks a request (`rid`) or one sample (`rid/i`) as aborted, for `reap` to end; ignores unknown ids. Returns
+        whether a sample is to end."""
         rid, _, index = id.rpartition("/")
-        job = self.jobs.get(rid)
-        if job is not None and index.isdecimal() and int(index) < len(job.samples):
-            job.samples[int(index)].aborted = True
+        samples = self.jobs[id].samples if id in self.jobs else []
+        if not samples and rid in self.jobs and index.isdecimal():
+            samples = self.jobs[rid].samples[int(index) :][:1]
+        for sample in samples:
+            sample.aborted = True
+        return any(not sample.ended for sample in samples)
 
     def reap(self) -> list[Delivery]:
         """Ends all marked samples, running or waiting. Must not be called while a turn is dispatched."""
