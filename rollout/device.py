@@ -54,9 +54,8 @@ class Unread:
         """Waits for the device. Raises what its computation raised."""
         parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
         nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
-        return NewTokens(
-            self.slots_B, *(map(np.concatenate, zip(*parts, strict=True)) if parts else nothing), self.lost
-        )
+        joined = map(np.concatenate, zip(*parts, strict=True)) if parts else nothing
+        return NewTokens(self.slots_B, *joined, lost=self.lost)
 
 
 @dataclasses.dataclass(frozen=True)
