@@ -81,11 +81,13 @@ class PagedDevice:
             count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
             for row, slot in enumerate(slots_B):
                 inside = batch.entries_BR[row] < self.cache.size
-                if STOP in self.unread_tokens(scheduler.occupant[slot]):
+                sample = scheduler.occupant[slot]
+                stop_ids = sample.job.request.sampling.stop_ids
+                if np.isin(self.unread_tokens(sample), stop_ids).any():
                     assert self.limits.ahead
                     count_B[row], self.cache.ravel()[batch.entries_BR[row][inside]] = 0, -1
                     continue
-                stops = np.flatnonzero(tokens_BR[row, : count_B[row]] == STOP)
+                stops = np.flatnonzero(np.isin(tokens_BR[row, : count_B[row]], stop_ids))
                 count_B[row] = stops[0] + 1 if len(stops) else count_B[row]
                 known = self.tokens(scheduler.occupant[slot])
                 assert batch.length_B[row] == len(known) - 1
