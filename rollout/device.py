@@ -32,13 +32,30 @@ from .engine_weights import (
     served,
     split_layers,
 )
-from .programs import programs
+from .programs import ENDED, programs
 from .requests import EngineLimits
 from .slots import PAGE_TOKENS, SlotSampling
 from .turns import PrefillBatch, RoundPlan, StartPlan
 
 if TYPE_CHECKING:
     from .prompt_pixels import FeatureWork, FetchedPixels
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """New tokens that the device may still compute; `lost` as in `NewTokens`."""
+
+    slots_B: np.ndarray
+    parts: Sequence[Sequence[jax.Array]]  # padded tokens, log-probs and counts of the slots, one part behind another
+    sizes: Sequence[int]  # slots of each part
+    lost: Mapping[str, Exception] = dataclasses.field(default_factory=dict)
+
+    def read(self) -> NewTokens:
+        """Waits for the device. Raises what its computation raised."""
+        parts = [[x[:size] for x in part] for part, size in zip(jax.device_get(self.parts), self.sizes, strict=True)]
+        nothing = np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
+        joined = map(np.concatenate, zip(*parts, strict=True)) if parts else nothing
+        return NewTokens(self.slots_B, *joined, lost=self.lost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +79,8 @@ class NewTokens:
         return NewTokens(*kept, self.lost)
 
 
-def _ids(sampling: SlotSampling) -> tuple[int, int]:
-    return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1]
+def _ids(sampling: SlotSampling) -> tuple[int, int, bool]:
+    return sampling.stop_ids_BI.shape[1], sampling.forbidden_ids_BI.shape[1], sampling.limited
 
 
 class DeviceState:
@@ -98,6 +115,7 @@ class DeviceState:
         if not is_abstract(model):
             self._replace(models.split(model)[1])
         self.cache: KVCache | None = None  # made at its first use; None after a failure or while asleep
+        self.last_N: jax.Array | None = None  # made with the cache: the last token of each slot's sample, or `ENDED`
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()  # (program, bucketed sizes) of all calls so far
 
     def _settle(self, layout: EngineLayout) -> None:
@@ -107,7 +125,7 @@ class DeviceState:
         layers = {kind: layout.weights(module, stacked=False) for kind, module in stack.modules.items()}
         self.by_layers = {**self.stacked, **{kind: [layer] * stack.order.count(kind) for kind, layer in layers.items()}}
         rows = self.rows if len(layout.devices) > 1 else ()  # programs for one device serve any single device
-        self.programs = programs(self._graphdef, self.limits.steps_per_sync, rows)
+        self.programs = programs(self._graphdef, rows)
 
     def move(self, layout: EngineLayout) -> None:
         """Moves the weights to other devices and drops the cache."""
@@ -164,14 +182,12 @@ class DeviceState:
             self.params = None
             raise
 
-    def start(self, plan: StartPlan) -> NewTokens:
+    def start(self, plan: StartPlan) -> Unread:
         """Prefills prompts into pages and samples the first token of each sample that is complete.
 
         If a request's pixels can't be fetched, it is computed with blank pixels, so that no other request suffers. Its
         tokens mean nothing, and it is in `lost`."""
-        none, lost = np.zeros(0, np.int32), dict[str, Exception]()
-        parts = [(none, none, np.zeros(0, np.float32))]
-        drawn = []
+        lost, slots, parts = dict[str, Exception](), [np.zeros(0, np.int32)], []
         for step in plan:
             rows, hidden_BTD = step.batch.outputs = step.batch.outputs or self._prefill(step.batch, lost)
             sizes = (*step.batch.inputs.tokens_BT.shape, len(step.writes.page_W))
@@ -182,13 +198,12 @@ class DeviceState:
                 self.cache = self.programs.fill(self._ready_cache(), rows, step.writes)
             else:
                 self.shapes.add(("start", (*sizes, len(step.starts.row_B), *_ids(step.starts.sampling))))
-                self.cache, *new = self.programs.start(
-                    self.params, self._ready_cache(), rows, hidden_BTD, step.writes, step.starts
+                self.cache, self.last_N, *new = self.programs.start(
+                    self.params, self._ready_cache(), self.last_N, rows, hidden_BTD, step.writes, step.starts
                 )
-                drawn.append((step.slots_B, new))
-        parts += [(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new))) for slots_B, new in drawn]
-        slots_B, tokens_B, logprobs_B = map(np.concatenate, zip(*parts, strict=True))
-        return NewTokens(slots_B, tokens_B[:, None], logprobs_B[:, None], np.ones_like(slots_B), lost)
+                slots.append(step.slots_B)
+                parts.append(new)
+        return Unread(np.concatenate(slots), parts, list(map(len, slots[1:])), lost)
 
     def _prefill(self, batch: PrefillBatch, lost: dict[str, Exception]) -> tuple[Rows, jax.Array]:
         inputs, context = self._with_pixels(batch, lost), batch.context
@@ -242,12 +257,12 @@ class DeviceState:
         assert kept.rows is not None, "the first chunk that shows a feature has some computed"
         return kept.rows
 
-    def decode(self, plan: RoundPlan) -> NewTokens:
-        """Decodes up to `steps_per_sync` tokens of each running sample."""
+    def decode(self, plan: RoundPlan) -> Unread:
+        """Decodes the tokens of a round, behind the last tokens that the turns before leave on the device."""
         slots_B, batch = plan
-        self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
-        self.cache, *new = self.programs.decode(self.params, self._ready_cache(), batch)
-        return NewTokens(slots_B, *(x[: len(slots_B)] for x in jax.device_get(new)))
+        self.shapes.add(("decode", (*batch.pages_BC.shape, batch.entries_BR.shape[1], *_ids(batch.sampling))))
+        self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
+        return Unread(slots_B, [new], [len(slots_B)])
 
     def room(self, share: float, unknown: int) -> int:
         """The tokens that fit a cache, beside the states of all slots, in `share` of the free memory of the fullest
@@ -280,4 +295,5 @@ class DeviceState:
             shapes = self.cache_shapes(self.limits.pages)
             cache: KVCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
             self.cache = cache
+            self.last_N = jnp.full(self.limits.slots, ENDED, jnp.int32, device=self.layout.replicated)
         return self.cache

@@ -1,8 +1,15 @@
 """The embedded engine: continuous batching in this process, on one or more devices, behind `rollout.engine.Engine`.
 
-The engine works in turns; each turn is one call into a worker thread. A *start* prefills waiting prompts into free
-pages and samples their first tokens, a *round* gives every running sample up to `steps_per_sync` tokens. Between turns
-the engine delivers chunks and applies aborts and new weights. A weight update discards the cached keys and values:
+The engine works in turns, in a worker thread. A *start* prefills waiting prompts into free pages and samples their
+first tokens, a *round* gives every running sample some tokens. Between turns the engine delivers chunks and applies
+aborts and new weights.
+
+Devices other than CPUs get a turn *ahead*, before the tokens of the turn before it are read: the device has the last
+token of each sample, and the host knows how many tokens there are, unless a stop id came. The tokens of a sample behind
+its stop id are dropped. What depends on unread tokens waits for them: preemption, blame for a failed turn, and all
+that `_between_turns` protects. Only counts of tokens and pages decide, never the time that the device takes.
+
+A weight update discards the cached keys and values:
 running samples are prefilled again, so that the log-probs of their later tokens are those of the new weights alone.
 """
 
@@ -15,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -32,7 +40,7 @@ from .device import DeviceState, NewTokens
 from .engine import EngineError, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .engine_weights import EngineLayout
 from .requests import EngineLimits, Mailbox, TokenStream
-from .scheduler import Delivery, Job, Scheduler
+from .scheduler import Delivery, Flight, Job, Scheduler
 from .slots import PAGE_TOKENS, doubling, pages_for
 
 UNKNOWN_MEMORY = 4 << 30  # most bytes of a cache if devices don't report their free memory
@@ -54,12 +62,13 @@ class JaxEngine:
     `slots` samples run at once, each with at most `max_sequence_tokens` of prompt and response. Their keys and values
     share a cache of `kv_tokens` tokens; 0: as many as all slots may need, but no more than `kv_fraction` of the device
     memory that is free before the first request, or `UNKNOWN_MEMORY` bytes if devices don't report it (CPUs). A round
-    decodes `steps_per_sync` tokens a sample. Long rounds cost less; short rounds let chunks, aborts and new weights
-    through sooner; both give the same tokens. `compute_dtype` casts new weights (None: they keep their
-    dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first device.
-    `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other model are
-    copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`, from
-    several threads, in the turn that prefills them or in turns before. If `fetch` fails, the request is lost.
+    decodes `steps_per_sync` tokens a sample; 0: as many as suit the devices and the samples (`EngineLimits.pace`). Long
+    rounds cost less; short rounds let chunks, aborts and new weights through sooner; both give the same tokens. `ahead`
+    says whether turns are dispatched ahead (None: not on CPUs). `compute_dtype` casts new weights (None: they keep
+    their dtype). `devices` compute together (`rollout.engine_weights`): 1, 2, 4, ... of this process; None: its first
+    device. `model` may be abstract; the weights then come with the first `update_weights`. The weights of any other
+    model are copied or shared as in an update. For prompts without pixels (`models.shadow`), the engine calls `fetch`,
+    from several threads, in the turn that prefills them or in turns before. If `fetch` fails, the request is lost.
     """
 
     def __init__(
@@ -68,7 +77,8 @@ class JaxEngine:
         *,
         slots: int = 256,
         max_sequence_tokens: int = 128,
-        steps_per_sync: int = 4,
+        steps_per_sync: int = 0,
+        ahead: bool | None = None,
         kv_tokens: int = 0,
         kv_fraction: float = 0.5,
         compute_dtype: DTypeLike | None = None,
@@ -76,20 +86,21 @@ class JaxEngine:
         version: int = 0,
         fetch: Fetch | None = None,
     ) -> None:
-        sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens, "steps_per_sync": steps_per_sync}
-        if min(sizes.values()) < 1:
-            raise EngineError(f"all of these must be positive: {sizes}")
+        sizes = {"slots": slots, "max_sequence_tokens": max_sequence_tokens}
+        if min(sizes.values()) < 1 or steps_per_sync < 0:
+            raise EngineError(f"all of these must be positive: {sizes}; steps_per_sync={steps_per_sync} may be 0")
         if kv_tokens < 0 or not 0 < kv_fraction <= 1:
             raise EngineError(f"kv_tokens={kv_tokens} must not be negative, kv_fraction={kv_fraction} be in (0, 1]")
+        layout = EngineLayout.of(devices)
         self._limits = EngineLimits.of(
             model.config,
             **sizes,
+            **EngineLimits.pace(layout.devices[0], steps_per_sync, ahead),
             small_model=jax.default_backend() != "cpu" or parameter_count(model) <= turns.SMALL_MODEL,
             kv_tokens=kv_tokens,
             shadows=fetch is not None,
         )
         self._kv_fraction, self._kv_given = kv_fraction, kv_tokens  # 0: determined before the first request
-        layout = EngineLayout.of(devices)
         self._device = DeviceState(model, self._limits, layout, compute_dtype, fetch)
         self._scheduler = Scheduler(self._limits)
         self._version = version
@@ -98,7 +109,8 @@ class JaxEngine:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # held while the device works; tasks get it in the order of asking
+        self._turn = asyncio.Lock()  # held during a turn; tasks get it in the order of asking
+        self._flights: deque[Flight] = deque()  # dispatched turns whose tokens are unread, at most two
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -129,10 +141,12 @@ class JaxEngine:
         self._scheduler.resize(self._limits)
 
     async def abort(self, rid: str) -> None:
-        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`."""
-        self._scheduler.mark_aborted(rid)
-        async with self._between_turns():
-            pass
+        """Returns when the slots are free. Streams still get the tokens of the turn in flight, before the `ABORT`. An
+        abort that comes too late changes nothing, not even when tokens are read."""
+        self._attach()
+        if self._scheduler.mark_aborted(rid):
+            async with self._between_turns():
+                pass
 
     def _abandon(self, job: Job) -> None:
         for sample in job.samples:
@@ -303,6 +317,7 @@ class JaxEngine:
         self._attach()
         async with self._turn:
             self._refuse_if_closed()  # perhaps closed while waiting
+            await self._read(0)
             try:
                 yield
             finally:
@@ -313,12 +328,10 @@ class JaxEngine:
             raise EngineError("the engine is closed")
 
     async def _run(self) -> None:
-        while self._ready():
+        while self._ready() or self._flights:
             async with self._turn:
-                if not self._ready():
-                    break
                 try:
-                    await self._one_turn()
+                    await (self._one_turn() if self._ready() else self._read(0))
                 except asyncio.CancelledError:
                     self._lose(self._scheduler.clear(), "the event loop is shutting down")
                     raise
@@ -329,41 +342,57 @@ class JaxEngine:
             self._device.pixels.expect(())
 
     async def _one_turn(self) -> None:
-        """Runs one turn. If it fails, the scheduler looks for the faulty job among those that the turn served."""
-        self._scheduler.next_turn()
+        """Dispatches a turn, and reads the tokens of the turn before, or its own. If the turn must wait for unread
+        tokens, reads these instead."""
+        scheduler = self._scheduler
+        if not scheduler.next_turn(unread=bool(self._flights)):
+            return await self._read(0)
+        jobs, ahead, prefilled = scheduler.at_turn(), self._limits.ahead, 0
         try:
-            new = await self._new_tokens()
+            if scheduler.starting:
+                starts = turns.plan_starts(scheduler)
+                self._expect_pixels(starts)
+                prefilled = sum(step.batch.tokens for step in starts if step.batch.outputs is None)
+                dispatch = functools.partial(self._device.start, starts)
+            else:
+                dispatch = functools.partial(self._device.decode, turns.plan_round(scheduler))
+                self._expect_pixels(())
+            tokens = await self._in_thread(lambda: dispatch() if ahead else dispatch().read())
         except Exception as error:
-            jobs = self._scheduler.at_turn()
             if not jobs:
                 raise
-            self._lose(self._scheduler.blame(jobs), _described(error), error)
+            await self._read(0)
+            self._lose(scheduler.blame(jobs), _described(error), error)
             return
+        self._tokens_prefilled += prefilled
+        self._flights.append(scheduler.dispatched(tokens.slots_B, self._version, tokens))
+        await self._read(int(ahead))
+
+    async def _read(self, most: int) -> None:
+        """Reads and delivers the tokens of the oldest flights, until at most `most` flights are left."""
+        while len(self._flights) > most:
+            flight = self._flights[0]
+            tokens = flight.tokens
+            try:
+                new = tokens if isinstance(tokens, NewTokens) else await self._in_thread(tokens.read)
+            except Exception as error:
+                self._lose(self._scheduler.blame(flight.jobs), _described(error), error)
+            else:  # a caller that was cancelled meanwhile leaves the flight to others
+                self._flights.popleft()
+                self._record(flight, new)
+            self._deliver(self._scheduler.reap())
+
+    def _record(self, flight: Flight, new: NewTokens) -> None:
         lost = {job: new.lost[rid] for rid, job in self._scheduler.jobs.items() if rid in new.lost} if new.lost else {}
-        if lost:
-            slots = [sample.slot for job in lost for sample in job.samples]
-            new = new.only(~np.isin(new.slots_B, slots))
         for job, error in lost.items():
             self._fail(self._scheduler.drop([job]), _described(error), error)
+        new = new.only(self._scheduler.holds(flight, new.slots_B))
         finite_B = new.finite_B
         broken, new = self._scheduler.holders(new.slots_B[~finite_B]), new.only(finite_B)
-        chunks = self._scheduler.record(new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B, self._version)
-        self._deliver(chunks)
+        self._deliver(self._scheduler.record(flight, new.slots_B, new.tokens_BR, new.logprobs_BR, new.count_B))
         if broken:
-            reason = f"a sampled token has a log-prob that is not finite under weights {self._version}"
+            reason = f"a sampled token has a log-prob that is not finite under weights {flight.version}"
             self._lose(self._scheduler.blame(broken), reason)
-
-    async def _new_tokens(self) -> NewTokens:
-        if not self._scheduler.starting:
-            plan_of_round = turns.plan_round(self._scheduler)
-            self._expect_pixels(())
-            return await self._in_thread(self._device.decode, plan_of_round)
-        plan = turns.plan_starts(self._scheduler)
-        self._expect_pixels(plan)
-        prefilled = sum(step.batch.tokens for step in plan if step.batch.outputs is None)
-        new = await self._in_thread(self._device.start, plan)
-        self._tokens_prefilled += prefilled
-        return new
 
     def _expect_pixels(self, plan: Sequence[turns.StartStep]) -> None:
         if self._device.pixels is not None:
@@ -384,10 +413,11 @@ class JaxEngine:
     def _lose(self, jobs: Sequence[Job], reason: str, cause: Exception | None = None) -> None:
         """Fails the streams of jobs that the scheduler has dropped.
 
-        Drops the cache, too. It may be lost with a failed turn, or hold values that are not finite: masked entries must
-        be finite, or they would spoil the next sample in their slot.
+        Drops the cache and unread tokens, too. The cache may be lost with a failed turn, or hold values that are not
+        finite: masked entries must be finite, or they would spoil the next sample in their slot.
         """
         self._device.cache = None
+        self._flights.clear()
         self._fail(jobs, reason, cause)
 
     @staticmethod

@@ -51,9 +51,10 @@ class EngineArrays:
     def decode(self) -> jax.stages.Lowered:
         """The program of a round with samples in all slots, not compiled yet."""
         limits = self._state.limits
-        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
-        batch = table.round(np.arange(limits.slots), limits.slots, limits.steps_per_sync)
-        return self._state.programs.decode.lower(self.params, self.cache, batch)
+        table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
+        batch = table.round(np.arange(limits.slots), limits.slots, limits.round_tokens, limits.round_tokens)
+        last_N = jax.ShapeDtypeStruct((limits.slots,), np.int32, sharding=self._state.layout.replicated)
+        return self._state.programs.decode.lower(self.params, self.cache, last_N, batch)
 
     def lowered(self, prompt: ModelInput, begun: Sequence[int] = ()) -> dict[str, jax.stages.Lowered]:
         """The programs that need most memory, by name, not compiled yet. `prefill` has as many prompts like `prompt`,

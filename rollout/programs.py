@@ -34,7 +34,7 @@ from models.inputs import AnyArray, PackedTokens, VisionInput
 from sharding.kernels.attention import Mask, attention
 from sharding.kernels.delta import DeltaInputs, DeltaState, delta_rule, delta_step
 from sharding.kernels.paged import paged_attention
-from sharding.mesh import Target, compiling_for
+from sharding.mesh import Target, compiling_for, target
 from sharding.walk import Walk
 
 from .cache import Context, KVCache, LayerRows, PageWrites, Rows, layers_by_kind
@@ -42,6 +42,7 @@ from .engine_weights import LayerParams, model_by_layers
 from .slots import PAGE_TOKENS, DecodeRound, SlotSampling
 
 CANDIDATES = 256  # most probable tokens that top-k and top-p try before they sort the whole vocabulary
+ENDED = -1  # in the place of the last token of a sample that has ended
 DELTA_LAYERS = "delta_layers"  # the kind of the layers that have states
 NEVER = np.float32(-1e30)  # the score of a forbidden token; finite, so that no NaN can arise
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Starts:
 
     row_B: Int[AnyArray, " B"]
     last_B: Int[AnyArray, " B"]  # the column of the sample's last token
+    slot_B: Int[AnyArray, " B"]  # out of range in padding
     index_B: Int[AnyArray, " B"]
     sampling: SlotSampling
 
@@ -67,25 +69,28 @@ class EnginePrograms:
 
     walk = Walk()
 
-    def __init__(self, graphdef: nnx.GraphDef[Decoder], steps: int, rows: tuple[Sharding, ...] = ()) -> None:
-        self.graphdef, self.steps, self.rows = graphdef, steps, rows
+    def __init__(self, graphdef: nnx.GraphDef[Decoder], rows: tuple[Sharding, ...] = ()) -> None:
+        self.graphdef, self.rows = graphdef, rows
         self.prefill = jax.jit(self._prefill)
         self.features = jax.jit(self._features)
         self.keep = jax.jit(self._keep, donate_argnums=0)
         self.fill = jax.jit(self._fill, donate_argnums=0)
-        self.start = jax.jit(self._start, donate_argnums=1)
-        self.decode = jax.jit(self._decode, donate_argnums=1)
+        self.start = jax.jit(self._start, donate_argnums=(1, 2))
+        self.decode = jax.jit(self._decode, donate_argnums=(1, 2))
 
     def _features(self, params: LayerParams, vision: VisionInput) -> Float[Array, "M X"]:
         """The features of some frame pairs, for a prompt that has too many patches for one prefill."""
         model, _ = model_by_layers(self.graphdef, params)
         with self._divided():
             features_MX = model.features(self.walk, vision).astype(params["embedding"]["table"].dtype)
+        return self._complete(features_MX)
+
+    def _complete(self, x: Array) -> Array:
+        """The array, complete on each device."""
         if not self.rows:
-            return features_MX
+            return x
         assert isinstance(self.rows[0], NamedSharding)
-        whole = NamedSharding(self.rows[0].mesh, P())
-        return jax.lax.with_sharding_constraint(features_MX, whole)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.rows[0].mesh, P()))
 
     def _keep(
         self, rows_FX: Float[Array, "F X"], features_MX: Float[Array, "M X"], row: Int[AnyArray, ""]
@@ -177,29 +182,39 @@ class EnginePrograms:
         self,
         params: LayerParams,
         cache: KVCache,
+        last_N: Int[Array, " N"],
         rows: Rows,
         hidden_BTD: Float[Array, "R T D"],
         writes: PageWrites,
         starts: Starts,
-    ) -> tuple[KVCache, Int[Array, " B"], Float[Array, " B"]]:
+    ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B 1"], Float[Array, "B 1"], Int[Array, " B"]]:
+        """Fills pages, and samples a token a sample; returns what `_decode` does."""
         cache = self._fill(cache, rows, writes)
         model, _ = model_by_layers(self.graphdef, params)
         logits_BV = self._logits(model, hidden_BTD[starts.row_B, starts.last_B])
         sampling = starts.sampling
         allowed_BV = allowed_tokens(sampling.forbidden_ids_BI, logits_BV.shape[1])
         keys_B = sample_keys(sampling.seed_B2, sampling.sample_B)
-        return cache, *sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
+        token_B, logprob_B = sample(logits_BV, allowed_BV, sampling, keys_B, starts.index_B)
+        last_N = self._noted(last_N, starts.slot_B, token_B, ~stopped(token_B, sampling.stop_ids_BI))
+        return cache, last_N, token_B[:, None], logprob_B[:, None], jnp.ones_like(token_B)
+
+    def _noted(self, last_N: Array, slot_B: AnyArray, token_B: Array, alive_B: Array) -> Array:
+        """The last tokens of all slots, with those of `slot_B`; `ENDED` for samples that are not alive."""
+        return self._complete(last_N.at[slot_B].set(jnp.where(alive_B, token_B, ENDED), mode="drop"))
 
     def _decode(
-        self, params: LayerParams, cache: KVCache, batch: DecodeRound
-    ) -> tuple[KVCache, Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
-        """Decodes up to `steps` tokens a sample: (cache, tokens, log-probs, `[B, steps]` each; each sample's tokens).
+        self, params: LayerParams, cache: KVCache, last_N: Int[Array, " N"], batch: DecodeRound
+    ) -> tuple[KVCache, Int[Array, " N"], Int[Array, "B R"], Float[Array, "B R"], Int[Array, " B"]]:
+        """Decodes up to `batch.steps` tokens a sample. Returns (cache, last tokens of all slots, tokens, log-probs,
+        each sample's number of tokens).
 
         A sample ends at a stop id (counted) or when its limit is reached; the round ends with its last sample.
         """
         model, layers = model_by_layers(self.graphdef, params)
         text = model.config.text
-        B, steps = batch.token_B.shape[0], self.steps
+        B, room = batch.entries_BR.shape
+        first_B = jnp.take(last_N, batch.slot_B, mode="clip")
         numbers, order = _numbers(model), model.stack.order
         states = [
             cache.state(batch.slot_B, i) if kind == DELTA_LAYERS else None
@@ -238,7 +253,7 @@ class EnginePrograms:
             return model.final_norm(self.walk, x)[:, 0], cache, states
 
         def running(state: tuple) -> Array:
-            return (state[0] < steps) & jnp.any(state[2])
+            return (state[0] < batch.steps) & jnp.any(state[2])
 
         def decode_token(state: tuple) -> tuple:
             i, token_B, alive_B, cache, states, tokens_BR, logprobs_BR, count_B = state
@@ -253,17 +268,18 @@ class EnginePrograms:
 
         state = (
             jnp.int32(0),
-            batch.token_B,
-            batch.remaining_B > 0,
+            jnp.maximum(first_B, 0),
+            (first_B != ENDED) & (batch.remaining_B > 0),
             cache,
             states,
-            jnp.zeros((B, steps), jnp.int32),
-            jnp.zeros((B, steps), jnp.float32),
+            jnp.zeros((B, room), jnp.int32),
+            jnp.zeros((B, room), jnp.float32),
             jnp.zeros((B,), jnp.int32),
         )
-        _, _, _, cache, states, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(running, decode_token, state)
-        cache = cache.with_states(batch.slot_B, [state for state in states if state is not None])
-        return self._placed(cache), tokens_BR, logprobs_BR, count_B
+        state = jax.lax.while_loop(running, decode_token, state)
+        _, token_B, alive_B, cache, states, tokens_BR, logprobs_BR, count_B = state
+        cache = self._placed(cache.with_states(batch.slot_B, [state for state in states if state is not None]))
+        return cache, self._noted(last_N, batch.slot_B, token_B, alive_B), tokens_BR, logprobs_BR, count_B
 
 
 def _numbers(model: Decoder) -> list[int]:
@@ -316,7 +332,10 @@ def sample(
     def noises() -> Array:
         return jnp.where(greedy_B[:, None], 0.0, jax.vmap(noise)(keys_B, index_B))
 
-    noise_BV = jax.lax.cond(jnp.all(greedy_B), lambda: jnp.zeros_like(logits_BV), noises)
+    if target().platform == "cpu":  # other devices would stop at each token until the host has read the condition
+        noise_BV = jax.lax.cond(jnp.all(greedy_B), lambda: jnp.zeros_like(logits_BV), noises)
+    else:
+        noise_BV = noises()
     limited_B = ~greedy_B & ((params.top_p_B < 1.0) | (params.top_k_B > 0))
 
     def plain() -> Array:
@@ -333,7 +352,7 @@ def sample(
         drawn_B = jax.lax.cond(unsettled, lambda: jnp.where(settled_B, few_B, sort()), lambda: few_B)
         return jnp.where(limited_B, drawn_B, plain())
 
-    tokens_B = jax.lax.cond(jnp.any(limited_B), limited, plain)
+    tokens_B = limited() if params.limited else plain()
     return tokens_B, jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=-1)[:, 0]
 
 

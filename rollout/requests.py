@@ -29,6 +29,7 @@ from .slots import PAGE_TOKENS, pages_for
 
 LEAST, MOST = int(np.iinfo(np.int32).min), int(np.iinfo(np.int32).max)  # the device counts in int32
 MOST_SAMPLES = 65536  # most samples of one request
+LONGEST_ROUND = 64  # tokens
 # Smaller temperatures would bring logits near the score of forbidden tokens, or beyond float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -42,6 +43,8 @@ class EngineLimits:
     vocabulary: int
     vision: VisionConfig | None = None  # None for a text-only model
     steps_per_sync: int = 4  # most tokens a sample in one round
+    longest_round: int = 0  # in a round while no sample waits or is near its limit, and pages are free; if more
+    ahead: bool = False  # a turn is dispatched before the tokens of the turn before it are read
     small_model: bool = True  # batches are filled up rather than compiled in another shape
     kv_tokens: int = 0  # tokens of the cache; 0: all slots at full length
     shadows: bool = False  # patches may be shadow tensors, which the engine fetches
@@ -52,6 +55,19 @@ class EngineLimits:
         """The bounds of an engine with a model of this configuration; `more` sets other fields."""
         more = {"recurrent": config.text.delta is not None, **more}
         return EngineLimits(slots, max_sequence_tokens, config.text.vocab_size, config.vision, **more)
+
+    @property
+    def round_tokens(self) -> int:
+        """The most tokens a sample in any round."""
+        return max(self.steps_per_sync, self.longest_round)
+
+    @staticmethod
+    def pace(device: Any, steps_per_sync: int, ahead: bool | None = None) -> dict[str, Any]:
+        """The fields for this device. `ahead=None`: ahead unless it is a CPU, whose cores are the host's, too.
+        `steps_per_sync=0`: rounds of 4 tokens; ahead, of up to 64."""
+        ahead = device.platform != "cpu" if ahead is None else ahead
+        longest = steps_per_sync or (LONGEST_ROUND if ahead else 4)
+        return {"steps_per_sync": steps_per_sync or 4, "longest_round": longest, "ahead": ahead}
 
     @property
     def merge_unit(self) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .prompt_pixels import PromptFeatures
 
 PREFILL_TOKENS = 4096  # most tokens of a turn of starts: rounds run in between; an uncut prompt may have more
+LONGER = 4  # ratio of two lengths of rounds
 CHUNK_TOKENS = 2048  # most tokens of one prompt or sample in one prefill; a multiple of a page
 
 
@@ -101,6 +102,17 @@ class Job:
         return self.request.prefix_ids[index] if self.request.prefix_ids else ()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flight:
+    """A turn that was dispatched: who gets its tokens when they are read."""
+
+    jobs: list[Job]  # that the turn served
+    samples: dict[int, RunningSample]  # by slot
+    decodes: bool  # it is a round
+    version: int  # of the weights
+    tokens: Any = None  # `rollout.device.Unread`
+
+
 Delivery = tuple[Job, TokenChunk]
 
 
@@ -116,13 +128,14 @@ class Scheduler:
         self._pageless: set[RunningSample] = set()  # samples with a slot and no pages
         self.tokens_generated = self.preemptions = self._submitted = 0
         self.starting: dict[Job, list[RunningSample]] = {}  # starts of the next or present turn; empty: a round
+        self.steps = limits.steps_per_sync  # most tokens a sample of the next or present round
         self._more_to_start = False  # more samples wait for a start than fit one turn
 
     def resize(self, limits: EngineLimits) -> None:
         """Sets the number of pages, while there are no requests."""
         self.limits = limits
         self.pool = PagePool(limits.pages)
-        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages, limits.recurrent)
+        self.table = SlotTable(limits.slots, limits.max_sequence_tokens, limits.pages)
 
     @property
     def running(self) -> int:
@@ -154,18 +167,33 @@ class Scheduler:
             job.number = number
         self.waiting = deque(sorted(self.waiting, key=lambda sample: (sample.job.number, sample.index)))
 
-    def next_turn(self) -> None:
+    def next_turn(self, unread: bool = False) -> bool:
         """Gives free slots and pages to waiting samples, and decides the next turn: a start, or a round, for which it
-        makes room. If more samples wait for a start than fit one turn, rounds come in between."""
+        makes room. If more samples wait for a start than fit one turn, rounds come in between.
+
+        With `unread` tokens of an earlier turn, returns False if the turn must wait for them: samples would be
+        preempted, a suspect has turns for itself, or no sample is known to go on. Nothing else depends on them."""
+        if unread and any(job.suspect for job in self.jobs.values()):
+            return False
         self._admit()
         due, self._more_to_start = self._more_to_start, False
         self.starting = {}
+        if due and len(self.to_decode()) and not self._make_room(unread):
+            self._more_to_start = True
+            return False
         if due and len(self.to_decode()):
-            self._make_room()
-        if not (due and len(self.to_decode())):
-            self.starting = self._to_start()
-            if not self.starting:
-                self._make_room()
+            return True
+        self.starting = self._to_start()
+        return bool(self.starting) or (self._make_room(unread) and (not unread or len(self.to_decode()) > 0))
+
+    def dispatched(self, slots_B: np.ndarray, version: int, tokens: Any = None) -> Flight:
+        """Notes that the device computes the decided turn, with tokens for these slots; returns who gets them."""
+        jobs, decodes, table = self.at_turn(), not self.starting, self.table
+        left_B = (table.limit_N - table.tokens_N)[slots_B]
+        table.unread_N[slots_B] += np.minimum(self.steps, left_B) if decodes else 1
+        self.cached_N[slots_B] = True
+        samples = {slot: sample for slot in slots_B.tolist() if (sample := self.occupant[slot]) is not None}
+        return Flight(jobs, samples, decodes, version, tokens)
 
     def _admit(self) -> None:
         free = [slot for slot, occupant in enumerate(self.occupant) if occupant is None] if self.waiting else []
@@ -208,11 +236,25 @@ class Scheduler:
         self._pageless.discard(sample)
         return True
 
-    def _make_room(self) -> None:
-        """Gives each sample in the cache the pages for the tokens of a round, the oldest first."""
-        slots_B, steps = self.to_decode(), self.limits.steps_per_sync
-        wanted_B = self.table.wanted_pages(slots_B, steps)
-        short_B = wanted_B > self.table.pages_N[slots_B]
+    def _round_steps(self, slots_B: np.ndarray) -> int:
+        """The tokens of the next round: a program each, so there are few numbers (`EngineLimits`)."""
+        table, steps = self.table, self.limits.steps_per_sync
+        if not len(slots_B) or self.waiting or len(slots_B) < self.running:
+            return steps
+        most = min(self.limits.longest_round, int((table.limit_N - table.tokens_N)[slots_B].min()))
+        while steps * LONGER <= most and table.missing_pages(slots_B, steps * LONGER).sum() <= self.pool.free:
+            steps *= LONGER
+        return steps
+
+    def _make_room(self, unread: bool) -> bool:
+        """Gives each sample in the cache the pages for the tokens of a round, the oldest first. Returns False, and does
+        nothing, if samples with `unread` tokens would be preempted."""
+        slots_B = self.to_decode()
+        self.steps = steps = self._round_steps(slots_B)
+        wanted_B, missing_B = self.table.wanted_pages(slots_B, steps), self.table.missing_pages(slots_B, steps)
+        if unread and missing_B.sum() > self.pool.free:
+            return False
+        short_B = missing_B > 0
         growing = [(self.occupant[slot], int(n)) for slot, n in zip(slots_B[short_B], wanted_B[short_B], strict=True)]
         for sample, wanted in sorted(((s, n) for s, n in growing if s is not None), key=lambda pair: pair[0].age):
             while sample.pages and self.pool.free < wanted - len(sample.pages):
@@ -221,6 +263,7 @@ class Scheduler:
             if sample.pages:
                 sample.pages += self.pool.take(wanted - len(sample.pages))
                 self.table.place(sample.slot, sample.pages)
+        return True
 
     def _preempt(self, sample: RunningSample) -> None:
         self._release(sample)
@@ -287,8 +330,8 @@ class Scheduler:
         return [sample for sample in samples if sample.slot < 0 or not self.cached_N[sample.slot]]
 
     def to_decode(self) -> np.ndarray:
-        """The slots whose samples are in the cache, ascending."""
-        slots_B = np.flatnonzero(self.cached_N)
+        """The slots whose samples are in the cache and not known to end with unread tokens, ascending."""
+        slots_B = np.flatnonzero(self.cached_N & (self.table.tokens_N < self.table.limit_N))
         if (alone := self._alone()) is not None:
             slots_B = np.intersect1d(slots_B, [sample.slot for sample in alone.samples])
         return slots_B.astype(np.int32)
@@ -313,9 +356,10 @@ class Scheduler:
         The cache can't be trusted afterwards: all running samples must be started again.
         """
         self.invalidate()
+        left = [job for job in jobs if job.open]
         if len(jobs) == 1:
-            return self.drop(jobs)
-        for job in jobs:
+            return self.drop(left)
+        for job in left:
             job.suspect = True
         return []
 
@@ -329,25 +373,29 @@ class Scheduler:
             return np.asarray(sample.job.prefix(sample.index), np.int32)
         return self.table.response_NT[sample.slot, : self.table.produced_N[sample.slot]].copy()
 
+    def holds(self, flight: Flight, slots_B: np.ndarray) -> np.ndarray:
+        """Says of each slot whether the sample of the turn still has it: a sample that has ended gets no tokens."""
+        return np.array([self.occupant[slot] is flight.samples[slot] for slot in slots_B.tolist()], bool)
+
     def record(
-        self, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray, version: int
+        self, flight: Flight, slots_B: np.ndarray, tokens_BR: np.ndarray, logprobs_BR: np.ndarray, count_B: np.ndarray
     ) -> list[Delivery]:
-        """Adds the first `count_B` new tokens to each slot; ends samples that are complete or aborted."""
+        """Adds the first `count_B` new tokens of a dispatched turn to each slot that still has its sample (`holds`);
+        ends samples that are complete or aborted."""
         stop_B, full_B = self.table.extend(slots_B, tokens_BR, count_B)
-        decoded = bool(self.cached_N[slots_B].all())
-        self.cached_N[slots_B] = True
+        self.table.unread_N[slots_B] -= count_B  # more were expected of samples that end here
         self.tokens_generated += int(count_B.sum())
         deliveries: list[Delivery] = []
         arrays = (slots_B, tokens_BR, logprobs_BR, count_B, stop_B, full_B)
         for slot, tokens, logprobs, count, stop, full in zip(*(array.tolist() for array in arrays), strict=True):
             sample = self.occupant[slot]
-            assert sample is not None, "slots are freed between turns only"
+            assert sample is not None and sample is flight.samples[slot], "the tokens are another sample's"
             finish = FinishReason.STOP if stop else FinishReason.LENGTH if full else None
             if finish is None and sample.aborted:
                 finish = FinishReason.ABORT
             job, index = sample.job, sample.index
-            job.suspect = job.suspect and not decoded
-            new = tuple(tokens[:count]), tuple(logprobs[:count]), (version,) * count
+            job.suspect = job.suspect and not flight.decodes
+            new = tuple(tokens[:count]), tuple(logprobs[:count]), (flight.version,) * count
             chunk = TokenChunk(job.request.rid, index, *new, finish, sample.preemptions)
             deliveries.append((job, chunk))
             if finish is not None:
@@ -374,27 +422,27 @@ class Scheduler:
             sample.slot = -1
         sample.ended, sample.place = True, None
 
-    def mark_aborted(self, id: str) -> None:
-        """Marks a request (`rid`) or one sample (`rid/i`) as aborted, for `reap` to end; ignores unknown ids."""
-        job = self.jobs.get(id)
-        if job is not None:
-            for sample in job.samples:
-                sample.aborted = True
-            return
+    def mark_aborted(self, id: str) -> bool:
+        """Marks a request (`rid`) or one sample (`rid/i`) as aborted, for `reap` to end; ignores unknown ids. Returns
+        whether a sample is to end."""
         rid, _, index = id.rpartition("/")
-        job = self.jobs.get(rid)
-        if job is not None and index.isdecimal() and int(index) < len(job.samples):
-            job.samples[int(index)].aborted = True
+        samples = self.jobs[id].samples if id in self.jobs else []
+        if not samples and rid in self.jobs and index.isdecimal():
+            samples = self.jobs[rid].samples[int(index) :][:1]
+        for sample in samples:
+            sample.aborted = True
+        return any(not sample.ended for sample in samples)
 
     def reap(self) -> list[Delivery]:
-        """Ends all marked samples, running or waiting. Must not be called while a turn is in flight."""
+        """Ends all marked samples, running or waiting. Must not be called while a turn is dispatched."""
         marked = [s for job in self.jobs.values() for s in job.samples if s.aborted and not s.ended]
         if any(sample.slot < 0 for sample in marked):
             self.waiting = deque(sample for sample in self.waiting if not sample.aborted)
         return [self._end_with(sample, FinishReason.ABORT) for sample in marked]
 
     def invalidate(self) -> None:
-        """Forgets the cache, as after a change of weights: running samples must be started again."""
+        """Forgets the cache, as after a change of weights, and unread tokens: running samples must be started again."""
+        self.table.unread_N[:] = 0
         for sample in filter(None, self.occupant):
             self._release(sample)
         for sample in self.waiting:

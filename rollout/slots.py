@@ -97,6 +97,8 @@ class SlotSampling:
     forbidden_ids_BI: Int[AnyArray, "B J"]
     seed_B2: UInt32[AnyArray, "B 2"]  # the words of the request's seed, high first
     sample_B: Int[AnyArray, " B"]  # number of the sample in its request
+    # Says whether a slot may have a top-k or top-p. Programs know this flag when they are compiled.
+    limited: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -107,31 +109,31 @@ def seed_words(seed: int) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeRound:
-    """Samples to decode. Their last token is not in the cache yet: it is the first input."""
+    """Samples to decode. Their last token, which the device keeps by slot, is not in the cache yet: it is the first
+    input. If the device found that a sample has ended, its row does nothing."""
 
     pages_BC: Int[AnyArray, "B C"]  # pages of each sample, filled up with pages out of range
-    entries_BR: Int[AnyArray, "B R"]  # entries for the round's tokens, numbered through all pages, or out of range
-    token_B: Int[AnyArray, " B"]  # last token of the sample
-    position_B: Int[AnyArray, " B"]  # rotary position of that token
+    entries_BR: Int[AnyArray, "B R"]  # entries for the tokens of the longest round, numbered through all pages
+    steps: Int[AnyArray, ""]  # most tokens a sample of this round; entries behind them are not written
+    slot_B: Int[AnyArray, " B"]  # out of range in padding
+    position_B: Int[AnyArray, " B"]  # rotary position of the last token
     length_B: Int[AnyArray, " B"]  # entries in the cache
     index_B: Int[AnyArray, " B"]  # tokens of the response so far
     remaining_B: Int[AnyArray, " B"]  # tokens that the sample may still get; 0 in padding
     sampling: SlotSampling
-    slot_B: Int[AnyArray, " B"] | None = None  # slots whose states the round reads and writes, or out of range
 
 
 class SlotTable:
-    """The tables of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale. If layers have
-    states (`recurrent`), rounds get the numbers of their slots."""
+    """The tables of `N` slots on the host, in a cache of `pages` pages; entries of free slots are stale."""
 
-    def __init__(self, slots: int, max_sequence_tokens: int, pages: int, recurrent: bool = False) -> None:
-        self.recurrent = recurrent
+    def __init__(self, slots: int, max_sequence_tokens: int, pages: int) -> None:
         self.no_page = pages  # out of range: entries of this page are dropped
         self.page_NC = np.full((slots, pages_for(max_sequence_tokens)), pages, np.int32)  # pages of a slot's entries
         self.pages_N = np.zeros(slots, np.int32)  # the number of valid pages in a row of `page_NC`; 0: all are stale
         self.prompt_N = np.zeros(slots, np.int32)  # tokens of the prompt
         self.next_position_N = np.zeros(slots, np.int32)  # rotary position of the response's first token
-        self.produced_N = np.zeros(slots, np.int32)  # tokens of the response, prefix included
+        self.produced_N = np.zeros(slots, np.int32)  # tokens of the response that were read, prefix included
+        self.unread_N = np.zeros(slots, np.int32)  # further tokens that the device computes, if no stop id comes
         self.limit_N = np.zeros(slots, np.int32)  # the most tokens that the response may have
         self.response_NT = np.zeros((slots, max_sequence_tokens), np.int32)
         self.temperature_N = np.ones(slots, np.float32)
@@ -148,6 +150,7 @@ class SlotTable:
         self.prompt_N[slots] = len(request.prompt)
         self.next_position_N[slots] = request.prompt.next_position
         self.produced_N[slots] = list(map(len, prefixes))
+        self.unread_N[slots] = 0
         for slot, prefix in zip(slots, prefixes, strict=True):
             self.response_NT[slot, : len(prefix)] = prefix
         self.limit_N[slots] = sampling.max_new_tokens
@@ -165,11 +168,21 @@ class SlotTable:
         self.page_NC[slot, len(pages) :] = self.no_page
         self.pages_N[slot] = len(pages)
 
+    @property
+    def tokens_N(self) -> np.ndarray:
+        """The tokens of each slot's response behind the turns that were dispatched, if no stop id comes."""
+        return self.produced_N + self.unread_N
+
     def wanted_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
         """The pages that each slot's sample needs for `steps` more tokens, or up to its limit. The last token's keys
         and values are never cached, so it needs no room."""
-        entries_B = np.minimum(self.produced_N[slots_B] + steps, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
+        tokens_B = self.tokens_N[slots_B] + steps
+        entries_B = np.minimum(tokens_B, self.limit_N[slots_B]) + self.prompt_N[slots_B] - 1
         return -(-entries_B // PAGE_TOKENS)
+
+    def missing_pages(self, slots_B: np.ndarray, steps: int) -> np.ndarray:
+        """The pages that each slot's sample needs for `steps` more tokens beside its present pages."""
+        return np.maximum(self.wanted_pages(slots_B, steps) - self.pages_N[slots_B], 0)
 
     def extend(self, slots_B: np.ndarray, tokens_BR: np.ndarray, count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds the first `count_B` (at least 1) tokens to each slot; returns (stopped, at the limit) by slot."""
@@ -185,6 +198,7 @@ class SlotTable:
     def sampling(self, slots_B: np.ndarray, size: int) -> SlotSampling:
         """The sampling parameters of these slots, filled up to `size` rows with slot 0's (never read)."""
         slots_B = np.pad(slots_B, (0, size - len(slots_B))).astype(np.int32)
+        limited_N = (self.temperature_N > 0) & ((self.top_p_N < 1) | (self.top_k_N > 0))
         return SlotSampling(
             self.temperature_N[slots_B],
             self.top_p_N[slots_B],
@@ -193,14 +207,16 @@ class SlotTable:
             _trimmed(self.forbidden_ids_NI[slots_B]),
             self.seed_N2[slots_B],
             self.sample_N[slots_B],
+            limited=bool(limited_N[slots_B].any()),
         )
 
-    def round(self, slots_B: np.ndarray, size: int, steps: int) -> DecodeRound:
-        """The input of the decode program for `steps` tokens, filled up to `size` rows that do nothing."""
+    def round(self, slots_B: np.ndarray, size: int, steps: int, longest: int) -> DecodeRound:
+        """The input of the decode program for `steps` of at most `longest` tokens, filled up to `size` rows that do
+        nothing. Rounds of all lengths have equal shapes: one program serves them."""
         padding = size - len(slots_B)
-        produced_B = self.produced_N[slots_B]
-        cached_B = self.prompt_N[slots_B] + produced_B - 1  # the last token is the round's first input
-        entry_BR = cached_B[:, None] + np.arange(steps)
+        tokens_B = self.tokens_N[slots_B]
+        cached_B = self.prompt_N[slots_B] + tokens_B - 1  # the last token is the round's first input
+        entry_BR = cached_B[:, None] + np.arange(longest)
         page_BR = np.minimum(entry_BR // PAGE_TOKENS, self.page_NC.shape[1] - 1)
         entries_BR = self.page_NC[slots_B[:, None], page_BR] * PAGE_TOKENS + entry_BR % PAGE_TOKENS
         entries_BR[entry_BR >= self.page_NC.shape[1] * PAGE_TOKENS] = self.no_page * PAGE_TOKENS
@@ -211,13 +227,13 @@ class SlotTable:
         return DecodeRound(
             pages_BC=np.pad(self.page_NC[slots_B], ((0, padding), (0, 0))),
             entries_BR=np.pad(entries_BR, ((0, padding), (0, 0)), constant_values=self.no_page * PAGE_TOKENS),
-            token_B=fill(self.response_NT[slots_B, produced_B - 1]),
-            position_B=fill(self.next_position_N[slots_B] + produced_B - 1),
+            steps=np.int32(steps),
+            slot_B=self.padded(slots_B, size),
+            position_B=fill(self.next_position_N[slots_B] + tokens_B - 1),
             length_B=fill(cached_B),
-            index_B=fill(produced_B),
-            remaining_B=fill(self.limit_N[slots_B] - produced_B),
+            index_B=fill(tokens_B),
+            remaining_B=fill(self.limit_N[slots_B] - tokens_B),
             sampling=self.sampling(slots_B, size),
-            slot_B=self.padded(slots_B, size) if self.recurrent else None,
         )
 
     def padded(self, slots: Sequence[int] | np.ndarray, size: int) -> np.ndarray:

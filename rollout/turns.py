@@ -1,7 +1,7 @@
 """Plans the two kinds of turn on the host, between turns; `rollout.device` runs them.
 
 A *start* prefills prompts and gives their first token to samples that have new pages; a *round* gives each running
-sample up to `steps_per_sync` tokens. Samples share the computation of their prompt when they start, and when they are
+sample some tokens. Samples share the computation of their prompt when they start, and when they are
 computed again because the weights changed or they were preempted.
 
 A prompt, or a prompt with its response so far, is computed in chunks of `CHUNK_TOKENS` if it is longer. A chunk is
@@ -316,7 +316,8 @@ def _start(scheduler: Scheduler, batch: PrefillBatch, samples: list[RunningSampl
     row_B, prompt_B, start_B, response_B, _ = np.pad(np.array(places, np.int32), ((0, size - len(places)), (0, 0))).T
     last_B = np.where(response_B > 0, start_B + response_B, prompt_B) - (prompt_B + response_B > 0)
     index_B = np.pad(scheduler.table.produced_N[slots_B], (0, size - len(samples)))
-    starts = Starts(row_B, last_B.astype(np.int32), index_B, scheduler.table.sampling(slots_B, size))
+    slot_B, sampling = scheduler.table.padded(slots_B, size), scheduler.table.sampling(slots_B, size)
+    starts = Starts(row_B, last_B.astype(np.int32), slot_B, index_B, sampling)
     return StartStep(batch, writes, slots_B, starts)
 
 
@@ -359,8 +360,9 @@ def _with_states(
 
 def plan_round(scheduler: Scheduler) -> RoundPlan:
     slots_B = scheduler.to_decode()
-    size = doubling(len(slots_B), _least_rows(scheduler.limits), scheduler.limits.slots)
-    return slots_B, scheduler.table.round(slots_B, size, scheduler.limits.steps_per_sync)
+    table, limits = scheduler.table, scheduler.limits
+    size = doubling(len(slots_B), _least_rows(limits), limits.slots)
+    return slots_B, table.round(slots_B, size, scheduler.steps, limits.round_tokens)
 
 
 def _least_rows(limits: EngineLimits) -> int:

@@ -24,12 +24,29 @@ class Call:
     """A call of the device: a start of samples, or a round of decoding (which has a plan)."""
 
     began: float  # seconds of a clock
-    ended: float
+    ended: float  # of a round: when its tokens were read
     plan: RoundPlan | None = None
 
     @property
     def samples(self) -> int:
         return 0 if self.plan is None else len(self.plan[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """The tokens of a round, with a note that is made when they are read."""
+
+    tokens: Any
+    note: Callable[[], None]
+
+    @property
+    def slots_B(self) -> np.ndarray:
+        return self.tokens.slots_B
+
+    def read(self) -> Any:
+        new = self.tokens.read()
+        self.note()
+        return new
 
 
 class Calls:
@@ -48,9 +65,8 @@ class Calls:
 
         def noted_decode(plan: RoundPlan) -> Any:
             began = time.perf_counter()
-            new = around(lambda: decode(plan), plan) if around else decode(plan)
-            self.calls.append(Call(began, time.perf_counter(), plan))
-            return new
+            tokens = around(lambda: decode(plan), plan) if around else decode(plan)
+            return _Noted(tokens, lambda: self.calls.append(Call(began, time.perf_counter(), plan)))
 
         self._state.start, self._state.decode = noted_start, noted_decode
 
@@ -59,7 +75,7 @@ class Calls:
 
     def full_rounds(self, samples: int) -> list[tuple[Call, float]]:
         """Returns each round of `samples` samples before another such round, and the seconds until that one begins."""
-        pairs = itertools.pairwise(self.calls)
+        pairs = itertools.pairwise(sorted(self.calls, key=lambda call: call.began))
         return [(call, after.began - call.began) for call, after in pairs if call.samples == after.samples == samples]
 
     def program_seconds(self, plan: RoundPlan, repeats: int = 10) -> float:
@@ -70,7 +86,7 @@ class Calls:
         for _ in range(2):  # the first time, the plan is on its way to the device
             began = time.perf_counter()
             for _ in range(repeats):
-                state.cache, *new = state.programs.decode(state.params, state.cache, batch)
+                state.cache, state.last_N, *new = state.programs.decode(state.params, state.cache, state.last_N, batch)
             jax.block_until_ready(new)
             took.append((time.perf_counter() - began) / repeats)
         return took[-1]

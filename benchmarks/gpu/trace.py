@@ -68,7 +68,7 @@ def _decoding(dry: bool, folder: pathlib.Path) -> dict[str, Any]:
     rounds.left = asked = 2 if dry else ROUNDS
     asyncio.run(turn())
     found = kernel_times.summary(kernel_times.read(folder))
-    tokens = asked * engine._limits.steps_per_sync
+    tokens = rounds.tokens
     per_token = {
         "kernels_per_token": round(found["kernels"] / tokens, 1),
         "copies_to_host_per_token": round(found["copies_to_host"]["count"] / tokens, 2),
@@ -90,6 +90,7 @@ class Rounds:
 
     def __init__(self, folder: pathlib.Path, samples: int) -> None:
         self._folder, self._samples, self.left, self._tracing = str(folder), samples, 0, False
+        self.tokens = 0  # of a sample, in all traced rounds
 
     def __call__(self, decode: Callable[[], Any], plan: Any) -> Any:
         import jax
@@ -100,8 +101,10 @@ class Rounds:
             jax.profiler.start_trace(self._folder, profiler_options=_options())
             self._tracing = True
         new = decode()
+        self.tokens += plan[1].entries_BR.shape[1]
         self.left -= 1
         if not self.left:
+            new.read()  # the device has ended all rounds
             jax.profiler.stop_trace()
             self._tracing = False
         return new

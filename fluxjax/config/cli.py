@@ -92,6 +92,7 @@ NEEDS = (
     Need(_ENTROPY, _ALGORITHM, "another", lambda config: config.algorithm.label not in ("dpo", "distillation")),
     Need("data.near_gib", "data.preprocessors", "above 0"),
     Need("servers weights.route weights.agents", "rollout.engine", "serve or sglang"),  # jax can read weights.folder
+    Need("rollout.steps_per_sync", "rollout.engine", "jax"),
     Need("weights.folder weights.agents", "weights.route", "auto or orbax"),
     Need("algorithm.importance.bounds", _KIND, "truncate or mask"),
     Need("algorithm.importance.level", _KIND, "truncate or mask", _corrected),

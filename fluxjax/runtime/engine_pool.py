@@ -78,6 +78,7 @@ class EnginePool:
             self._model,
             slots=rollout.slots,
             max_sequence_tokens=rollout.max_sequence_tokens,
+            steps_per_sync=rollout.steps_per_sync,
             kv_tokens=rollout.kv_tokens,
             kv_fraction=KV_FRACTION / engines_a_device(self.devices),
             compute_dtype=self._config.model.compute_dtype.value,

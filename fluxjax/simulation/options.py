@@ -81,7 +81,7 @@ class SimulateConfig(Config):
     unread: ClassVar[tuple[str, ...]] = (
         *("name", "run_dir", "model", "data", "rewards", "warm_start", "algorithm", "replay", "critic", "optim"),
         *("lora", "sharding", "packing", "report"),
-        *("rollout.slots", "rollout.max_sequence_tokens", "rollout.kv_tokens"),
+        *("rollout.slots", "rollout.max_sequence_tokens", "rollout.kv_tokens", "rollout.steps_per_sync"),
         *("evaluation.samples", "checkpoint.keep"),
     )
 

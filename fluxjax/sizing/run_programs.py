@@ -252,7 +252,8 @@ def engine_arrays(
     """Returns the arrays of an engine of `degree` devices with a cache of `kv_tokens` (0: as configured)."""
     rollout, dtype = config.rollout, config.model.compute_dtype.value
     kept = kv_tokens or rollout.kv_tokens
-    limits = EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, kv_tokens=kept)
+    pace = EngineLimits.pace(devices[0], rollout.steps_per_sync)
+    limits = EngineLimits.of(model.config, rollout.slots, rollout.max_sequence_tokens, kv_tokens=kept, **pace)
     return EngineArrays(model, limits, dtype, devices[: degree or config.parallelism.degree])
 
 

@@ -8,7 +8,7 @@ from rollout import scheduler as scheduling
 from rollout import turns
 from rollout.engine import GenerateRequest
 from rollout.requests import EngineLimits
-from rollout.scheduler import Scheduler
+from rollout.scheduler import Flight, Scheduler
 from rollout.slots import PAGE_TOKENS
 
 STOP, SOME_IDS = 0, 9
@@ -23,10 +23,15 @@ def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 class PagedDevice:
-    """Plays the engine's turns on pages of token ids; checks what they read, and the books between turns."""
+    """Plays the engine's turns on pages of token ids; checks what they read, and the books between turns. `ahead`: the
+    tokens of a turn are read after the next turn."""
 
-    def __init__(self, slots: int, kv_tokens: int = 0, recurrent: bool = False) -> None:
-        self.limits = EngineLimits(slots, LONGEST, VOCAB, VL.vision, STEPS, kv_tokens=kv_tokens, recurrent=recurrent)
+    def __init__(self, slots: int, kv_tokens: int = 0, recurrent: bool = False, ahead: bool = False) -> None:
+        self.limits = EngineLimits(
+            slots, LONGEST, VOCAB, VL.vision, STEPS, 5 * STEPS, ahead, kv_tokens=kv_tokens, recurrent=recurrent
+        )
+        self.unread: list[tuple[Flight, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.lengths: set[int] = set()  # of rounds
         self.states: dict[int, list[int]] = {}  # by slot, the tokens that its state has read
         self.least_id = STOP  # of new tokens
         self.scheduler, self.version = Scheduler(self.limits), 0
@@ -46,12 +51,15 @@ class PagedDevice:
     def turn(self, seed: int, fails: bool = False) -> None:
         """A turn that serves a poisoned request fails; any other that serves several does where it is told to."""
         scheduler, rng = self.scheduler, np.random.default_rng(seed)
-        scheduler.next_turn()
+        if not scheduler.next_turn(unread=bool(self.unread)):
+            self.read(0)
+            return
         self.check()
         if not self.limits.kv_tokens:
             assert not scheduler.waiting or scheduler.running == self.limits.slots, "a free slot while samples wait"
         jobs = scheduler.at_turn()
         if self.poisoned & {job.request.rid for job in jobs} or (fails and len(jobs) > 1):
+            self.read(0)
             self.forget()
             for job in scheduler.blame(jobs):
                 assert job.request.rid in self.poisoned, "lost for another's failure"
@@ -67,37 +75,64 @@ class PagedDevice:
         else:
             slots_B, batch = turns.plan_round(scheduler)
             assert len(slots_B), "a turn that serves nobody"
-            steps = STEPS
+            steps = scheduler.steps
+            self.lengths.add(steps)
             tokens_BR = rng.integers(self.least_id, SOME_IDS, (len(slots_B), steps)).astype(np.int32)
             count_B = np.minimum(steps, batch.remaining_B[: len(slots_B)])
             for row, slot in enumerate(slots_B):
-                stops = np.flatnonzero(tokens_BR[row, : count_B[row]] == STOP)
+                inside = batch.entries_BR[row] < self.cache.size
+                sample = scheduler.occupant[slot]
+                stop_ids = sample.job.request.sampling.stop_ids
+                if np.isin(self.unread_tokens(sample), stop_ids).any():
+                    assert self.limits.ahead
+                    count_B[row], self.cache.ravel()[batch.entries_BR[row][inside]] = 0, -1
+                    continue
+                stops = np.flatnonzero(np.isin(tokens_BR[row, : count_B[row]], stop_ids))
                 count_B[row] = stops[0] + 1 if len(stops) else count_B[row]
                 known = self.tokens(scheduler.occupant[slot])
                 assert batch.length_B[row] == len(known) - 1
-                response = len(scheduler.response(scheduler.occupant[slot]))
-                assert (batch.token_B[row], batch.index_B[row]) == (known[-1], response)
+                response = len(known) - len(scheduler.occupant[slot].job.request.prompt)
+                assert batch.index_B[row] == response
                 after = scheduler.occupant[slot].job.request.prompt.next_position
                 assert batch.position_B[row] == after + response - 1
                 read = self.cache[np.minimum(batch.pages_BC[row], self.limits.pages - 1)].ravel()
                 np.testing.assert_array_equal(read[: len(known) - 1], known[:-1])
                 fresh = [known[-1], *tokens_BR[row, :-1]]
-                inside = batch.entries_BR[row] < self.cache.size
                 assert inside[: count_B[row]].all(), "a token without a page"
                 self.cache.ravel()[batch.entries_BR[row][inside]] = np.array(fresh)[inside]
                 if self.limits.recurrent:
-                    assert batch.slot_B is not None and batch.slot_B[row] == slot
                     assert self.states[slot] == known[:-1]
                     self.states[slot] = [*known[:-1], *map(int, fresh)]
-            assert (batch.slot_B is None) != self.limits.recurrent
-            assert batch.slot_B is None or (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
+            assert batch.slot_B[: len(slots_B)].tolist() == slots_B.tolist()
+            assert (batch.slot_B[len(slots_B) :] == self.limits.slots).all()
             assert (batch.entries_BR[len(slots_B) :] >= self.cache.size).all()
-        self.deliver(scheduler.record(slots_B, tokens_BR, np.zeros(tokens_BR.shape, np.float32), count_B, self.version))
-        self.deliver(scheduler.reap())
-        self.check()
+        self.unread.append((scheduler.dispatched(slots_B, self.version), slots_B, tokens_BR, count_B))
+        self.read(int(self.limits.ahead))
+
+    def read(self, most: int) -> None:
+        """Reads the tokens of the oldest turns, until those of `most` turns are unread."""
+        while len(self.unread) > most:
+            flight, *arrays = self.unread.pop(0)
+            held_B = self.scheduler.holds(flight, arrays[0])
+            assert held_B.all() or self.limits.ahead
+            slots_B, tokens_BR, count_B = (x[held_B] for x in arrays)
+            logprobs_BR = np.zeros(tokens_BR.shape, np.float32)
+            self.deliver(self.scheduler.record(flight, slots_B, tokens_BR, logprobs_BR, count_B))
+            self.deliver(self.scheduler.reap())
+            self.check()
+
+    def unread_tokens(self, sample) -> list[int]:
+        return [
+            token
+            for flight, slots_B, tokens_BR, count_B in self.unread
+            for slot, tokens, count in zip(slots_B.tolist(), tokens_BR.tolist(), count_B.tolist(), strict=True)
+            if flight.samples[slot] is sample
+            for token in tokens[:count]
+        ]
 
     def forget(self) -> None:
         self.cache[:], self.states = -1, {}
+        self.unread.clear()
 
     def ends(self, batch) -> list[list[int]]:
         """The tokens that the state behind each row has read."""
@@ -144,7 +179,8 @@ class PagedDevice:
         return np.concatenate([np.zeros(0, np.int32), *started])
 
     def tokens(self, sample) -> list[int]:
-        return [*sample.job.request.prompt.token_ids_T, *self.scheduler.response(sample)]
+        read = [*sample.job.request.prompt.token_ids_T, *self.scheduler.response(sample)]
+        return read + self.unread_tokens(sample)
 
     def check(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.pool

@@ -74,11 +74,11 @@ script = st.lists(
 
 @pytest.mark.medium
 @settings(deadline=None, max_examples=third_of(200))
-@given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]), st.booleans())
+@given(script, st.integers(1, 5), st.integers(0, 12), st.sampled_from([16, 32, 2048]), st.booleans(), st.booleans())
 def test_22_and_23_pages_hold_what_is_read_and_every_sample_ends_once_with_its_own_tokens(
-    history, slots, more, chunk, recurrent
+    history, slots, more, chunk, recurrent, ahead
 ):
-    play(history, slots, more, chunk, recurrent)
+    play(history, slots, more, chunk, recurrent, ahead=ahead)
 
 
 @pytest.mark.medium
@@ -97,7 +97,8 @@ def test_24_states_go_on_from_the_tokens_before_them(seed):
                 history += [("abort", (turn // 8 % 3, turn % 4))] * (turn % 8 == 1)
             history += [("weights", None)] * int(rng.integers(0, 2))
         chunk, least_id = int(rng.choice([16, 32, 2048])), int(rng.integers(STOP, STOP + 2))  # responses may never stop
-        play(history, int(rng.integers(2, 6)), int(rng.integers(0, 13)), chunk, True, least_id)
+        ahead = bool(rng.integers(0, 2))
+        play(history, int(rng.integers(2, 6)), int(rng.integers(0, 13)), chunk, True, least_id, ahead)
 
 
 def test_24_samples_with_tokens_share_the_prefill_of_their_prompt(monkeypatch):
@@ -114,14 +115,15 @@ def test_24_samples_with_tokens_share_the_prefill_of_their_prompt(monkeypatch):
             tokens += sum(step.batch.tokens for step in steps if step.batch.outputs is None)
             slots_B = device.start(steps)
             new_B1 = np.ones((len(slots_B), 1), np.int32)
-            scheduler.record(slots_B, new_B1, np.zeros(new_B1.shape, np.float32), new_B1[:, 0], 0)
+            flight = scheduler.dispatched(slots_B, 0)
+            scheduler.record(flight, slots_B, new_B1, np.zeros(new_B1.shape, np.float32), new_B1[:, 0])
     assert tokens == 48 + 3 * (12 + 18)
 
 
-def play(history, slots, more, chunk, recurrent, least_id=STOP):
+def play(history, slots, more, chunk, recurrent, least_id=STOP, ahead=False):
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk)
-        device = PagedDevice(slots, LONGEST + more * PAGE_TOKENS if more < 12 else 0, recurrent)
+        device = PagedDevice(slots, LONGEST + more * PAGE_TOKENS if more < 12 else 0, recurrent, ahead)
         device.least_id = least_id
         scheduler = device.scheduler
         asked, aborted = {}, set()
@@ -136,6 +138,7 @@ def play(history, slots, more, chunk, recurrent, least_id=STOP):
             elif action in ("turn", "failure"):
                 device.turn(value, fails=action == "failure")
             elif action == "preempt":
+                device.read(0)
                 sample = scheduler.occupant[value % slots]
                 if sample is not None and sample.pages:
                     scheduler._preempt(sample)
@@ -147,6 +150,7 @@ def play(history, slots, more, chunk, recurrent, least_id=STOP):
                 scheduler.mark_aborted(rid if sample < 0 else f"{rid}/{sample}")
                 device.deliver(scheduler.reap())
             else:
+                device.read(0)
                 device.version += 1
                 scheduler.invalidate()
                 device.forget()
