@@ -260,7 +260,7 @@ class DeviceState:
     def decode(self, plan: RoundPlan) -> Unread:
         """Decodes the tokens of a round, behind the last tokens that the turns before leave on the device."""
         slots_B, batch = plan
-        self.shapes.add(("decode", (*batch.pages_BC.shape, batch.entries_BR.shape[1], *_ids(batch.sampling))))
+        self.shapes.add(("decode", (*batch.pages_BC.shape, *_ids(batch.sampling))))
         self.cache, self.last_N, *new = self.programs.decode(self.params, self._ready_cache(), self.last_N, batch)
         return Unread(slots_B, [new], [len(slots_B)])
 

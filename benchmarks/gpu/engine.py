@@ -75,7 +75,7 @@ def _case(
 
     turns = [(turn(), calls.full_rounds(samples), calls.calls) for _ in range(TURNS)]
     taken, rounds, calls_of_turn = min(turns, key=lambda found: found[0]["seconds"])
-    widths = [call.plan[1].entries_BR.shape[1] for call, _ in rounds]
+    widths = [int(call.plan[1].steps) for call, _ in rounds]
     steps = max(set(widths), key=lambda width: width * widths.count(width))
     same = [found for found, width in zip(rounds, widths, strict=True) if width == steps]
     whole = [(call, seconds) for call, seconds in same if call.plan[1].remaining_B[0] >= steps]

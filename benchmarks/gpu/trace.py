@@ -101,7 +101,7 @@ class Rounds:
             jax.profiler.start_trace(self._folder, profiler_options=_options())
             self._tracing = True
         new = decode()
-        self.tokens += plan[1].entries_BR.shape[1]
+        self.tokens += int(plan[1].steps)
         self.left -= 1
         if not self.left:
             new.read()  # the device has ended all rounds

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..kernels.runs import CHUNK, PackedRuns, packed_runs
+from ..kernels.runs import PackedRuns, chunk_size, packed_runs
 from ..mesh import binary_axes, group_axes
 from ..planner.plan import PlanError, ShardPlan
 from .shapes import Sizes
@@ -153,7 +153,7 @@ class SizedLayout:
             column = np.minimum(first, self.columns - budget) + np.arange(budget)  # as `View` reads a row
             read = np.take_along_axis(marks.reshape(2, devices, -1), column[None], axis=2)
             streams = np.where((column >= first) & (column < first + count), read, 0).reshape(2, -1, degree * budget)
-            table = packed_runs(*streams, degree * budget // CHUNK + degree * self._runs)
+            table = packed_runs(*streams, degree * budget // chunk_size(degree * budget) + degree * self._runs)
             tables.append(jax.tree.map(functools.partial(np.repeat, repeats=degree, axis=0), table))
         return tuple(tables)
 
