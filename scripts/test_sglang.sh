@@ -7,4 +7,4 @@ bash scripts/install_sglang.sh
 export FLUXJAX_SGLANG_PYTHON="$PWD/.sglang/bin/python"
 # One process: each would start servers of its own, 2 GB each.
 exec .venv/bin/python -m pytest -k sglang tests/rollout/test_protocol.py tests/rollout/test_sglang_server.py \
-    tests/rollout/test_sglang_architectures.py tests/rollout/test_judge_engines.py tests/rollout/test_gpu_hash.py "$@"
+    tests/rollout/test_judge_engines.py tests/rollout/test_gpu_hash.py "$@"
