@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 from learner_cases import random_groups, tiny
-from packing_cases import MODEL, make_config
+from packing_cases import MODEL, QWEN3_5, make_config
 
 from fluxjax.algorithms import find_algorithm
 from fluxjax.batch.composer import Composer, Team
@@ -29,6 +29,7 @@ FEATURES = {
     "coupled": AlgorithmConfig.of("dpo", minibatches=2),
     "critic": AlgorithmConfig.of("ppo", minibatches=2, epochs=2, importance=TRUNCATED, **IN_REWARD),
     "early": AlgorithmConfig.of("gspo", kl_coefficient=0.1),  # some gradients before the rest of the step is there
+    "states": AlgorithmConfig(kl_coefficient=0.1),  # of Qwen3.5; all others of Qwen2.5-VL
 }
 
 
@@ -51,10 +52,11 @@ class Recorded:
         self, strategy: str, feature: str, processes: int, team: Team | None = None, mesh=None, links=None
     ) -> None:
         self.config = config = settings(strategy, feature, processes)
+        sizes = QWEN3_5 if feature == "states" else MODEL
         self._early, self._algorithm = feature == "early", find_algorithm(config.algorithm)
-        self.learner = Learner(config, tiny(HEADS), self._algorithm.token_loss, mesh=mesh, links=links)
+        self.learner = Learner(config, tiny(HEADS, sizes), self._algorithm.token_loss, mesh=mesh, links=links)
         self.learner.version = VERSION
-        self.composer = Composer(config, DEVICES, MODEL.vision, self.learner.text)
+        self.composer = Composer(config, DEVICES, sizes.vision, self.learner.text)
         reference = jax.tree.map(lambda weight: weight * np.float32(0.9), self.learner.params)
         self.critic = None
         if self._algorithm.critic:

@@ -18,7 +18,7 @@ STEPS = int(
     os.environ.get("FLUXJAX_RECORDED_STEPS", "3")
 )  # with 50, every feature under every strategy, over four, too
 TURNS = [  # of each, what so many processes train
-    {2: [("fsdp", "rewarded"), ("hybrid", "coupled")]},
+    {2: [("fsdp", "rewarded"), ("hybrid", "coupled"), ("fsdp", "states")]},
     {4: [("ulysses", "plain")]},
     {2: [("flex_ulysses", "critic"), ("odc", "early")]},
 ]

@@ -44,6 +44,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 SLOTS, LONGEST = 16, 256
 # SGLang on a CPU without AMX, as configs/vlm_sglang.py starts it.
 SGLANG_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "16384")
+# For states, as Qwen3.5 has: the form of the prefix cache that a CPU has, and few of the states, which are large
+HYBRID_FLAGS = (
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--max-mamba-cache-size", "48"),
+)
 SGLANG_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -211,12 +215,13 @@ def checkpoint(kind: str, folder: pathlib.Path) -> Iterator[pathlib.Path]:
     yield folder
 
 
-def command(name: str, folder: pathlib.Path, ranks: int = 1) -> ServerCommand:
-    """How a server of this kind is started on a CPU."""
+def command(name: str, folder: pathlib.Path, ranks: int = 1, *, hybrid: bool = False) -> ServerCommand:
+    """How a server of this kind is started on a CPU; `hybrid`: of a model with states."""
     if name == "serve":
         sizes = ("--slots", str(SLOTS), "--max-sequence-tokens", str(LONGEST), "--dtype", "float32")
         return ServerCommand("serve", str(folder), sys.executable, sizes, {"PYTHONPATH": str(ROOT)})
     flags = (*SGLANG_FLAGS, "--dtype", "float32", "--max-running-requests", str(SLOTS), "--tp-size", str(ranks))
+    flags = (*flags, *HYBRID_FLAGS) if hybrid else flags
     environment = {**SGLANG_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
     return ServerCommand(
         "sglang", str(folder), sglang_python(), flags, environment if ranks > 1 else SGLANG_ENVIRONMENT
@@ -239,7 +244,8 @@ def subject(name: str, kind: str, folder: pathlib.Path, ranks: int = 1) -> Itera
             (server,) = stack.enter_context(Servers(1, kind, **sizes).running()).upstream
         else:
             saved = stack.enter_context(checkpoint(kind, folder / "model"))
-            server = process = LocalServer(command(name, saved, ranks), folder / "server.log")
+            started = command(name, saved, ranks, hybrid=whole.config.text.delta is not None)
+            server = process = LocalServer(started, folder / "server.log")
         options = FleetOptions(start_seconds=300.0, interval=4)
         memory = SharedFolders(whole.config, "float32")
         fleet = Fleet(whole.config, limits(kind), SharedMemory(memory), options)

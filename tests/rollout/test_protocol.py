@@ -54,12 +54,13 @@ GAP = 1e-4  # absolute, float32: log-probs of the engine and of the trainer
 LONG = [pytest.mark.slow, pytest.mark.long]
 # All rules hold for Qwen2.5-VL and Qwen3.5; other models have the rules of their tokens, their weights, and their
 # media, if any. `rollout.serve` with a text model is what `test_fleet.py` asks for the answers of the engine. SGLang is
-# asked in every turn; with Qwen3.5, by `test_sglang_architectures.py`.
+# asked in every turn.
 WITH_MEDIA = [
     pytest.param(("jax", "vl"), id="jax-vl", marks=pytest.mark.slow),
     pytest.param(("serve", "vl"), id="serve-vl", marks=[*LONG, pytest.mark.turn(0)]),
     pytest.param(("sglang", "vl"), id="sglang-vl", marks=[*LONG, pytest.mark.turn(0, 1, 2)]),
     pytest.param(("serve", "qwen3_5"), id="serve-qwen3_5", marks=[*LONG, pytest.mark.turn(2)]),
+    pytest.param(("sglang", "qwen3_5"), id="sglang-qwen3_5", marks=[*LONG, pytest.mark.turn(1)]),
 ]
 OF_TEXT = [
     pytest.param(("jax", "text"), id="jax-text", marks=pytest.mark.slow),
@@ -419,9 +420,9 @@ async def test_rule_16_a_second_turn_goes_on_from_the_first(engine: Subject, mon
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode) -> None:
     """A greedy response that a client pauses has the tokens of one that nobody paused, in every mode. A response that
-    `abort` has ended goes on from its tokens."""
-    if engine.name != "serve":
-        pytest.skip("no server, or SGLang, whose pauses test_sglang_architectures.py has")
+    `abort` has ended goes on from its tokens, and SGLang has their cache."""
+    if engine.fleet is None:
+        pytest.skip("has no server")
     await begun(engine)
     whole, prompt = model(engine.kind), prompts(engine.kind)["mixed"]
     how = {"max_new_tokens": 120, "temperature": 0.0, "forbidden_ids": processor(engine.kind).media_token_ids}
@@ -445,6 +446,7 @@ async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode
         if mode == "abort":
             assert 0 < len(ids) < 120
             rest, meta = await answer("rest", tuple(ids))
+            assert engine.name == "serve" or meta["cached_tokens"] >= len(prompt)
             ids += rest
     assert ids == expected
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
@@ -454,9 +456,9 @@ async def test_rule_17_a_pause_changes_no_token(engine: Subject, mode: PauseMode
 
 
 async def test_rule_18_a_bit_of_a_weight_is_noticed(engine: Subject, tmp_path: pathlib.Path) -> None:
-    """Whichever weight has it; the error has its name."""
-    if engine.name != "serve":
-        pytest.skip("no server, or SGLang, whose checksums test_sglang_architectures.py has")
+    """Whichever weight has it; the error has its name, as the server says it."""
+    if engine.fleet is None:
+        pytest.skip("has no server")
     await begun(engine)
     whole = model(engine.kind)
     models.save(whole, tmp_path)
@@ -470,5 +472,6 @@ async def test_rule_18_a_bit_of_a_weight_is_noticed(engine: Subject, tmp_path: p
             changed.flat[-1] = np.nextafter(changed.flat[-1], np.float32(9))
             save_file(tensors | {name: changed}, tmp_path / SINGLE)
         sums = Checksums(tmp_path / SINGLE, whole.config.text.num_kv_heads)
-        with pytest.raises(WeightsMismatch, match=re.escape(name)) if name else contextlib.nullcontext():
+        named = re.escape(name if engine.name == "serve" else sums._served_name(name))
+        with pytest.raises(WeightsMismatch, match=named) if name else contextlib.nullcontext():
             sums.check(held, "server")

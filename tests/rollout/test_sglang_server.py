@@ -42,6 +42,7 @@ from rollout_cases import collect, full_logprobs, request
 
 import models
 from fluxjax import doctor
+from models.registry import write_config
 from rollout import wire
 from rollout.engine import FinishReason, WeightsMismatch
 from rollout.local_server import LocalServer
@@ -186,6 +187,46 @@ async def test_a_killed_server_loses_nothing_and_comes_back(server: Subject) -> 
     for answer in await task:  # there is no other server: they wait for this one
         assert (answer.finish, len(answer.ids), set(answer.versions)) == (FinishReason.LENGTH, 150, {version})
         np.testing.assert_allclose(answer.logprobs, full_logprobs(whole, prompt, answer.ids), rtol=0, atol=GAP)
+
+
+CHECK = """
+import sys
+from fluxjax_media.processors import _check_fields
+from sglang.srt.utils.hf_transformers.config import get_config
+for folder in sys.argv[1:]:
+    config = get_config(folder, trust_remote_code=False)
+    try:
+        _check_fields(config.text_config, config.vision_config)
+    except RuntimeError as error:
+        print(error)
+    else:
+        print("complete")
+"""
+
+
+@pytest.mark.turn(1)
+def test_a_config_without_a_field_is_refused(tmp_path: pathlib.Path) -> None:
+    """Our extension refuses a Qwen3.5 as transformers writes it when a server starts. The error has the field."""
+    share, stack = "partial_rotary_factor", "deepstack_visual_indexes"
+    lacking = [("exported", []), ("nothing", []), (share, [share]), (stack, [stack]), ("both", [share, stack])]
+    for name, fields in lacking:
+        content = write_config(model("qwen3_5").config)
+        text, vision = content["text_config"], content["vision_config"]
+        if name != "exported":
+            rope = {**text.pop("rope_scaling"), "rope_theta": text.pop("rope_theta")}
+            text["rope_parameters"] = {**rope, share: text[share]}
+        for field in fields:
+            del (text if field in text else vision)[field]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    folders = [str(tmp_path / name) for name, _ in lacking]
+    started = command("sglang", tmp_path)
+    words = [started.python, "-c", CHECK, *folders]
+    done = subprocess.run(words, env=started.variables(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (_, fields), said in zip(lacking, done.stdout.splitlines()[-len(lacking) :], strict=True):
+        assert (said == "complete") == (not fields)
+        assert all((field in said) == (field in fields) for field in (share, stack)), said
 
 
 @pytest.mark.turn(2)

@@ -34,10 +34,12 @@ class GivenPatches(QwenVLImageProcessor):
         Qwen3_5ForConditionalGeneration,
     ]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, hf_config: Any, *args: Any, **kwargs: Any) -> None:
         if os.environ.get("SGLANG_VLM_CACHE_SIZE_MB") != "0":
             raise RuntimeError("set SGLANG_VLM_CACHE_SIZE_MB=0: SGLang keeps features of images through weight updates")
-        super().__init__(*args, **kwargs)
+        if hf_config.model_type == "qwen3_5":
+            _check_fields(hf_config.text_config, hf_config.vision_config)
+        super().__init__(hf_config, *args, **kwargs)
         self._kept: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
         self._bytes = 0
 
@@ -98,6 +100,18 @@ class GivenPatches(QwenVLImageProcessor):
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= oldest["patches"].nbytes
+
+
+def _check_fields(text: Any, vision: Any) -> None:
+    """Raises RuntimeError for a Qwen3.5 that SGLang would compute wrongly, since its config.json lacks a field."""
+    rotated = {"partial_rotary_factor": text.partial_rotary_factor, **(text.rope_parameters or {})}
+    share, missing = rotated["partial_rotary_factor"], []
+    if share != text.partial_rotary_factor:
+        missing.append(f'"partial_rotary_factor": {share} in text_config, beside rope_parameters')
+    if vision.deepstack_visual_indexes:
+        missing.append('"deepstack_visual_indexes": [] in vision_config')
+    if missing:
+        raise RuntimeError(f"config.json of the model lacks {' and '.join(missing)}: add what is missing")
 
 
 def _tensor(value: dict[str, Any]) -> torch.Tensor:
