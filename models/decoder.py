@@ -20,14 +20,24 @@ from jaxtyping import Array, Float, Int
 
 from sharding.kernels.attention import packed_attention
 from sharding.kernels.delta_heads import DeltaHeads
-from sharding.mesh import target
 from sharding.vocab import token_logprobs
 from sharding.walk import Params, Stack, Walk
 from sharding.weights import WeightSpec, weight
 
 from .config import DecoderConfig, TextConfig
 from .inputs import PackedTokens, VisionInput
-from .layers import Embedding, GatedMLP, Normal, RMSNorm, add_bias, project, rotary_frequencies, rotate, zeros
+from .layers import (
+    Embedding,
+    GatedMLP,
+    Normal,
+    RMSNorm,
+    add_bias,
+    kept_in_loop,
+    project,
+    rotary_frequencies,
+    rotate,
+    zeros,
+)
 
 Rotary: TypeAlias = tuple[Array, Array]  # cosine and sine [B, T, R] of the rotated numbers of a head, float32
 Aux = TypeVar("Aux")  # second result of a mix: keys and values for a cache, or None
@@ -131,6 +141,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         text = config.text
         self.config = config
+        self.rotary_dim = text.rotary_dim
         self.embedding = Embedding(text.vocab_size, text.hidden_size, text.initializer_range, rngs)
         self.layers = DecoderLayer(text, rngs, stack=len(text.attention_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, rngs, zero_centred=text.zero_centred_norms)
@@ -168,7 +179,7 @@ class Decoder(nnx.Module):
         (interleaved M-RoPE); a text model has one section, of time.
         """
         rope = self.config.text.rope
-        frequencies, factor = rotary_frequencies(rope, self.config.text.rotary_dim)
+        frequencies, factor = rotary_frequencies(rope, self.rotary_dim)
         sections = rope.mrope_section or (len(frequencies),)
         axis = np.repeat(np.arange(len(sections)) % 3, sections)
         if rope.interleaved:
@@ -252,11 +263,7 @@ def hidden_states(model: Decoder, inputs: PackedTokens, walk: Walk) -> Float[Arr
     mix = packed_mix(inputs, queries, text.delta)
 
     def step(layer: Any, x: Array, number: Array | None) -> tuple[Array, None]:
-        near = rotary
-        if target().is_gpu:
-            # JAX would take the broadcast of the angles to all heads out of the loop; layers would read it from memory.
-            near, _ = jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))
-        x, _ = layer(x, near, mix)
+        x, _ = layer(x, kept_in_loop(rotary, x), mix)
         return x if deep is None or number is None else deep.added(x, number), None
 
     numbers = None if deep is None else np.arange(text.num_layers, dtype=np.int32)

@@ -189,6 +189,14 @@ def project(x: Array, matrix: nnx.Variable) -> Array:
     return out.reshape(*rows, *weights.shape[spec.inputs :])
 
 
+def kept_in_loop(rotary: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """The angles as a value of the loop over layers, whose hidden states are `x`. On GPUs, JAX would take the broadcast
+    of the angles to all heads out of the loop, and layers would read it from memory."""
+    if not target().is_gpu:
+        return rotary
+    return jax.lax.optimization_barrier((rotary, jax.lax.stop_gradient(x[:1, :1, :1])))[0]
+
+
 def project_gated(gate: Array, up: Array, matrix: nnx.Variable) -> Array:
     """`project(silu(gate) * up, matrix)`. In training, whose weights have their outputs last, GPUs compute gradients in
     one pass over the activations."""

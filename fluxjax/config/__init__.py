@@ -106,7 +106,7 @@ class Schedule(enum.Enum):
 
 # Architecture and sizes of the tiny model. In a tiny Qwen3-VL, the decoder reads every layer of the tower.
 TINY: Mapping[str, object] = {
-    "architecture": "qwen2_5_vl",  # or qwen3_vl; of text alone: qwen2, qwen3
+    "architecture": "qwen2_5_vl",  # or qwen3_vl, qwen3_5; of text alone: qwen2, qwen3, qwen3_5_text
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_layers": 3,

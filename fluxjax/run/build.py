@@ -32,6 +32,7 @@ from models.processing.tiny import SPECIAL_TOKENS
 from models.processing.tiny import build as build_processor
 from models.registry import ARCHITECTURES, write_config
 from rollout.engine import SamplingParams
+from sharding.kernels.delta_heads import DeltaHeads
 from sharding.links import Links
 from sharding.mesh import MeshError, make_mesh
 from sharding.weights import shardings
@@ -246,8 +247,8 @@ def tiny_vision(model: ModelConfig) -> VisionConfig | None:
     full = sizes.pop("full_attention_layers")
     sizes |= {name: tiny[name] for name in ("patch_size", "initializer_range")}
     sizes["out_hidden_size"] = tiny["hidden_size"]
-    if architecture == "qwen3_vl":
-        before_last = tuple(range(sizes["depth"] - 1))
+    if architecture in ("qwen3_vl", "qwen3_5"):
+        before_last = tuple(range(sizes["depth"] - 1)) if architecture == "qwen3_vl" else ()
         return DeepVisionConfig(position_grid=POSITION_GRID, deepstack_layers=before_last, **sizes)
     return VisionConfig(window_size=tiny["window_size"], full_attention_layers=full, **sizes)
 
@@ -257,15 +258,16 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
     sizes that no model has."""
     tiny = cast(Mapping[str, Any], model.tiny)
     architecture = tiny["architecture"]
-    qwen3 = architecture in ("qwen3", "qwen3_vl")
+    qwen3 = architecture.startswith("qwen3")
     section = tiny["mrope_section"] if vision else ()
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
         head_dim=tiny["hidden_size"] // tiny["num_heads"],
         qkv_bias=not qwen3,
         head_norm=qwen3,
-        rope=RopeConfig(tiny["rope_theta"], section, interleaved=architecture == "qwen3_vl"),
+        rope=RopeConfig(tiny["rope_theta"], section, interleaved=qwen3 and vision is not None),
         **{name: size for name, size in tiny.items() if name in TextConfig.__dataclass_fields__},
+        **(tiny_states(tiny) if architecture.startswith("qwen3_5") else {}),
     )
     if vision is None:
         return DecoderConfig(architecture, text)
@@ -280,6 +282,19 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
+
+
+def tiny_states(tiny: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a tiny Qwen3.5 has besides: a state for each attention head, and the shares that published models
+    have (attention in every fourth layer, a quarter of each head rotated)."""
+    size = tiny["hidden_size"] // tiny["num_heads"]
+    return {
+        "delta": DeltaHeads(tiny["num_kv_heads"], tiny["num_heads"], size, size),
+        "attention_interval": min(4, tiny["num_layers"]),
+        "rotated": 0.25,
+        "output_gate": True,
+        "zero_centred_norms": True,
+    }
 
 
 def training_prompts(

@@ -169,7 +169,10 @@ def packed_attention(
     """Attention under the rules of `Mask` (causal, with branches). Both arrays may be tracers. `queries` describe the
     queries of all layers: without it, `flash` lists its tiles in each layer."""
     B, T = segments_BT.shape
-    mask = Mask(segments_BT, branches_BT, visits=flash.visits_of(segments_BT, branches_BT, True, queries))
+    visits = None
+    if queries is not None and flash.chosen(queries):
+        visits = flash.visits_of(segments_BT, branches_BT, True, queries)
+    mask = Mask(segments_BT, branches_BT, visits=visits)
     if T < LONG_ROW:
         return lambda q, k, v: attention(q, k, v, mask)
     # Segments of different rows get different numbers, in the order of the rows.

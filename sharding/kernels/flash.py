@@ -40,13 +40,15 @@ class Visits:
 
 
 def visits_of(
-    segments: Int[Array, "B S"], branches: Int[Array, "B S"] | None, causal: bool, queries: Array | Like, ahead: int = 0
-) -> Visits | None:
-    """The lists of rows whose `ahead` first keys have no query, for the dtype and the head size of `queries`; None if
-    the kernels can't compute with these. Call it outside the loop over layers: a layer that is computed again would
-    list the tiles again."""
-    if queries is None or not chosen(queries):
-        return None
+    segments: Int[Array, "B S"],
+    branches: Int[Array, "B S"] | None,
+    causal: bool,
+    queries: Array | jax.ShapeDtypeStruct,
+    ahead: int = 0,
+) -> Visits:
+    """The lists of rows whose `ahead` first keys have no query, for the dtype and the head size of `queries`, which the
+    kernels must know (`chosen`). Call it outside the loop over layers: a layer that is computed again would list the
+    tiles again."""
     capability = target().capability
     tilings = tuple(tiling_of(kernel, queries.dtype, queries.shape[-1], capability) for kernel in KERNELS)
     largest = max(size for tiling in tilings for size in tiling.sizes)

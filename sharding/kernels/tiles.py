@@ -77,7 +77,9 @@ def tile_list(
     active = table[0] & (jnp.arange(tiles)[None, :] >= since[:, None])
     query, key = jnp.nonzero(active, size=tiles * (tiles + 1) // 2, fill_value=0)
     pairs = jnp.stack([query, key], axis=1).astype(jnp.int32)
-    visits = flash.visits_of(segments_S[None], branches_S[None], True, queries)
+    visits = None
+    if queries is not None and flash.chosen(queries):
+        visits = flash.visits_of(segments_S[None], branches_S[None], True, queries)
     return Tiles(pairs, active.sum(dtype=jnp.int32), segments, branches, visits)
 
 

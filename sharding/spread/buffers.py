@@ -153,7 +153,8 @@ class SizedLayout:
             column = np.minimum(first, self.columns - budget) + np.arange(budget)  # as `View` reads a row
             read = np.take_along_axis(marks.reshape(2, devices, -1), column[None], axis=2)
             streams = np.where((column >= first) & (column < first + count), read, 0).reshape(2, -1, degree * budget)
-            table = packed_runs(*streams, degree * budget // chunk_size(degree * budget) + degree * self._runs)
+            chunks = degree * budget // chunk_size(degree * budget) + degree * self._runs
+            table = packed_runs(streams[0], streams[1], chunks)
             tables.append(jax.tree.map(functools.partial(np.repeat, repeats=degree, axis=0), table))
         return tuple(tables)
 

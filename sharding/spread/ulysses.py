@@ -166,7 +166,7 @@ def views_of(
         marks = jnp.stack([view.read(segments_BT[0]), view.read(branches_BT[0])])
         if view.axes:
             marks = jax.lax.all_gather(marks, view.axes, axis=1, tiled=True)
-        return dataclasses.replace(view, table=tiles.tile_list(*jnp.unstack(marks), tile, queries))
+        return dataclasses.replace(view, table=tiles.tile_list(marks[0], marks[1], tile, queries))
 
     return tuple(with_tiles(view) for view in bare_views(spread, segments_BT.shape[1]))
 
@@ -182,8 +182,7 @@ def bare_views(spread: Spread, columns: int) -> list[View]:
     return views
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mixed(
+def _mixed(
     mixer: HeadMixer, tokens: tuple[Array, ...], weights: PyTree, views: tuple[View, ...]
 ) -> Float[Array, "T N H"]:
     """Deals the tokens of a device's row (`[T, ...]` each) to the devices of their groups, by heads, and returns the
@@ -224,6 +223,7 @@ def _backward(mixer: HeadMixer, saved: tuple, dout: Array) -> tuple[tuple[Array,
     return _row(len(dout), views, parts), jax.tree.map(lambda *rounds: sum(rounds), *dweights), None
 
 
+mixed = jax.custom_vjp(_mixed, nondiff_argnums=(0,))
 mixed.defvjp(_forward, _backward)
 
 

@@ -77,9 +77,9 @@ class SlowEngine(JaxEngine):
 
     delay = 0.03  # seconds
 
-    async def _new_tokens(self) -> Any:
+    async def _one_turn(self) -> None:
         await asyncio.sleep(self.delay)
-        return await super()._new_tokens()
+        await super()._one_turn()
 
 
 @dataclasses.dataclass

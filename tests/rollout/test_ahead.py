@@ -122,6 +122,7 @@ async def test_27_weights_pauses_and_aborts_wait_for_unread_tokens():
     before = serving.stats().tokens_generated
     assert not serving._flights
     await serving.abort("r/0")
+    assert serving._task is not None
     await asyncio.wait([serving._task])
     assert serving.stats().tokens_generated == before
     await serving.resume()
