@@ -65,5 +65,6 @@ def get_config(variant: str = "") -> Config:
         else:
             config.model.tiny |= {"num_layers": 4, "mrope_section": (1, 1, 2)}  # three layers with states, one without
     elif variant:
-        raise ConfigError(f"configs/vlm.py has the variants '', 'debug', 'digits', 'qwen3_vl' and 'qwen3_5', not {variant!r}")
+        variants = "'', 'debug', 'digits', 'qwen3_vl' and 'qwen3_5'"
+        raise ConfigError(f"configs/vlm.py has the variants {variants}, not {variant!r}")
     return config

@@ -49,7 +49,7 @@ def test_an_export_of_a_checkpoint_is_the_checkpoint(folder, tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, models.split(again)[1], models.split(models.create(MODEL, seed=4))[1])
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"])
 def test_a_tiny_model_of_each_architecture_is_read_back(architecture: str, tmp_path) -> None:
     """Sizes, and what its processor does with text, pictures and clips, as from the folder that a run exports."""
     config, media = Config(), {} if architecture in ("qwen2", "qwen3") else {"images": ["a.png"], "videos": ["a.mp4"]}

@@ -33,7 +33,8 @@ ONE_GPU = [
     f"configs/{name}" for name in ("qwen2_5_vl_3b.py:one_gpu", "qwen2_5_vl_3b.py:one_gpu_full", "qwen3_5_4b.py:one_gpu")
 ]
 FLEET = ["configs/vlm_sglang.py", "configs/vlm_sglang.py:serve", "configs/qwen2_5_vl_7b.py:fleet"]
-TINY = [f"configs/{name}" for name in ("vlm.py", "vlm.py:debug", "vlm.py:qwen3_vl", "text.py", "text.py:debug")]
+TINY = [*(f"configs/vlm.py{variant}" for variant in ("", ":debug", ":qwen3_vl", ":qwen3_5")), "configs/text.py"]
+TINY += ["configs/text.py:debug"]
 SHIPPED = [*TINY, *REAL, *ONE_GPU, *FLEET]
 
 
