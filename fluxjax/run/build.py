@@ -259,15 +259,16 @@ def tiny_model(model: ModelConfig, processor: Processor, vision: VisionConfig | 
     tiny = cast(Mapping[str, Any], model.tiny)
     architecture = tiny["architecture"]
     qwen3 = architecture.startswith("qwen3")
-    section = tiny["mrope_section"] if vision else ()
+    hybrid = architecture.startswith("qwen3_5")  # has three position axes without a tower, too
+    section = tiny["mrope_section"] if vision or hybrid else ()
     text = TextConfig(
         vocab_size=processor.tokenizer.get_vocab_size(),
         head_dim=tiny["hidden_size"] // tiny["num_heads"],
         qkv_bias=not qwen3,
         head_norm=qwen3,
-        rope=RopeConfig(tiny["rope_theta"], section, interleaved=qwen3 and vision is not None),
+        rope=RopeConfig(tiny["rope_theta"], section, interleaved=qwen3 and bool(section)),
         **{name: size for name, size in tiny.items() if name in TextConfig.__dataclass_fields__},
-        **(tiny_states(tiny) if architecture.startswith("qwen3_5") else {}),
+        **(tiny_states(tiny) if hybrid else {}),
     )
     if vision is None:
         return DecoderConfig(architecture, text)
