@@ -36,7 +36,7 @@ class Spread:
     `rounds` are (degree, budget) in the order of execution: degrees never increase. `axes` are the mesh's axes of size
     two, outermost first; a group of degree `p` is the product of the last `log2(p)` axes.
 
-    `runs` are the tables of each round's streams, if the model has layers with a state: a device has its group's table.
+    `runs` are the tables of each round's streams, if the model has layers with a state; a device has its group's table.
     """
 
     starts_BJ: Any  # i32
@@ -47,7 +47,7 @@ class Spread:
     runs: tuple[PackedRuns, ...] = ()
 
     def group(self, degree: int) -> tuple[str, ...]:
-        """The mesh axes of a group of `degree` devices; none for 1. Raises MeshError for a wider group."""
+        """The mesh axes of a group of `degree` devices; none for degree 1. Raises MeshError for too high a degree."""
         return group_axes(self.axes, degree)
 
     def with_exports(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
@@ -70,12 +70,12 @@ class Layout:
     counts: np.ndarray
 
     def needs(self) -> Sizes:
-        """The least size of each buffer: `columns` of a row, and a budget for each round, `round/<degree>/<k>`."""
+        """The least size of each buffer: `columns` of a row, and the budget of each round, `round/<degree>/<k>`."""
         sizes = {"columns": int(self.counts.sum(axis=1).max(initial=1))}
         return sizes | {name: int(self.counts[:, j].max(initial=1)) for j, name in enumerate(self.names())}
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(device, column) of every token, sequence after sequence. They are computed anew at each call: process 0 of
+        """(device, column) of every token, sequence after sequence. Each call computes them anew: process 0 of
         many has the layouts of a complete step, and needs few of the tokens' places."""
         first_token = np.cumsum([0, *self.plan.lengths])
         device, column = np.zeros((2, first_token[-1]), np.int64)
